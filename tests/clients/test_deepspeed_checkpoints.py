@@ -32,6 +32,7 @@ from tests.fixtures.deepspeed.make import CASES as CONFIGS
 from tests.fixtures.deepspeed.make_experts import EXPERT_CASES, WithExperts
 from tests.fixtures.deepspeed.model import build_model, groups_of, tokens_of
 from tests.ranks.test_checkpoint_from_deepspeed import go_on
+from tests.ranks.test_checkpoint_of_expert_slices import go_on as experts_go_on
 from tests.ranks.test_checkpoint_of_experts_of_deepspeed import split_groups
 from tests.unit.deepspeed_made import MADE, everything, made
 
@@ -212,6 +213,23 @@ def test_deepspeed_resumes_models_with_experts_that_shoal_saved(
         bound = 4e-3 if "bf16" in case else 1e-6
         assert found["losses"] == [pytest.approx(each, abs=bound) for each in run["losses"][3:]], case
         assert (found["counters"], found["client_state"]) == ([3, 9 * size, 0], 2), case
+
+
+@pytest.mark.parametrize("case", ["ep2-tp2-stage1-whole", "ep2-tp2-stage2-split"])
+def test_tensor_parallel_runs_with_experts_that_deepspeed_saves_now_go_on(
+    case: str, python: str, tmp_path: Path
+) -> None:
+    train(python, 4, tmp_path, [case], "make_expert_slices")
+    held = load_file(tmp_path / case / "held.safetensors")
+    found = everything(DeepSpeedSource(tmp_path / case / "checkpoint"))
+    assert set(found) - set(held) == {"model/shift"} and len(held) == 3 * (19 + 4 * 6) + 2
+    for key, tensor in held.items():
+        assert torch.equal(found[key].view(-1), tensor.view(-1)), key
+    run = json.loads((tmp_path / case / "run.json").read_text())["losses"][3:]
+    for tp, ep_size, stage in ((1, 2, 3), (2, 1, 1)):
+        is_split = tp > 1 and "split" in case
+        for rank, each in enumerate(run_ranks(2, experts_go_on, case, tp, ep_size, stage, is_split, True, tmp_path)):
+            assert each["losses"] == [pytest.approx(losses[rank // tp :: 2 // tp], abs=1e-5) for losses in run]
 
 
 def pass_experts_on(case: str, folder: Path) -> None:

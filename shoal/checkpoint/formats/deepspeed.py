@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,19 @@ from shoal.checkpoint.formats.deepspeed_experts import (
     ep_sizes,
     files_of_experts,
     holders_of,
+    in_order_of_experts,
+    of_first_expert,
     read_experts,
     read_unnamed_experts,
 )
-from shoal.checkpoint.formats.deepspeed_files import CheckpointFiles, Turns, find_files, not_built, open_file
+from shoal.checkpoint.formats.deepspeed_files import (
+    CheckpointFiles,
+    Turns,
+    find_files,
+    not_built,
+    not_saved,
+    open_file,
+)
 from shoal.checkpoint.formats.deepspeed_layout import in_given_order
 from shoal.checkpoint.formats.deepspeed_model import ModelFile
 from shoal.checkpoint.formats.deepspeed_pipeline import read_stages
@@ -40,12 +49,15 @@ from shoal.checkpoint.formats.deepspeed_state import (
     read_partitioned,
     read_spread,
 )
-from shoal.checkpoint.formats.deepspeed_tensor_parallel import PartJoin, TensorParallelLayout
+from shoal.checkpoint.formats.deepspeed_tensor_parallel import PartJoin, TensorParallelLayout, undescribed
 from shoal.checkpoint.formats.deepspeed_universal import read_universal
 from shoal.checkpoint.formats.deepspeed_unnamed import read_unnamed
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.portable import About, TensorInfo
-from shoal.errors import CheckpointError, ShoalError
+from shoal.errors import CheckpointError, NotBuiltError, ShoalError
+
+# By how much copies of an expert's tensor may differ, as a part of its largest value: each rank updates its own.
+_MAX_ROUNDING = 0.02
 
 
 class DeepSpeedSource:
@@ -56,7 +68,8 @@ class DeepSpeedSource:
         tag: which checkpoint; None: the one that ``latest`` names.
         names: of each parameter group, the names of its parameters in the optimizer's order. Only stage 0 can need it
             (it saves no names), and says so; ``()`` leaves the optimizer's state out there.
-        verify: compare the checksums in all files first, which reads them once more.
+        verify: compare the checksums in all files first, which reads them once more, and the copies of experts that
+            tensor-parallel ranks have.
         rank, size: of several processes that open it together each compares its share of the files.
 
     Memory: what a file holds beside its tensors; those are mapped, and read when needed.
@@ -81,41 +94,37 @@ class DeepSpeedSource:
         files = find_files(folder, tag)
         turns = Turns(verify=verify, rank=rank, size=size)
         try:
-            first = _RankFiles(files[0], names, turns)
+            first = _RankFiles(files[0], len(files), names, turns)
             # Below stage 3 DeepSpeed says in the first rank's file alone which weights are tied.
-            self._parts = [first, *(_RankFiles(each, names, turns, first.module.aliases) for each in files[1:])]
-            self._join()
+            aliases = first.module.aliases
+            self._parts = [first, *(_RankFiles(each, len(files), names, turns, aliases) for each in files[1:])]
+            self._join(turns)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, ShoalError):
                 raise
             # A value of another type than DeepSpeed writes.
             raise damaged(f"{type(error).__name__}: {error}", str(files[0].folder)) from error
 
-    def _join(self) -> None:
+    def _join(self, turns: Turns) -> None:
         first, number = self._parts[0], len(self._parts)
-        saved = first.module.num_parts
-        if saved != number and not first.is_universal:
-            raise CheckpointError(
-                f"{saved} tensor-parallel ranks saved it, and files of {number} are here.",
-                where=str(first.folder),
-                do="if two saves went to one tag, remove the older files; otherwise copy the missing ones.",
-                code="checkpoint-damaged",
-            )
         self._infos = first.infos
         self._joins: dict[str, PartJoin] = {}
         if number > 1:
-            self._joins = _joins(self._parts)
-            self._infos = {
-                kind: {
-                    name: TensorInfo(info.dtype, self._joins[name].whole_shape if name in self._joins else info.shape)
-                    for name, info in infos.items()
-                }
-                for kind, infos in first.infos.items()
-            }
+            self._joins = _joins(self._parts, turns)
+            self._infos = {kind: self._joined(kind) for kind in first.infos}
+            for part in self._parts[1:]:
+                first.take_experts(part)
         self.about = first.module.about(self._infos[MODEL], first.trained, first.scale)
         self.about.num_ranks, self.about.path = first.size * number, str(first.folder)
         if (self.about.config.get("zero_optimization") or {}).get("round_robin_gradients") and not first.is_universal:
             self.about.group_of = in_given_order(self.about.group_of, first.size)
+
+    def _joined(self, kind: str) -> dict[str, TensorInfo]:
+        """The tensors of all tensor-parallel ranks."""
+        dtypes = {name: info.dtype for part in reversed(self._parts) for name, info in part.infos[kind].items()}
+        return {
+            name: TensorInfo(dtypes[name], join.whole_shape) for name, join in self._joins.items() if name in dtypes
+        }
 
     def kinds(self) -> Iterable[str]:
         return list(self._infos)
@@ -138,24 +147,29 @@ class _RankFiles:
     def __init__(
         self,
         files: CheckpointFiles,
+        num_parts: int,
         names: Sequence[Sequence[str]] | None,
         turns: Turns,
         aliases: dict[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.folder, self.is_universal = files.folder, files.universal is not None
         self._frozen: FlatState | None = None
+        self.whole_experts: Collection[str] = ()  # of which the other tensor-parallel ranks have nothing
         self.trained: NamedState | None
         if files.stages:
             self.module, self.trained, self.scale, self.size = read_stages(files, names, turns, _trained)
+            self._compare_number(num_parts)
             self._collect()
             return
         model = open_file(files.model[0], verify=turns.take())
         experts = {}
         if not self.is_universal:  # there they are parameters like others
-            experts = read_experts(files.folder, files.experts, model.get("num_experts"), turns)
+            experts = read_experts(files, model.get("num_experts"), turns)
+            self.whole_experts = experts.keys() if files.elsewhere else frozenset()
         self.module = ModelFile(
             model, str(files.model[0]), is_stage_3=files.is_stage_3, aliases=aliases, experts=experts
         )
+        self._compare_number(num_parts)
         size = self.size = int(model.get("dp_world_size") or max(1, len(files.optimizer)))
         if size < 1:
             raise damaged(f"{size} ranks saved it", str(files.model[0]))
@@ -173,11 +187,26 @@ class _RankFiles:
                 )
         self._collect()
 
+    def _compare_number(self, num_parts: int) -> None:
+        """Raises: CheckpointError: files of another number of tensor-parallel ranks are here than saved them."""
+        saved = self.module.num_parts
+        if saved != num_parts and not self.is_universal:
+            what = f"{saved} tensor-parallel ranks saved it, and files of {num_parts} are here."
+            raise not_saved(what, self.folder, has_experts=bool(self.module.experts))
+
     def _collect(self) -> None:
         held = {} if self.trained is None else {kind: self.trained.infos(kind) for kind in self.trained.kinds()}
         self._masters = held.pop(MODEL, {})
         weights = self.module.infos({**(self._frozen.infos(MODEL) if self._frozen else {}), **self._masters})
         self.infos: dict[str, Mapping[str, TensorInfo]] = {MODEL: weights, **held}
+
+    def take_experts(self, other: _RankFiles) -> None:
+        """Tell of the experts that another tensor-parallel rank has whole, which are read from its files."""
+        self.module.tensors.update({name: other.module.tensors[name] for name in other.whole_experts})
+        if self.trained is not None and other.trained is not None:
+            mine, others = self.trained, other.trained
+            mine.group_of.update({name: others.group_of[name] for name in other.whole_experts})
+            mine.scalars.update({name: others.scalars[name] for name in other.whole_experts if name in others.scalars})
 
     def read(self, kind: str, name: str) -> torch.Tensor:
         if self.trained is not None and (kind != MODEL or name in self._masters):
@@ -187,19 +216,54 @@ class _RankFiles:
         return self.module.tensors[name].detach().clone(memory_format=torch.contiguous_format)
 
 
-def _joins(parts: list[_RankFiles]) -> dict[str, PartJoin]:
-    """How each tensor is joined. Raises: CheckpointError: the ranks do not have the same tensors."""
+def _joins(parts: list[_RankFiles], turns: Turns) -> dict[str, PartJoin]:
+    """How each tensor is joined.
+
+    Raises: CheckpointError: the ranks do not have the same tensors, or copies of an expert's that differ.
+    """
     module = parts[0].module
-    for part in parts[1:]:
-        if {kind: set(infos) for kind, infos in part.infos.items()} != {k: set(v) for k, v in parts[0].infos.items()}:
+    shared = [{k: set(infos).difference(part.whole_experts) for k, infos in part.infos.items()} for part in parts]
+    for part, tensors in zip(parts, shared, strict=True):
+        if tensors != shared[0]:
             raise damaged(f"it has other tensors than {module.file}", part.module.file)
     layout = TensorParallelLayout(module.state.get("universal_checkpoint_info"), len(parts), module.file)
+    owners = {name: rank for rank, part in enumerate(parts) for name in part.whole_experts}
+    split = files_of_experts(name for name in module.experts if name not in owners)
+    for names in split.values():
+        if not any(layout.describes(of_first_expert(name)) for name in names):
+            what = f"experts are split over {len(parts)} tensor-parallel ranks, and no pattern or map fits {names[0]}"
+            raise undescribed(what, module.file)
     found = {}
-    for name in parts[0].infos[MODEL]:
+    for name in in_order_of_experts(dict.fromkeys(name for part in parts for name in part.infos[MODEL])):
+        if name in owners:
+            found[name] = layout.whole_on(owners[name], parts[owners[name]].infos[MODEL][name].shape)
+            continue
         shapes = [part.infos[MODEL][name].shape for part in parts]
-        # Buffers are not described; each rank saves its own.
-        found[name] = layout.replicated(name, shapes) if name in module.buffers else layout.join_of(name, shapes)
+        if name in module.buffers:  # not described; each rank saves its own
+            found[name] = layout.replicated(name, shapes)
+        else:
+            found[name] = layout.join_of(of_first_expert(name), shapes)
+    for names in split.values():
+        if turns.take():
+            _check_copies(parts, [name for name in names if {block.rank for block in found[name].blocks} == {0}])
     return found
+
+
+def _check_copies(parts: list[_RankFiles], names: Iterable[str]) -> None:
+    """Are the weights that all ranks have whole the same? They may differ by rounding, and one rank's are taken then.
+
+    Raises: CheckpointError: they are not.
+    """
+    for name in names:
+        first, *others = (part.module.tensors[name].float() for part in parts)
+        for rank, other in enumerate(others, start=1):
+            difference, largest = float((other - first).abs().max()), float(first.abs().max())
+            if difference > _MAX_ROUNDING * largest:
+                raise damaged(
+                    f"{name} should be the same on every tensor-parallel rank, and rank {rank} has values that differ"
+                    f" by {difference:.3g} (the largest is {largest:.3g})",
+                    parts[rank].module.file,
+                )
 
 
 def _trained(
@@ -236,6 +300,14 @@ def _trained(
         counts = count if isinstance(count, list) else [count]
         if "ds_zero_partition_groups" in opened:
             raise not_built("experts of AutoEP", str(path))
+        if files.elsewhere and any(size % int(each) for each in counts):
+            raise NotBuiltError(
+                f"each expert lies whole on one of {module.num_parts} tensor-parallel ranks, and ep_size is no multiple"
+                " of this number: its optimizer state is divided among files of several of them.",
+                where=str(path),
+                do="load a copy of the folder without the *_optim_states.pt files, which gives the weights.",
+                code="not-built",
+            )
         if any(int(each) != size and (not module.experts or size % int(each)) for each in counts):
             raise CheckpointError(
                 f"the state is cut into {counts[0]} parts, and {size} ranks saved it.",
@@ -267,9 +339,12 @@ def _of_experts(
     sizes = ep_sizes(states[0].get("optimizer_state_dict", states[0]).get("param_groups", ()))
     if len(sizes) > 1:
         raise not_built("MoE layers of several expert-parallel sizes at stage 0", str(paths[0]))
-    size = max(sizes, default=len(paths))
-    if found != list(range(size)):
-        raise damaged(f"the optimizers of expert-parallel ranks {found} are here, not of {size}", str(files.folder))
+    size = max(sizes, default=found[-1] + 1)
+    step = module.num_parts if files.elsewhere else 1
+    expected = list(range(found[0] % step, size, step))
+    if found != expected:
+        what = f"the optimizers of expert-parallel ranks {found} are here, not of {size if step == 1 else expected}"
+        raise damaged(what, str(files.folder))
     dense = {name: tensor for name, tensor in module.parameters().items() if name not in module.experts}
     trained = read_unnamed_experts(states, dense, module.experts, names, [str(path) for path in paths])
     return trained, states[0]

@@ -10,6 +10,15 @@ Only rank 0 writes down the names of what an optimizer holds, and it counts its 
     experts                                  0 1 2 3       4 5 6 7       0 1 2 3       4 5 6 7
     under the names                          0 1 2 3       0 1 2 3       0 1 2 3       0 1 2 3
     its part of a group (stages 1, 2)        first half    first half    second half   second half
+
+Of a tensor-parallel run each rank has a part of every expert (``enable_expert_tensor_parallelism``) and files of it; or
+experts are whole, and expert-parallel ranks are consecutive ones. Then the files of one tensor-parallel rank have every
+n-th expert-parallel rank's experts, and by themselves look like those of a model with these experts alone:
+
+    8 experts, 4 expert-parallel ranks       rank 0        rank 1        rank 2        rank 3
+    tensor-parallel rank                     0             1             0             1
+    experts                                  0 1           2 3           4 5           6 7
+    under the names                          0 1           0 1           0 1           0 1
 """
 
 from __future__ import annotations
@@ -17,12 +26,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_files import Turns, not_built, open_file
+from shoal.checkpoint.formats.deepspeed_files import CheckpointFiles, Turns, not_built, open_file
 from shoal.checkpoint.formats.deepspeed_layout import FlatLayout, divided
 from shoal.checkpoint.formats.deepspeed_settings import DeepSpeedSettings
 from shoal.checkpoint.formats.deepspeed_state import FlatState, Holders, check_stored, damaged, entry
@@ -32,25 +40,25 @@ from shoal.checkpoint.problems import damaged_copy
 _NAME = re.compile(r"(?P<layer>.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(?P<expert>\d+)(?P<rest>\..*)")
 
 
-def read_experts(
-    folder: Path, files: Mapping[tuple[int, int], Path], num_experts: Any, turns: Turns
-) -> dict[str, torch.Tensor]:
-    """The weights of all experts by global name, mapped from their files.
+def read_experts(files: CheckpointFiles, num_experts: Any, turns: Turns) -> dict[str, torch.Tensor]:
+    """The weights of one tensor-parallel rank's experts by global name, mapped from their files.
 
     Args:
-        files: by number of the MoE layer and of the expert.
         num_experts: of each MoE layer, from the model file.
 
     Raises: CheckpointError: a file is missing, or holds something else.
     """
     counts = num_experts if isinstance(num_experts, list) else []
     for layer, count in enumerate(counts):
-        absent = [expert for expert in range(int(count)) if (layer, expert) not in files]
+        here = files.experts.keys() | files.elsewhere
+        absent = [expert for expert in range(int(count)) if (layer, expert) not in here]
         if absent:
-            names = ", ".join(f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt" for expert in absent[:4])
-            raise damaged_copy(f"files of {len(absent)} experts of layer {layer} are missing: {names}.", str(folder))
+            of_rank = "*" if files.elsewhere else re.sub(r".*mp_rank_(\d+).*", r"\1", files.model[0].name)
+            names = [f"layer_{layer}_expert_{expert}_mp_rank_{of_rank}_model_states.pt" for expert in absent[:4]]
+            what = f"files of {len(absent)} experts of layer {layer} are missing: {', '.join(names)}."
+            raise damaged_copy(what, str(files.folder))
     found: dict[str, torch.Tensor] = {}
-    for (layer, expert), path in sorted(files.items()):
+    for (layer, expert), path in sorted(files.experts.items()):
         if layer >= len(counts) or expert >= int(counts[layer]):
             raise damaged(f"the model has no expert {expert} in layer {layer}", str(path))
         for name, tensor in open_file(path, verify=turns.take()).items():
@@ -110,7 +118,7 @@ def read_unnamed_experts(
     for rank, (state, file) in enumerate(zip(states, files, strict=True)):
         own = {name: experts[name] for name in local_names(experts, len(states))[rank].values()}
         number = len(entry(state.get("optimizer_state_dict", state), "param_groups", file))
-        part = read_unnamed(state, {**dense, **own}, _named(names, number, own.keys(), experts.keys()), file)
+        part = read_unnamed(state, {**dense, **own}, _named(names, number, own.keys()), file)
         whole.flats += part.flats
         whole.notes += [note for note in part.notes if note not in whole.notes]
         whole.groups = whole.groups or part.groups
@@ -121,9 +129,7 @@ def read_unnamed_experts(
     return whole
 
 
-def _named(
-    names: Sequence[Sequence[str]] | None, number: int, own: Collection[str], experts: Collection[str]
-) -> list[list[str]] | None:
+def _named(names: Sequence[Sequence[str]] | None, number: int, own: Collection[str]) -> list[list[str]] | None:
     """The parameters of each of one rank's ``number`` groups; None: the names given do not say them.
 
     Where there are more groups than the caller has, the experts of each have a group of their own, after all others.
@@ -133,7 +139,7 @@ def _named(
         return None
     order = {_expert_of(name): index for index, name in reversed(list(enumerate(own)))}
     names = [sorted(group, key=lambda name: order.get(_expert_of(name), -1)) for group in names]
-    groups = [[name for name in group if name in own or name not in experts] for group in names]
+    groups = [[name for name in group if name in own or not _NAME.fullmatch(name)] for group in names]
     if len(groups) < number:
         split = [[name for name in group if name in own] for group in groups]
         groups = [[name for name in group if name not in own] for group in groups] + split
@@ -188,6 +194,27 @@ def layout_of_experts(
     )
 
 
+def of_first_expert(name: str) -> str:
+    """The same parameter of the layer's first expert, which every rank has under this name.
+
+    >>> of_first_expert("moe.deepspeed_moe.experts.deepspeed_experts.3.up.weight")
+    'moe.deepspeed_moe.experts.deepspeed_experts.0.up.weight'
+    >>> of_first_expert("norm.weight")
+    'norm.weight'
+    """
+    match = _NAME.fullmatch(name)
+    return name if match is None else f"{match['layer']}0{match['rest']}"
+
+
+def in_order_of_experts(names: Iterable[str]) -> list[str]:
+    """Other parameters, then those of experts by number of the MoE layer and of the expert."""
+    names = list(names)
+    files = files_of_experts(names)
+    return [name for name in names if not _NAME.fullmatch(name)] + [
+        name for key in sorted(files) for name in files[key]
+    ]
+
+
 def files_of_experts(names: Iterable[str]) -> dict[tuple[int, int], list[str]]:
     """The parameters of each expert, by number of the MoE layer, in the model's order, and of the expert."""
     layers: dict[str, int] = {}
@@ -199,15 +226,21 @@ def files_of_experts(names: Iterable[str]) -> dict[tuple[int, int], list[str]]:
 
 
 def local_names(experts: Iterable[str], ep_size: int) -> list[dict[str, str]]:
-    """Of each expert-parallel rank, the global names of its parameters by their names on that rank."""
-    layers: dict[str, int] = {}
+    """Of each expert-parallel rank, the global names of its parameters by their names on that rank.
+
+    Args:
+        experts: the parameters of all experts, or of those that one tensor-parallel rank has whole.
+        ep_size: number of the ranks that divide these experts.
+    """
+    numbers: dict[str, set[int]] = {}
     matches = [match for match in map(_NAME.fullmatch, experts) if match is not None]
     for match in matches:
-        layers[match["layer"]] = max(layers.get(match["layer"], 0), int(match["expert"]) + 1)
+        numbers.setdefault(match["layer"], set()).add(int(match["expert"]))
+    places = {layer: {number: at for at, number in enumerate(sorted(found))} for layer, found in numbers.items()}
     names: list[dict[str, str]] = [{} for _ in range(ep_size)]
     for match in matches:
-        number = layers[match["layer"]]
-        if number % ep_size == 0:  # else the layer has another expert-parallel size
-            rank, local = divmod(int(match["expert"]), number // ep_size)
+        place = places[match["layer"]]
+        if len(place) % ep_size == 0:  # else the layer has another expert-parallel size
+            rank, local = divmod(place[int(match["expert"])], len(place) // ep_size)
             names[rank][f"{match['layer']}{local}{match['rest']}"] = match[0]
     return names

@@ -100,6 +100,7 @@ class CheckpointFiles:
         universal: the folder ``zero`` of a universal checkpoint, which has no optimizer files.
         experts: the weights of experts, by number of the MoE layer and of the expert.
         experts_optimizer: stage 0: the optimizers of the expert-parallel ranks.
+        elsewhere: the experts of which another tensor-parallel rank has the only file, and has them whole.
         stages: of a pipeline, the files of each stage; ``model`` and ``optimizer`` are then the first one's.
         layers: of a pipeline, the files of weights, by the number of the layer.
     """
@@ -111,6 +112,7 @@ class CheckpointFiles:
     universal: Path | None = None
     experts: dict[tuple[int, int], Path] = field(default_factory=dict)
     experts_optimizer: dict[int, Path] = field(default_factory=dict)
+    elsewhere: frozenset[tuple[int, int]] = frozenset()
     stages: tuple[CheckpointFiles, ...] = ()
     layers: Mapping[int, Path] = field(default_factory=dict)
 
@@ -166,7 +168,29 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> list[Checkpoi
         raise damaged_copy(f"no file of tensor-parallel rank {absent} (mp_rank_{absent:02d}) is here.", str(place))
     of_parts = [_files_of(place, names, part, None) for part in sorted(parts)]
     layers = [match for match in map(_LAYER.fullmatch, names) if match is not None]
-    return _of_stages(place, of_parts, layers) if layers else of_parts
+    return _of_stages(place, of_parts, layers) if layers else _with_whole_experts(place, of_parts)
+
+
+def _with_whole_experts(place: Path, parts: list[CheckpointFiles]) -> list[CheckpointFiles]:
+    """Of each expert, one tensor-parallel rank's files have all, or each rank's have a part.
+
+    Raises: CheckpointError: neither, or the optimizers of some ranks alone are here.
+    """
+    everywhere = {expert for part in parts for expert in part.experts}
+    if not everywhere:
+        return parts
+    ranks_of = {expert: [rank for rank, part in enumerate(parts) if expert in part.experts] for expert in everywhere}
+    numbers = {len(ranks) for ranks in ranks_of.values()}
+    if len(numbers) > 1 or not numbers <= {1, len(parts)}:
+        layer, number = min(everywhere, key=lambda expert: (len(ranks_of[expert]), expert))
+        what = f"expert {number} of layer {layer} has files of tensor-parallel ranks {ranks_of[layer, number]}"
+        raise damaged_copy(f"{what}, and other experts of {max(numbers)} ranks.", str(place))
+    without = [rank for rank, part in enumerate(parts) if not part.experts_optimizer]
+    if 0 < len(without) < len(parts):
+        raise damaged_copy(f"no expp_rank_*_mp_rank_{without[0]:02d}_optim_states.pt is here.", str(place))
+    if numbers == {len(parts)}:
+        return parts
+    return [replace(part, elsewhere=frozenset(everywhere - part.experts.keys())) for part in parts]
 
 
 def _of_stages(place: Path, parts: list[CheckpointFiles], layers: list[re.Match[str]]) -> list[CheckpointFiles]:
@@ -191,7 +215,8 @@ def _files_of(place: Path, names: list[str], part: int, universal: Path | None) 
     model = _by_rank(place, names, _MODEL, part)
     optimizer = _by_rank(place, names, _OPTIMIZER, part)
     if not model:
-        raise damaged_copy(f"the model file of tensor-parallel rank {part} is missing.", str(place))
+        what = f"the model file of tensor-parallel rank {part} is missing."
+        raise not_saved(what, place, has_experts=any(map(_EXPERT.fullmatch, names)))
     if None in model:
         if len(model) > 1:
             what = f"{model[None].name} (stages 0 to 2) lies here with {len(model) - 1} model files of ranks (stage 3)."
@@ -262,6 +287,17 @@ def not_built(what: str, where: str) -> NotBuiltError:
 
 def _missing(what: str, where: Path, do: str) -> CheckpointError:
     return CheckpointError(what, where=str(where), do=do, code="checkpoint-missing")
+
+
+def not_saved(what: str, where: Path, *, has_experts: bool) -> CheckpointError:
+    """Files of a tensor-parallel rank are missing."""
+    do = "if two saves went to one tag, remove the older files; otherwise copy the missing ones."
+    if has_experts:
+        do += (
+            " DeepSpeed itself leaves them out where experts are not split over tensor-parallel ranks and their ep_size"
+            " is below the number of these ranks: train with a larger ep_size, or enable_expert_tensor_parallelism."
+        )
+    return CheckpointError(what, where=str(where), do=do, code="checkpoint-damaged")
 
 
 def _of_two_saves(what: str, where: Path) -> CheckpointError:

@@ -191,7 +191,4 @@ def _number_of_parts(state: dict[str, Any], file: str) -> int:
         raise not_built("pipeline parallelism and without files of layers", file)
     if state.get("ds_autoep_layers") or state.get("autoep_layers"):
         raise not_built("experts of AutoEP", file)
-    number = int(dimensions.get("tp_degree") or state.get("mp_world_size") or 1)
-    if state.get("num_experts") and number > 1:
-        raise not_built("mixture-of-experts layers beside tensor parallelism", file)
-    return number
+    return int(dimensions.get("tp_degree") or state.get("mp_world_size") or 1)

@@ -32,6 +32,7 @@ _AFFINE_VERSION = 1
 # A pattern of a file is run only if it cannot take long: text, and numbers between it.
 _PATTERN = re.compile(r"\^?(?:\\d\+|\\\W|[\w.\-/ ])*\$?")
 _MAX_NUMBERS = 4
+_SUB_PARAMS = "parameter_with_sub_params"
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,8 @@ class TensorParallelLayout:
 
     def __init__(self, information: Any, num_parts: int, file: str) -> None:
         if not isinstance(information, Mapping):
-            raise CheckpointError(
-                f"{num_parts} tensor-parallel ranks saved it, and it does not say how tensors were split"
-                " (no 'universal_checkpoint_info').",
-                where=file,
-                do="save it again with a model that has this attribute (AutoTP and Megatron-DeepSpeed set it), or"
-                " convert it with DeepSpeed's ds_to_universal.",
-                code="checkpoint-split",
-            )
+            what = f"{num_parts} tensor-parallel ranks saved it, and it does not say how tensors were split"
+            raise undescribed(f"{what} (no 'universal_checkpoint_info')", file)
         self._information, self._num_parts, self._file = information, num_parts, file
         affine = information.get("affine_map") or {}
         if affine and int(affine.get("version", 1)) > _AFFINE_VERSION:
@@ -150,8 +145,18 @@ class TensorParallelLayout:
         """All ranks have it whole. Raises: CheckpointError: they do not."""
         if len(set(shapes)) > 1:
             raise damaged(f"{name} should be whole on every rank, and is {_listed(shapes)}", self._file)
-        shape = shapes[0]
-        return PartJoin(shape, self._num_parts, (PartBlock(0, shape, (0, _strides(shape)), (0, _strides(shape))),))
+        return self.whole_on(0, shapes[0])
+
+    def whole_on(self, rank: int, shape: tuple[int, ...]) -> PartJoin:
+        """The part of ``rank`` is the whole."""
+        return PartJoin(shape, self._num_parts, (PartBlock(rank, shape, (0, _strides(shape)), (0, _strides(shape))),))
+
+    def describes(self, name: str) -> bool:
+        """Does a pattern or the map of the file name this parameter? The parts of others are joined along dim 0."""
+        keys = [key for key in self._information if key.endswith(("_patterns", "_cat_dim_0"))]
+        subs = (_values(entry).get("patterns") or () for entry in self._information.get(_SUB_PARAMS) or ())
+        is_in_map = f"^{re.escape(name)}$" in self._maps
+        return is_in_map or any(self._has(name, key) for key in keys) or any(self._fits(each, name) for each in subs)
 
     def _along(
         self, name: str, dim: int, shapes: Sequence[tuple[int, ...]], widths: Sequence[Sequence[int]] | None
@@ -182,8 +187,8 @@ class TensorParallelLayout:
         """Of a weight that holds several parameters, the dim, and the size of each parameter on each rank."""
         if self._has(name, "parameter_with_2_sub_params_cat_dim_0"):
             return 0, [[shape[0] - shape[0] // 2 for shape in shapes], [shape[0] // 2 for shape in shapes]]
-        for entry in self._information.get("parameter_with_sub_params") or ():
-            values = entry.values if isinstance(entry, PickledRecord) else entry
+        for entry in self._information.get(_SUB_PARAMS) or ():
+            values = _values(entry)
             pattern = self._fits(values.get("patterns") or (), name)
             if pattern is None:
                 continue
@@ -241,6 +246,22 @@ class TensorParallelLayout:
                 raise damaged(f"{pattern[:200]!r} is no pattern of parameter names that is run", self._file)
             self._patterns[pattern] = re.compile(pattern)
         return self._patterns[pattern]
+
+
+def undescribed(what: str, file: str) -> CheckpointError:
+    """A model file does not say how a tensor was split."""
+    return CheckpointError(
+        f"{what}.",
+        where=file,
+        do="save it again with a model that describes its tensors (universal_checkpoint_info, which AutoTP and"
+        " Megatron-DeepSpeed set it), or convert it with DeepSpeed's ds_to_universal.",
+        code="checkpoint-split",
+    )
+
+
+def _values(entry: Any) -> Mapping[str, Any]:
+    values: Mapping[str, Any] = entry.values if isinstance(entry, PickledRecord) else entry
+    return values
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

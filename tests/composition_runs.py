@@ -21,6 +21,7 @@ from shoal.engine.engine import Engine
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.grouped import add_bias_of_experts, grouped_linear
 from shoal.parallel.expert.held import ExpertsHeld, SplitDim
+from shoal.parallel.expert.huggingface import StackRows
 from shoal.parallel.loss import count_tokens
 from tests.composition import Combination, Run, settings_of
 from tests.ranks.compiling import CountsGraphs, compiling
@@ -43,7 +44,9 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(num_experts, hidden, inner))
         self.down = nn.Parameter(torch.empty(num_experts, inner, hidden))
         self.bias = nn.Parameter(torch.empty(num_experts, hidden))
-        self.experts_held = ExpertsHeld(num_experts, split_dims={"up": SplitDim(2), "down": SplitDim(1)})
+        self.rows = StackRows(self._compute)
+        split_dims = {"up": SplitDim(2), "down": SplitDim(1)}
+        self.experts_held = ExpertsHeld(num_experts, split_dims=split_dims, compute_name="rows")
 
     def forward(self, x: torch.Tensor, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if len(positions) > x.shape[1]:  # between layers that are split, this tensor-parallel rank has a part of them
@@ -52,13 +55,13 @@ class Experts(nn.Module):
         index = torch.stack([first, first + 1 - 2 * (first > 0).long()], -1).expand(len(x), -1, -1).flatten(0, 1)
         weights = scores.flatten(0, 1).gather(1, index).softmax(-1, dtype=torch.float32)
 
-        def compute(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-            held = self.experts_held
-            inner = functional.gelu(grouped_linear(held.enter(rows), self.up, counts))
-            out = held.leave(grouped_linear(inner, self.down, counts))
-            return add_bias_of_experts(out, self.bias, counts)
+        return run_experts(x.flatten(0, 1), index, weights.to(x.dtype), self.rows, self.experts_held).view(x.shape)
 
-        return run_experts(x.flatten(0, 1), index, weights.to(x.dtype), compute, self.experts_held).view(x.shape)
+    def _compute(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        held = self.experts_held
+        inner = functional.gelu(grouped_linear(held.enter(rows), self.up, counts))
+        out = held.leave(grouped_linear(inner, self.down, counts))
+        return add_bias_of_experts(out, self.bias, counts)
 
 
 class Block(nn.Module):

@@ -34,6 +34,7 @@ _OUR_FILE = re.compile(r"rank-\d{5,}(-[0-9a-f]{12})?\.safetensors|manifest\.json
 # DeepSpeed's files. A save under DeepSpeed's name writes some beside ours; alone they are a checkpoint of DeepSpeed's.
 _BESIDE = re.compile(
     r"((bf16_)?zero_pp_rank_\d+_)?mp_rank_\d\d_(model|optim)_states\.pt|layer_\d+-(model_\d+-)?model_states\.pt"
+    r"|layer_\d+_expert_\d+_mp_rank_\d\d_model_states\.pt|expp_rank_\d+_mp_rank_\d\d_optim_states\.pt"
 )
 UNIVERSAL = "zero"  # the folder of weights and state in a universal checkpoint of DeepSpeed's
 _MAX_HINT_BYTES = 4096

@@ -15,6 +15,8 @@ from shoal.cli.usage import UsageCommand
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+    from shoal.checkpoint.storage import Storage
+
 app = typer.Typer(
     name="checkpoint",
     help="List, verify and prune checkpoints.",
@@ -23,6 +25,16 @@ app = typer.Typer(
 )
 
 _FOLDER = typer.Argument(help="Folder with checkpoints, or an fsspec URL.")
+
+
+def _none_in(storage: Storage) -> typer.Exit:
+    """Print that there is none of Shoal's."""
+    from shoal.checkpoint import directory
+
+    tag = directory.deepspeeds_tag(storage)
+    other = f": {tag} there was saved by DeepSpeed, and `shoal convert` verifies and reads it" if tag else ""
+    print(f"no checkpoints in {storage.url}{other}", file=sys.stderr)
+    return typer.Exit(1)
 
 
 @app.command("list", cls=UsageCommand)
@@ -38,8 +50,7 @@ def list_checkpoints(folder: Annotated[str, _FOLDER]) -> None:
     storage = open_storage(folder)
     found = directory.list_checkpoints(storage)
     if not found:
-        print(f"no checkpoints in {storage.url}", file=sys.stderr)
-        raise typer.Exit(1)
+        raise _none_in(storage)
     hinted = directory.read_latest(storage)
     rows = []
     for entry in found:
@@ -82,8 +93,7 @@ def verify_checkpoints(
     if not folders and storage.exists("manifest.json"):
         folders = [""]  # the folder is a checkpoint itself
     if not folders:
-        print(f"no checkpoints in {storage.url}", file=sys.stderr)
-        raise typer.Exit(1)
+        raise _none_in(storage)
     num_damaged = 0
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     for name in folders:

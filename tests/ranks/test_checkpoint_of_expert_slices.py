@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,20 @@ def go_on(
         losses.append(own)
     engine.destroy()
     return {"full": full, "losses": losses}
+
+
+def test_a_save_under_its_tag_replaces_it(tmp_path: Path) -> None:
+    case = "ep2-tp2-stage0-whole"
+    shutil.copytree(MADE / case / "checkpoint", tmp_path, dirs_exist_ok=True)
+    model = make(lambda: WithSlicedExperts(MoE, 1, 2))
+    config = {"train_micro_batch_size_per_gpu": SEQUENCES}
+    engine = shoal.initialize(model=model, optimizer=torch.optim.AdamW(groups_of(model)), config=config)[0]
+    engine.load_checkpoint(tmp_path)
+    engine.save_checkpoint(tmp_path, tag="global_step3")
+    engine.load_checkpoint(tmp_path)
+    engine.destroy()
+    left = {path.name for path in (tmp_path / "global_step3").iterdir()}
+    assert "manifest.json" in left and not any("expert" in name or "expp" in name for name in left)
 
 
 @pytest.mark.parametrize(

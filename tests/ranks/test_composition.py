@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 
 from shoal.errors import ShoalError
+from shoal.sharding.partition import UnitRules
+from shoal.sharding.unit import Unit
 from tests.composition import AXES, FOLDED, REFUSALS, Combination, covering, is_allowed, named, refused, settings_of
 from tests.composition_runs import check, check_run, train
 
@@ -52,6 +57,37 @@ def test_gradients_reduced_between_passes_of_virtual_stages_are_summed_once_over
 def test_experts_split_over_some_tensor_parallel_ranks_go_with_the_other_axes(more: Combination) -> None:
     plain = {axis: next(iter(values)) for axis, values in FOLDED.items()}
     check_run(*settings_of({**plain, "clipping": "yes", "accumulation": "2", **more}, FOLDED))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"ranks": "2", "tp": "2", "pp": "2", "experts": "ep 2 split", "hybrid": "hpz", "parameters": "disk"},
+        {"tp": "2 split", "sp": "2", "experts": "ep 4", "parameters": "host", "recompute": "host"},
+        {"ranks": "4", "experts": "ep 2", "hybrid": "mics", "parameters": "disk", "state": "disk", "clipping": "yes"},
+        {"ranks": "2", "cp": "2", "experts": "ep 1", "parameters": "disk", "compile": "yes"},
+        {"ranks": "2", "experts": "ep 2", "parameters": "host", "between": "resume"},
+    ],
+    ids=named,
+)
+def test_experts_gathered_if_used_end_where_one_process_ends(
+    more: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.engine.settings.UnitRules", partial(UnitRules, min_block_numel=1))
+    plain = {axis: next(iter(values)) for axis, values in AXES.items()}
+    settings, run = settings_of({**plain, "stage": "3", "accumulation": "2", **more})
+    settings["expert_parallel"] = {**settings["expert_parallel"], "gather_if_used": True}
+    of_experts: list[Unit] = []
+    build = Unit.__init__
+
+    def note(unit: Unit, *args: Any, **keys: Any) -> None:
+        build(unit, *args, **keys)
+        if unit.used is not None:
+            of_experts.append(unit)
+
+    monkeypatch.setattr(Unit, "__init__", note)
+    check_run(settings, run)
+    assert of_experts
 
 
 @pytest.mark.parametrize(("combination", "code"), [pytest.param(c, code, id=named(c)) for c, code in refused()])

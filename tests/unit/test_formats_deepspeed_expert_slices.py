@@ -86,6 +86,13 @@ def test_shoal_convert_joins_them(case: str, to: str, tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
 
 
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_shoal_checkpoint_says_that_deepspeed_saved_it(command: str) -> None:
+    result = CliRunner().invoke(app, ["checkpoint", command, str(MADE / WHOLE / "checkpoint")])
+    assert result.exit_code == 1
+    assert "global_step3 there was saved by DeepSpeed, and `shoal convert` verifies and reads it" in result.stderr
+
+
 def test_split_experts_of_one_expert_parallel_rank_are_read_from_the_universal_format(tmp_path: Path) -> None:
     """With more ranks, and of whole experts, ds_to_universal itself fails."""
     case = "ep1-tp2-stage2-split"

@@ -33,6 +33,12 @@ _AFFINE_VERSION = 1
 _PATTERN = re.compile(r"\^?(?:\\d\+|\\\W|[\w.\-/ ])*\$?")
 _MAX_NUMBERS = 4
 _SUB_PARAMS = "parameter_with_sub_params"
+_PATTERNS = (
+    "tp_replicated_parameter_patterns",
+    "parameter_to_average_patterns",
+    "parameter_with_2_sub_params_cat_dim_0",
+    "parameter_with_row_parallelism_patterns",
+)
 
 
 @dataclass(frozen=True)
@@ -153,10 +159,11 @@ class TensorParallelLayout:
 
     def describes(self, name: str) -> bool:
         """Does a pattern or the map of the file name this parameter? The parts of others are joined along dim 0."""
-        keys = [key for key in self._information if key.endswith(("_patterns", "_cat_dim_0"))]
         subs = (_values(entry).get("patterns") or () for entry in self._information.get(_SUB_PARAMS) or ())
         is_in_map = f"^{re.escape(name)}$" in self._maps
-        return is_in_map or any(self._has(name, key) for key in keys) or any(self._fits(each, name) for each in subs)
+        return (
+            is_in_map or any(self._has(name, key) for key in _PATTERNS) or any(self._fits(each, name) for each in subs)
+        )
 
     def _along(
         self, name: str, dim: int, shapes: Sequence[tuple[int, ...]], widths: Sequence[Sequence[int]] | None

@@ -205,8 +205,8 @@ class _RankFiles:
         self.module.tensors.update({name: other.module.tensors[name] for name in other.whole_experts})
         if self.trained is not None and other.trained is not None:
             mine, others = self.trained, other.trained
-            mine.group_of.update({name: others.group_of[name] for name in other.whole_experts})
-            mine.scalars.update({name: others.scalars[name] for name in other.whole_experts if name in others.scalars})
+            mine.group_of.update({name: at for name, at in others.group_of.items() if name in other.whole_experts})
+            mine.scalars.update({name: each for name, each in others.scalars.items() if name in other.whole_experts})
 
     def read(self, kind: str, name: str) -> torch.Tensor:
         if self.trained is not None and (kind != MODEL or name in self._masters):
@@ -257,6 +257,8 @@ def _check_copies(parts: list[_RankFiles], names: Iterable[str]) -> None:
     for name in names:
         first, *others = (part.module.tensors[name].float() for part in parts)
         for rank, other in enumerate(others, start=1):
+            if not first.numel() or other.shape != first.shape:  # a rank has none of a dim that is too small to split
+                continue
             difference, largest = float((other - first).abs().max()), float(first.abs().max())
             if difference > _MAX_ROUNDING * largest:
                 raise damaged(

@@ -450,12 +450,15 @@ def test_experts_that_declare_that_they_are_split_over_all_ranks_are_refused(ran
     ranks(4, rank)
 
 
-def test_a_layer_that_asks_for_split_experts_means_all_tensor_parallel_ranks(ranks: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("etp", "rows"), [(1, 5), (2, 10), (4, 5)])
+def test_a_layer_that_asks_for_split_experts_means_all_tensor_parallel_ranks_or_as_many_as_the_config_says(
+    etp: int, rows: int, ranks: Callable[..., Any]
+) -> None:
     def rank() -> tuple[int, ...]:
-        engine = start_with(make(partial(Model, "listed", 1)), folded("listed", 0, 1))
+        engine = start_with(make(partial(Model, "listed", 1)), folded("listed", 0, 1, etp=etp))
         return tuple(engine.module.get_parameter(f"experts.layers.1.moe.{OF_EXPERT}0.gate_proj.weight").shape)
 
-    assert ranks(4, rank) == [(5, WIDTH)] * 4
+    assert ranks(4, rank) == [(rows, WIDTH)] * 4
 
 
 def test_divided_lists_start_with_the_values_of_the_first_rank_of_each_group(ranks: Callable[..., Any]) -> None:
@@ -482,3 +485,25 @@ def test_units_are_made_of_the_mean_size_of_the_parts_on_every_rank() -> None:
     parts = ModelParts(local, experts={"expert": "etp"}, folded=frozenset({"folded", "expert"}))
     sizes = parts.sizes(parameters, Mesh.of(6, tp=6, ep=2, etp=3))
     assert [sizes[id(parameter)] for parameter in parameters.values()] == [7, 14, 14, 16]
+
+
+@pytest.mark.parametrize(("size", "tp", "etp", "ep"), [(2, 2, 2, 1), (4, 4, 2, 2)])
+def test_ranks_that_hold_parts_of_an_expert_and_choose_different_experts_are_an_error_on_every_rank(
+    size: int, tp: int, etp: int, ep: int, ranks: Callable[..., Any]
+) -> None:
+    def rank() -> str:
+        engine = start_with(make(partial(Model, "stacked")), folded("stacked", 1, ep, tp=tp, etp=etp))
+        held = [held for _, _, held in modules_with_experts(engine.module)]
+        run = held[0].check_index
+
+        def other(index: torch.Tensor, label: str) -> None:
+            if current_world().rank % 2:
+                index.copy_(index.flip(0))  # as many rows for each expert
+            run(index, label)
+
+        held[0].check_index = other  # type: ignore[method-assign]
+        with pytest.raises(UsageError, match="routers chose different experts") as caught:
+            engine(*batch(0, 0, 1))
+        return caught.value.code
+
+    assert ranks(size, rank) == ["expert-routing"] * size

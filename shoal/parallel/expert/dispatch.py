@@ -36,7 +36,13 @@ from shoal.parallel.expert.hierarchical import Counts, TwoStepRows
 from shoal.parallel.expert.losses import tokens_per_expert
 from shoal.parallel.expert.permute import gather_rows, sum_rows
 from shoal.parallel.expert.route import Route, route
-from shoal.parallel.expert.same_tokens import gather_outputs, gather_tokens, table_digest, take_own_tokens
+from shoal.parallel.expert.same_tokens import (
+    compare_tables,
+    gather_outputs,
+    gather_tokens,
+    table_digest,
+    take_own_tokens,
+)
 
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
 
@@ -74,14 +80,18 @@ def run_experts(
         every rank has a copy: see ``ExpertCopies.gather``.
         Along ``held.gathers_tokens``, ranks that have other tokens and a part of each expert: an all-gather of
         ``hidden``, of ``expert_index`` and of ``weights``; in backward one of the outputs' gradients.
+        Along ``held.etp``, ranks that have the same tokens, in the first call: an exchange of 8 bytes.
     Memory: until backward the rows of the experts' outputs (``score_before``: ``hidden``), if ``weights`` needs
         a gradient.
     """
     held.router_check.note(weights)
+    is_first = not held.is_checked
     held.check_index(expert_index, label)
     num_tokens, same, others, digest = len(hidden), held.same_tokens, held.gathers_tokens, None
     if others is not None:
         hidden, expert_index, weights = gather_tokens(hidden, expert_index, weights, others, label)
+    elif held.etp is not None and is_first:
+        compare_tables(expert_index, held.etp, label)
     if same is not None:
         digest = table_digest(expert_index)
         hidden, expert_index, weights = take_own_tokens(hidden, expert_index, weights, same, label)

@@ -248,7 +248,8 @@ class MoE(nn.Module):
         drop_tokens: False: no token is dropped and nothing has a capacity.
         use_rts: see TopKGate.
         use_tutel: has no effect: tokens are always moved by index.
-        enable_expert_tensor_parallelism: split each expert of the model over the tensor-parallel ranks; see ``tensor``.
+        enable_expert_tensor_parallelism: split each expert of the model over the tensor-parallel ranks, or as many of
+            them as ``expert_tensor_parallel_size`` says, if that is above 1; see ``tensor``.
             Without it in any layer these ranks hold different experts, whole.
         top2_2nd_expert_sampling: see TopKGate.
     """

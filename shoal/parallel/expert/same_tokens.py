@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
+from shoal.device import is_fake, read_vector
 from shoal.errors import UsageError
 
 
@@ -62,6 +63,21 @@ def table_digest(expert_index: Tensor) -> Tensor:
     return ((expert_index.reshape(-1) + 2) * factors).sum().view(1)
 
 
+def compare_tables(expert_index: Tensor, comm: Communicator, label: str) -> None:
+    """Compare the routing tables of ranks that hold the same tokens and a part of each expert.
+
+    Raises: UsageError: on every rank, if two tables differ.
+    Communicates: an exchange of 8 bytes. Order: blocks the host.
+    """
+    if expert_index.is_meta or is_fake(expert_index):
+        return
+    every = comm.exchange(table_digest(expert_index), label=f"{label} tables").wait()
+    digests = read_vector(every.flatten(), when_fake=0.0)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise _other_tables(f"ranks 0 and {other} of those that hold the parts of each expert", label)
+
+
 def check_tables(digests: Sequence[int], comm: Communicator, same: Communicator) -> None:
     """Compare the routing tables of ranks that hold the same tokens.
 
@@ -73,10 +89,14 @@ def check_tables(digests: Sequence[int], comm: Communicator, same: Communicator)
     before = (same.rank - comm.rank) % same.size  # ranks of the first tensor-parallel group that are not in ``comm``
     for rank in range(1, comm.size):
         if (rank + before) % same.size and digests[rank] != digests[rank - 1]:
-            raise UsageError(
-                f"expert-parallel ranks {rank - 1} and {rank} are tensor-parallel ranks of the same tokens, and their"
-                " routers chose different experts for them.",
-                do="give tensor-parallel ranks the same seed, so that gates with noise or random choices draw the same"
-                " numbers, and the same router and input.",
-                code="expert-routing",
-            )
+            raise _other_tables(f"expert-parallel ranks {rank - 1} and {rank}")
+
+
+def _other_tables(ranks: str, label: str = "") -> UsageError:
+    return UsageError(
+        f"{ranks} are tensor-parallel ranks of the same tokens, and their routers chose different experts for them.",
+        where=label,
+        do="give tensor-parallel ranks the same seed, so that gates with noise or random choices draw the same"
+        " numbers, and the same router and input.",
+        code="expert-routing",
+    )

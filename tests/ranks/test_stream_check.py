@@ -187,12 +187,12 @@ def test_a_gradient_that_the_host_reads_before_it_has_arrived_is_found(monkeypat
 def test_a_collective_that_another_stream_waits_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     gather = Unit.gather
 
-    def elsewhere(unit: Unit, *, from_hpz: bool = False) -> None:
-        unit.start_gather(from_hpz=from_hpz)
+    def elsewhere(unit: Unit, **keys: Any) -> None:
+        unit.start_gather(**keys)
         accelerator = simulation()
         assert accelerator is not None
         with accelerator.stream():
-            gather(unit, from_hpz=from_hpz)
+            gather(unit, **keys)
 
     monkeypatch.setattr(Unit, "gather", elsewhere)
     found = reports(checked(settings(3)))

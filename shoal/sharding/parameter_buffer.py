@@ -69,13 +69,13 @@ class _GatherOfRanges:
     def __init__(
         self, work: Work, gathered: torch.Tensor, ranges: Sequence[Sequence[tuple[int, int]]], full: torch.Tensor
     ) -> None:
-        self._work = work
+        self._gather = work
         self._gathered = gathered
         self._ranges = ranges
         self._full = full
 
     def wait(self) -> torch.Tensor:
-        self._work.wait()
+        self._gather.wait()
         for part, ranges in zip(self._gathered.chunk(len(self._ranges)), self._ranges, strict=True):
             at = 0
             for start, stop in ranges:
@@ -85,7 +85,7 @@ class _GatherOfRanges:
         return self._full
 
     def drain(self) -> None:
-        self._work.drain()
+        self._gather.drain()
 
 
 class ParameterBuffer(FlatBuffer):

@@ -76,15 +76,17 @@ class _GatherOfRanges:
 
     def wait(self) -> torch.Tensor:
         self._gather.wait()
-        for part, ranges in zip(self._gathered.chunk(len(self._ranges)), self._ranges, strict=True):
+        own_ranges, self._ranges = self._ranges, ()
+        parts = self._gathered.chunk(len(own_ranges)) if own_ranges else ()
+        for part, ranges in zip(parts, own_ranges, strict=True):
             at = 0
             for start, stop in ranges:
                 self._full[start:stop].copy_(part[at : at + stop - start])
                 at += stop - start
-        self._ranges = ()
         return self._full
 
     def drain(self) -> None:
+        self.wait()
         self._gather.drain()
 
 

@@ -148,6 +148,8 @@ AXES: dict[str, Values] = {
     "built": {"plainly": {}, "zero.Init": _run(is_early=True)},
     "head": {"tied": {}, "own": _run(is_tied=False)},
     "heads": {"7": _run(heads=7), "6 and 3": _run(heads=6, kv_heads=3)},
+    # "rotary": tables of a buffer, which all blocks take, in the dtype of what the embedding returns.
+    "positions": {"learned": {}, "rotary": _run(is_rotary=True)},
     "sharing": {"no": {}, **{kind: _run(sharing=kind) for kind in ("weight", "module", "twice")}},
     "spare": {
         "no": {},
@@ -220,6 +222,7 @@ class Run:
     is_tied: bool = True
     heads: int = 7
     kv_heads: int | None = None
+    is_rotary: bool = False
     sharing: str = "no"
     spare: str = "no"
 

@@ -64,6 +64,30 @@ class Experts(nn.Module):
         return add_bias_of_experts(out, self.bias, counts)
 
 
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+
+class Rotary(nn.Module):
+    """Rotary positions. Their only frequency is no number of 16 bits."""
+
+    frequencies: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.tensor([0.7]), persistent=False)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Tables:
+        """Cosines and sines in the dtype of ``x``. Shape: [positions, 1]."""
+        angles = positions[:, None].float() * self.frequencies.float()
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def rotate(x: torch.Tensor, tables: Tables) -> torch.Tensor:
+    cos, sin = tables
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
 class Block(nn.Module):
     """Attention with fewer heads of keys and values than of queries, and a feed-forward layer of an odd width."""
 
@@ -85,12 +109,14 @@ class Block(nn.Module):
         if run.spare == "unused":
             self.spare = nn.Parameter(torch.empty(3))
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, tables: Tables | None) -> torch.Tensor:
         y = self.norm(x)
         query, key, value = (
             projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for projected in (self.q_proj(y), self.k_proj(y), self.v_proj(y))
         )
+        if tables is not None:
+            query, key = rotate(query, tables), rotate(key, tables)
         mixed = shoal.attention(query, key, value, is_causal=True)
         x = x + self.o_proj(mixed.transpose(1, 2).flatten(2)) * self.scale
         y = self.down(functional.gelu(self.up(x)))
@@ -109,6 +135,7 @@ class Model(nn.Module):
         self.loss_function = cross_entropy
         self.embedding = nn.Embedding(VOCABULARY, hidden)
         self.positions = nn.Embedding(SEQUENCE, hidden)
+        self.rotary = Rotary() if run.is_rotary else None
         self.blocks = nn.ModuleList(Block(run) for _ in range(run.blocks))
         self.head = nn.Linear(hidden, VOCABULARY, bias=False)
         if run.is_tied:
@@ -133,8 +160,9 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens) + self.positions(positions)
+        tables = None if self.rotary is None else self.rotary(x, positions)
         for block in [*self.blocks, *([self.blocks[0]] * self.is_block_used_twice)]:
-            x = block(x, positions)
+            x = block(x, positions, tables)
         return self.loss_function(self.head(x), targets)
 
 

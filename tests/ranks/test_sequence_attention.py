@@ -66,11 +66,20 @@ def expected(whole: list[torch.Tensor], mask: torch.Tensor) -> list[torch.Tensor
     return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
 
 
-def check(context: SequenceContext, heads: int, key_heads: int, length: int, **options: Any) -> None:
+def check(
+    context: SequenceContext, heads: int, key_heads: int, length: int, stretched: str = "", **options: Any
+) -> None:
+    """
+    Args:
+        stretched: of "query", "key", "value" and "gradient" those whose heads have their elements apart in memory.
+    """
     whole = tensors(heads, key_heads, length)
     mask = allowed(options.get("documents"), length, options.get("is_causal", False), options.get("window"))
     wanted = expected(whole, mask)
-    query, key, value, gradient = (context.shard(tensor, 2) for tensor in whole)
+    query, key, value, gradient = (
+        context.shard(tensor, 2).mT.contiguous().mT if name in stretched else context.shard(tensor, 2)
+        for name, tensor in zip(("query", "key", "value", "gradient"), whole, strict=True)
+    )
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     with sequence_parallel(context):
         out = attention(*leaves, **options)
@@ -99,6 +108,21 @@ def test_attention_over_ranks_has_the_output_and_gradients_of_one_rank(kind: str
                 check(context, heads, key_heads, length, is_causal=is_causal, documents=documents)
 
     run_ranks(size, run)
+
+
+@pytest.mark.parametrize("stretched", ["query", "key", "value", "gradient", "query key value gradient"])
+@pytest.mark.parametrize("kind", ["ulysses", "ring", "ring-all_gather", "both"])
+def test_heads_whose_elements_lie_apart_in_memory_have_the_attention_of_dense_ones(kind: str, stretched: str) -> None:
+    """torch's CPU kernel reads other elements then, and says nothing."""
+    name, _, exchange = kind.partition("-")
+    options = {"exchange": exchange} if exchange else {}
+
+    def run() -> None:
+        for packed in (None, PACKED[24]):
+            context = context_of(name, length=24, **options)
+            check(context, 6, 3, 24, stretched, is_causal=True, documents=packed)
+
+    run_ranks(4, run)
 
 
 def test_heads_of_keys_that_fit_no_ranks_queries_are_repeated() -> None:

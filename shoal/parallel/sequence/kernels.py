@@ -32,7 +32,7 @@ _ROUNDED_QUERIES = 32  # the efficient kernel's log-sum-exp has a multiple of so
 
 
 class AttentionKernel(Protocol):
-    """Attention of [B, H, L, E] queries to [B, K, S, E] keys and [B, K, S, F] values."""
+    """Attention of [B, H, L, E] queries to [B, K, S, E] keys and [B, K, S, F] values; all of ``dense_heads``."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
@@ -286,6 +286,14 @@ class UnevenGroups:
 def heads(tensor: Tensor, some: range) -> Tensor:
     """Some heads of [B, H, ..]: a view."""
     return tensor.narrow(1, some.start, len(some))
+
+
+def dense_heads(tensor: Tensor) -> Tensor:
+    """``tensor``, [B, H, L, E], with the elements of a head next to each other in memory, as torch's kernels read them.
+
+    The CPU's kernel does not check it; it computes with other elements, or with what lies behind the tensor.
+    """
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:

@@ -39,7 +39,7 @@ from shoal.parallel.sequence.exchange import (
     gathered_blocks,
     ring_blocks,
 )
-from shoal.parallel.sequence.kernels import accumulated, kernel_for, sum_dtype
+from shoal.parallel.sequence.kernels import accumulated, dense_heads, kernel_for, sum_dtype
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan) -> Tensor:
@@ -60,6 +60,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan) ->
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: RingPlan) -> Tensor:
+        query, key, value = dense_heads(query), dense_heads(key), dense_heads(value)
         kernel = kernel_for(query, value, plan.softcap, plan.groups)
         merged = _MergedOutput(query, value)
         for source, keys, values in _blocks(key, value, plan, plan.label):
@@ -76,6 +77,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         plan: RingPlan = ctx.plan
+        gradient = dense_heads(gradient)
         kernel = kernel_for(query, value, plan.softcap, plan.groups)
         of_query = query.new_zeros(query.shape, dtype=sum_dtype(query))
         collected = _collected(key, value, plan)

@@ -45,6 +45,7 @@ ENGINE_INSIDE = {
     "stream_check",
     "axes",
     "checkpointing",
+    "compiled",
     "offloaded",
     "properties",
     "run_state",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,27 @@ class Experts(nn.Module):
         return add_bias_of_experts(out, self.bias, counts)
 
 
+class Transposed(torch.autograd.Function):
+    """The same values; they and their gradients are stored with the last two dims exchanged."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.mT.contiguous().mT
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.mT.contiguous().mT
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = Transposed.apply(x)
+    return found
+
+
+def unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 Tables = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -94,6 +115,7 @@ class Block(nn.Module):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.head_size = 2
+        self.stored: Callable[[torch.Tensor], torch.Tensor] = transposed if run.is_transposed else unchanged
         hidden, keys = 2 * run.heads, 2 * (run.kv_heads or run.heads)
         self.norm = nn.LayerNorm(hidden)
         self.q_proj = nn.Linear(hidden, hidden)
@@ -102,6 +124,8 @@ class Block(nn.Module):
         self.o_proj = nn.Linear(hidden, hidden, bias=False)
         self.up = nn.Linear(hidden, 2 * hidden + 1)
         self.down = nn.Linear(2 * hidden + 1, hidden)
+        if run.is_transposed:
+            self.down.weight = nn.Parameter(torch.empty(2 * hidden + 1, hidden).t())
         self.scale = nn.Parameter(torch.empty(()))
         if run.experts:
             self.router = nn.Linear(hidden, run.experts, bias=False)
@@ -110,17 +134,20 @@ class Block(nn.Module):
             self.spare = nn.Parameter(torch.empty(3))
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, tables: Tables | None) -> torch.Tensor:
-        y = self.norm(x)
+        stored = self.stored
+        y = stored(self.norm(stored(x)))
         query, key, value = (
-            projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            stored(stored(projected).unflatten(-1, (-1, self.head_size)).transpose(1, 2))
             for projected in (self.q_proj(y), self.k_proj(y), self.v_proj(y))
         )
         if tables is not None:
             query, key = rotate(query, tables), rotate(key, tables)
         mixed = shoal.attention(query, key, value, is_causal=True)
-        x = x + self.o_proj(mixed.transpose(1, 2).flatten(2)) * self.scale
-        y = self.down(functional.gelu(self.up(x)))
-        return x + y + self.experts(x, self.router(x), positions) if hasattr(self, "experts") else x + y
+        x = stored(x + stored(self.o_proj(stored(stored(mixed).transpose(1, 2).flatten(2)))) * self.scale)
+        y = stored(self.down(stored(functional.gelu(stored(self.up(x))))))
+        if hasattr(self, "experts"):
+            y = y + stored(self.experts(x, stored(self.router(x)), positions))
+        return stored(x + y)
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -131,6 +158,7 @@ class Model(nn.Module):
     def __init__(self, run: Run) -> None:
         super().__init__()
         hidden = 2 * run.heads
+        self.stored: Callable[[torch.Tensor], torch.Tensor] = transposed if run.is_transposed else unchanged
         self.is_block_used_twice = run.sharing == "twice"
         self.loss_function = cross_entropy
         self.embedding = nn.Embedding(VOCABULARY, hidden)
@@ -163,7 +191,7 @@ class Model(nn.Module):
         tables = None if self.rotary is None else self.rotary(x, positions)
         for block in [*self.blocks, *([self.blocks[0]] * self.is_block_used_twice)]:
             x = block(x, positions, tables)
-        return self.loss_function(self.head(x), targets)
+        return self.loss_function(self.stored(self.head(self.stored(x))), targets)
 
 
 def batch(run: Run, index: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -180,7 +208,7 @@ def _client(section: dict[str, Any], parameters: Any) -> torch.optim.Optimizer:
     return getattr(torch.optim, section["type"])(parameters, **section["params"])
 
 
-class _Trainer:
+class Trainer:
     """One rank's engine, driven as the combination says."""
 
     def __init__(self, settings: dict[str, Any], run: Run, folder: Path, backend: CountsGraphs) -> None:
@@ -277,7 +305,7 @@ def train(settings: dict[str, Any], run: Run, device: torch.device = CPU) -> lis
         backend = CountsGraphs("aot_eager")
         with compiling() if run.compiled != "no" else nullcontext():
             folder = Path(name) / "checkpoint"
-            results = run_ranks(run.world_size, lambda: _Trainer(settings, run, folder, backend).train(), device=device)
+            results = run_ranks(run.world_size, lambda: Trainer(settings, run, folder, backend).train(), device=device)
         if run.compiled != "no" and "activation_checkpointing" not in settings:  # recomputed segments run uncompiled
             assert backend.num_graphs > 0
         return results

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -25,6 +26,23 @@ from shoal.comm.wire import WireFormat
 Result = TypeVar("Result")
 
 RING = 1024  # calls: the last few steps of a large model
+
+
+_IS_FOR_SHAPES: ContextVar[bool] = ContextVar("is_for_shapes", default=False)
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Collectives of this thread return their results without values, and are neither sent nor recorded.
+
+    For a pipeline stage that calls a module of another stage with tensors that have no data, for the shapes of what it
+    returns.
+    """
+    token = _IS_FOR_SHAPES.set(True)
+    try:
+        yield
+    finally:
+        _IS_FOR_SHAPES.reset(token)
 
 
 class Entry(NamedTuple):
@@ -101,8 +119,8 @@ class Recorder:
 class RecordedCommunicator:
     """The communicator of one axis: records every call, then issues it on the backend.
 
-    A call with a wire format is recorded as the collective that it is made of, with the encoded bytes. Tensors on the
-    meta device, with which a pipeline stage finds out shapes, have no data: nothing is sent or recorded.
+    A call with a wire format is recorded as the collective that it is made of, with the encoded bytes. Inside of
+    ``shapes_only`` nothing is sent or recorded.
     """
 
     def __init__(self, backend: Backend, recorder: Recorder) -> None:
@@ -126,7 +144,11 @@ class RecordedCommunicator:
         Args:
             nbytes: that this rank receives.
             tensor: what is sent; of all_gather, and of reduce_scatter, all ranks' shards.
+
+        Raises: RuntimeError: inside of ``shapes_only``, for what is called for values.
         """
+        if _IS_FOR_SHAPES.get():
+            raise RuntimeError(f"it calls {op} ({label}) on {self.axis!r}, whose result has no shape of its own")
         self.recorder.add(self.axis, op, label, nbytes, None if tensor is None else tensor.dtype, kind)
         return call()
 
@@ -135,12 +157,14 @@ class RecordedCommunicator:
         return self.backend.scratch_nbytes
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if _IS_FOR_SHAPES.get():
+            return torch.empty(numel, dtype=dtype, device=device)  # under a FakeTensorMode a fake
         return self.backend.empty(numel, dtype, device)
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: WireFormat | None = None
     ) -> Work:
-        if full.is_meta:
+        if _IS_FOR_SHAPES.get():
             return FinishedWork(full)
         if wire is not None and self.size > 1:
             return all_gather_encoded(self, full, shard, wire, label=label)
@@ -157,7 +181,7 @@ class RecordedCommunicator:
         label: str,
         wire: WireFormat | None = None,
     ) -> Work:
-        if full.is_meta:
+        if _IS_FOR_SHAPES.get():
             return FinishedWork(out)
         if wire is not None and self.size > 1:
             return reduce_scatter_encoded(self, full, out, wire, scale=scale, accumulate=accumulate, label=label)
@@ -165,7 +189,7 @@ class RecordedCommunicator:
         return self.issue("reduce_scatter", label, full.nbytes * (self.size - 1) // self.size, full, call)
 
     def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
-        if full.is_meta:
+        if _IS_FOR_SHAPES.get():
             return FinishedWork(full)
         call = partial(self.backend.all_reduce, full, scale=scale, label=label)
         return self.issue("all_reduce", label, 2 * full.nbytes * (self.size - 1) // self.size, full, call)
@@ -179,7 +203,7 @@ class RecordedCommunicator:
         source_splits: Sequence[int] | None = None,
         label: str,
     ) -> Work:
-        if out.is_meta:
+        if _IS_FOR_SHAPES.get():
             return FinishedWork(out)
         own = out.numel() // self.size if out_splits is None else out_splits[self.rank]
         splits = {"out_splits": out_splits, "source_splits": source_splits}

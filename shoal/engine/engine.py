@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.compiler import refuse_cuda_graphs
 from shoal.config.batch import MICRO
 from shoal.device import in_backward
 from shoal.engine.accumulation import Accumulation, NumTokens, check_for_backward, check_for_scale
 from shoal.engine.attention_check import AttentionCheck
 from shoal.engine.checkpointing import Checkpointing
 from shoal.engine.clipping import CLIPPING
+from shoal.engine.compiled import CompiledModel
 from shoal.engine.expert_balance import ExpertBalance
 from shoal.engine.inputs import batch_size_note, cast, explain_mismatch, explain_mixed_formats
 from shoal.engine.log import logger, say_on_rank_0
@@ -34,11 +34,10 @@ from shoal.engine.saved_activations import SavedActivations
 from shoal.engine.sharding import Sharding
 from shoal.engine.stop_signal import StopSignal
 from shoal.engine.weights import Weights
-from shoal.errors import ModelError, NoOptimizerError, NotBuiltError, OutOfMemoryError, ShoalError, UsageError
+from shoal.errors import NoOptimizerError, NotBuiltError, OutOfMemoryError, ShoalError, UsageError
 from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.ledger import Ledger
 from shoal.observe.timers import StepTimers
-from shoal.parallel.recompute_blocks import find_blocks
 from shoal.parallel.sequence.context import (
     SequenceContext,
     drop_sequence_context,
@@ -121,7 +120,7 @@ class Engine(nn.Module):
         self._was_step_applied = self._has_stepped = False
         self._is_destroyed = False
         self.stream_check: LastingCheck | None = None
-        self._compiled: list[nn.Module] = []  # by the config
+        self.compiled = CompiledModel(sharding.module, properties)
         self._is_batch_checked = False
         self._same_inputs = SameInputs(properties.axes.tp)
         self._attention_check = AttentionCheck(properties.axes, properties.world.recorder)
@@ -466,41 +465,12 @@ class Engine(nn.Module):
                 "engine.compile() supports neither DeepCompile's schedules nor compiled autograd.",
                 do="leave schedule and compiled_autograd_enabled out.",
             )
-        self.module.compile(**{"backend": backend, **(compile_kwargs or {})})
-        try:
-            refuse_cuda_graphs(self.module, self.properties.stage, self.device)
-        except ModelError:
-            self.module._compiled_call_impl = None
-            raise
-
-    def compile_as_configured(self) -> str:
-        """Compile what the section ``compile`` names. Returns: a line for start-up.
-
-        Raises: ModelError: CUDA graphs at stage 3.
-        """
-        section = self.properties.config.compile
-        blocks = find_blocks(self.module) if section.regional else []
-        for module in blocks or [self.module]:
-            if module._compiled_call_impl is None:
-                module.compile(mode=section.mode)
-                self._compiled.append(module)
-        try:
-            refuse_cuda_graphs(self.module, self.properties.stage, self.device)
-        except ModelError:
-            self._undo_compile()
-            raise
-        what = f"{len(blocks)} blocks" if blocks else f"the whole model ({type(self.module).__name__})"
-        return f'compile: {what} by torch.compile(mode="{section.mode}"), in the first steps, which take longer.'
-
-    def _undo_compile(self) -> None:
-        for module in self._compiled:
-            module._compiled_call_impl = None
-        self._compiled.clear()
+        self.compiled.compile_module(backend, compile_kwargs or {})
 
     @property
     def is_compiled(self) -> bool:
         """Was the model's forward compiled, as a whole or by blocks?"""
-        return bool(self._compiled) or self.module._compiled_call_impl is not None
+        return bool(self.compiled)
 
     # properties
 
@@ -928,7 +898,7 @@ class Engine(nn.Module):
     def _tear_down(self) -> None:
         self.sharding.stop_host_updates()
         self._activations.remove()
-        self._undo_compile()
+        self.compiled.undo()
         self._is_destroyed = True
         if self._stop_signal is not None:
             self._stop_signal.restore()

@@ -218,7 +218,7 @@ def _start(
             sharded.disks.close()
             raise
     if settings.compile.enabled:
-        notes.append(engine.compile_as_configured())
+        notes.append(engine.compiled.compile_as_configured())
     if step is not None and step.cpu_optimizer is not None:
         notes += [note for note in [host_note(step.optimizer)] if note is not None]
     if not device.is_cuda:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shoal.comm.recorder import shapes_only
 from shoal.compiler import untraced
 from shoal.errors import ModelError
 
@@ -144,7 +145,8 @@ class StandIn(Delegate):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check()
         try:
-            output = _shapes_of(self._module, args, kwargs)
+            with shapes_only():
+                output = _shapes_of(self._module, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise ModelError(
                 f"the shape of what {self._of} returns cannot be known without running it: {error}",

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ import torch
 from torch import nn
 
 from shoal.comm.threads import run_ranks
+from tests.composition import AXES, settings_of
+from tests.composition_runs import Trainer, Values
 from tests.gloo_pool import GlooRankError
+from tests.ranks.compiling import CountsGraphs
 from tests.ranks.pipeline_cases import engine_of_layers
 from tests.ranks.pipeline_layers import WIDTH, batches
 
@@ -42,6 +46,24 @@ def test_processes_give_the_values_of_threads(
     for found in gloo(size, train, stage, schedule, virtual):
         assert found["losses"] == expected["losses"]
         assert all(torch.equal(found["values"][name], value) for name, value in expected["values"].items())
+
+
+def train_cut_and_split(rank: int, size: int, precision: str) -> tuple[torch.Tensor, Values]:
+    plain = {axis: next(iter(values)) for axis, values in AXES.items()}
+    settings, run = settings_of({**plain, "tp": "2 split", "pp": "2", "precision": precision})
+    return Trainer(settings, run, Path(), CountsGraphs("aot_eager")).train()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
+def test_processes_find_shapes_of_split_modules_of_other_stages_without_communication(
+    gloo: Callable[..., Any], precision: str
+) -> None:
+    """The first stage's embedding sums over the tensor-parallel ranks; the second stage knows its shape all the same."""
+    expected = run_ranks(4, lambda: train_cut_and_split(0, 4, precision))
+    for (losses, values), (_, wanted) in zip(gloo(4, train_cut_and_split, precision), expected, strict=True):
+        assert losses.isfinite().all()
+        assert values.keys() == wanted.keys() != set()
+        assert all(torch.equal(values[name], value) for name, value in wanted.items())
 
 
 def die_in_the_second_forward(rank: int, size: int, stage: int, schedule: str, virtual: int) -> None:

@@ -305,7 +305,14 @@ def train(settings: dict[str, Any], run: Run, device: torch.device = CPU) -> lis
         backend = CountsGraphs("aot_eager")
         with compiling() if run.compiled != "no" else nullcontext():
             folder = Path(name) / "checkpoint"
-            results = run_ranks(run.world_size, lambda: Trainer(settings, run, folder, backend).train(), device=device)
+
+            def job() -> tuple[torch.Tensor, Values]:
+                # Autocast has one cache for all threads, which a rank empties when its forward ends: a weight that
+                # another rank uses twice would then be cast twice.
+                torch.set_autocast_cache_enabled(False)
+                return Trainer(settings, run, folder, backend).train()
+
+            results = run_ranks(run.world_size, job, device=device)
         if run.compiled != "no" and "activation_checkpointing" not in settings:  # recomputed segments run uncompiled
             assert backend.num_graphs > 0
         return results

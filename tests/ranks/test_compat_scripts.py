@@ -118,6 +118,7 @@ def test_a_module_is_started_as_deepspeeds_launcher_does_with_the_given_port(tmp
         timeout=50,
         check=False,
     )
+    assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"[rank 0] saw 2 {port} ['--a', 'b c']",
         f"[rank 1] saw 2 {port} ['--a', 'b c']",

@@ -84,9 +84,17 @@ raise RuntimeError('Connection closed by peer')
 
 
 def test_a_rank_that_lost_its_peer_is_not_named_though_it_ended_first(tmp_path: Path) -> None:
-    text = """
+    """Rank 1 has written its error and has not ended yet."""
+    text = f"""
+import atexit
+from pathlib import Path
+reported = Path({str(tmp_path / "reported")!r})
 if rank == 0:
+    while not reported.exists():
+        time.sleep(0.05)
     raise RuntimeError('Connection closed by peer')
+atexit.register(time.sleep, 2)
+atexit.register(reported.touch)
 raise ValueError('the cause')
 """
     job = start(2, write(tmp_path, text))

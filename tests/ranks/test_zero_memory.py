@@ -377,7 +377,7 @@ def test_memory_does_not_grow_with_the_number_of_checkpoints(stage: int, is_asyn
             engine.step()
             engine.save_checkpoint(tmp_path)
             engine.load_checkpoint(tmp_path)
-            if index in (5, 30):
+            if index in (5, 18, 30):
                 gc.collect()
                 ctypes.CDLL(None).malloc_trim(0)  # what other tests of this process have freed is not counted
                 resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -385,8 +385,9 @@ def test_memory_does_not_grow_with_the_number_of_checkpoints(stage: int, is_asyn
         engine.destroy()
         return found
 
-    early, late = run_ranks(1, job)[0]
-    assert late[0] - early[0] < 8 << 20
+    early, middle, late = run_ranks(1, job)[0]
+    # A leak is in both halves; the allocator's growth for a thread that is late is in one.
+    assert min(middle[0] - early[0], late[0] - middle[0]) < 4 << 20
     assert late[1] == early[1]
     assert late[2] == early[2]
 

@@ -58,7 +58,7 @@ def train_cut_and_split(rank: int, size: int, precision: str) -> tuple[torch.Ten
 def test_processes_find_shapes_of_split_modules_of_other_stages_without_communication(
     gloo: Callable[..., Any], precision: str
 ) -> None:
-    """The first stage's embedding sums over the tensor-parallel ranks; the second stage knows its shape all the same."""
+    """The first stage's embedding is summed over the tensor-parallel ranks; the second stage knows its shape alone."""
     expected = run_ranks(4, lambda: train_cut_and_split(0, 4, precision))
     for (losses, values), (_, wanted) in zip(gloo(4, train_cut_and_split, precision), expected, strict=True):
         assert losses.isfinite().all()

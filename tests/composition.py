@@ -80,6 +80,8 @@ AXES: dict[str, Values] = {
         "ep 2": _experts(2),
         "ep 4": _experts(4),
         "ep 2 split": _experts(2, expert_tensor_parallel_size=2),
+        "ep 2 moved": _experts(2, rebalance_every=1),
+        "ep 2 overlap": _experts(2, overlap=2),
     },
     "hybrid": {
         "no": {},
@@ -114,9 +116,9 @@ AXES: dict[str, Values] = {
     # for activations that are split are rounded on each rank.
     "precision": {
         "fp32": _run(bound=1e-6, steps=5),
-        "bf16": {"bf16": {"enabled": True}, **_run(dtype="bfloat16", bound=2**-6)},
-        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 7}, **_run(dtype="float16", scale=128, bound=2**-9)},
-        "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, **_run(autocast=True, bound=2**-6)},
+        "bf16": {"bf16": {"enabled": True}, **_run(dtype="bfloat16", bound=2**-7)},
+        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 7}, **_run(dtype="float16", scale=128, bound=2**-10)},
+        "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, **_run(autocast=True, bound=2**-7)},
         "bf16 alone": {
             "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
             **_run(dtype="bfloat16", has_main=False, bound=2**-5),
@@ -124,6 +126,8 @@ AXES: dict[str, Values] = {
     },
     "accumulation": {str(number): {"gradient_accumulation_steps": number} for number in (1, 2)},
     "loss": {"mean": {}, "token": {"loss_reduction": "token", **_run(is_ragged=True)}},
+    # "varying": the micro-batches of a step have different numbers of rows, the same on all ranks.
+    "rows": {"2": {}, "varying": _run(is_varying=True)},
     "clipping": _switch(gradient_clipping=0.05),
     "optimizer": {
         "AdamW": _optimizer("AdamW", eps=_EPS),
@@ -147,6 +151,7 @@ AXES: dict[str, Values] = {
     },
     # the model
     "built": {"plainly": {}, "zero.Init": _run(is_early=True)},
+    "passed in": {"fp32": {}, "the compute dtype": _run(is_cast=True)},
     "head": {"tied": {}, "own": _run(is_tied=False)},
     "heads": {"7": _run(heads=7), "6 and 3": _run(heads=6, kv_heads=3)},
     # "rotary": tables of a buffer, which all blocks take, in the dtype of what the embedding returns.
@@ -198,9 +203,11 @@ class Run:
     Args:
         ranks: data-parallel ones.
         is_ragged: some targets do not count, another number on each rank.
+        is_varying: every other micro-batch has one row more.
         bound: largest difference of a parameter, relative to its largest value.
         compiled: "no", "blocks", each, or "model".
         is_early: build the model under ``zero.Init``.
+        is_cast: cast it before ``initialize``.
     """
 
     ranks: int = 2
@@ -211,6 +218,7 @@ class Run:
     blocks: int = 3
     experts: int = 0
     is_ragged: bool = False
+    is_varying: bool = False
     steps: int = 3
     bound: float = 0.0
     dtype: str = "float32"
@@ -223,6 +231,7 @@ class Run:
     style: str = "engine"
     between: str = "nothing"
     is_early: bool = False
+    is_cast: bool = False
     is_tied: bool = True
     heads: int = 7
     kv_heads: int | None = None
@@ -273,8 +282,9 @@ def num_ranks(combination: Mapping[str, str]) -> int:
 
 
 def _cost(combination: Mapping[str, str]) -> int:
-    """In ranks; one that compiles takes the time of two."""
-    return num_ranks(combination) * (2 if combination.get("compile") == "yes" else 1)
+    """In ranks; one that compiles takes the time of two, and of four where it compiles for two shapes."""
+    num_graphs = 0 if combination.get("compile") != "yes" else 2 if combination.get("rows") == "varying" else 1
+    return num_ranks(combination) * 2**num_graphs
 
 
 def is_allowed(combination: Mapping[str, str], most_ranks: int = MOST_RANKS) -> bool:
@@ -290,7 +300,7 @@ def _can_be_completed(combination: Mapping[str, str], most_ranks: int) -> bool:
     experts = combination.get("experts", "no")
     split = {"tp": "2"} if experts.endswith("split") else {}
     of_experts = {"ranks": str(_ep(experts)), "pp": combination.get("pp", "1"), **split}
-    compiled = {"compile": combination.get("compile", "no")}
+    compiled = {axis: combination[axis] for axis in ("compile", "rows") if axis in combination}
     return max(_cost({**split, **combination}), _cost({**of_experts, **compiled})) <= most_ranks
 
 

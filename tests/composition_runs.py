@@ -197,7 +197,7 @@ class Model(nn.Module):
 def batch(run: Run, index: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, targets and positions of micro-batch ``index`` of one data-parallel rank."""
     generator = torch.Generator().manual_seed(100 * index + rank)
-    rows = torch.randint(0, VOCABULARY, (ROWS, SEQUENCE + 1), generator=generator)
+    rows = torch.randint(0, VOCABULARY, (ROWS + (run.is_varying and index % 2), SEQUENCE + 1), generator=generator)
     targets = rows[:, 1:].clone()
     if run.is_ragged:  # the first row has a target for every part of the sequence
         targets[1:][torch.rand(targets[1:].shape, generator=generator) < 0.6] = -100
@@ -220,6 +220,8 @@ class Trainer:
         settings = copy.deepcopy(self.settings)
         with shoal.zero.Init(config_dict_or_path=settings) if self.run.is_early else nullcontext():
             model = Model(self.run)
+        if self.run.is_cast:
+            model.to(getattr(torch, self.run.dtype))
         client = None
         if self.run.is_client:
             client = _client(settings.pop("optimizer"), [p for p in model.parameters() if p.requires_grad])
@@ -228,7 +230,7 @@ class Trainer:
         return shoal.initialize(model=model, optimizer=client, config=settings)[0]
 
     def train(self) -> tuple[torch.Tensor, Values]:
-        """For each step the sum of the losses and their number; and the main parameters."""
+        """For each step the sum of weighted losses and of their weights; and the main parameters."""
         losses = []
         for step in range(self.run.steps):
             accumulation = self.engine.gradient_accumulation_steps()
@@ -253,7 +255,7 @@ class Trainer:
         return self.run.pp > 1 and self.run.style == "engine"
 
     def micro_step(self, index: int, is_last: bool) -> torch.Tensor:
-        """The sum of the losses of this rank's targets, and their number. Shape: [2]."""
+        """The loss, times its weight in the step's loss, and the weight. Shape: [2]."""
         engine = self.engine
         inputs = self.batch(index)
         count = count_tokens(inputs[1])
@@ -265,7 +267,8 @@ class Trainer:
             else:
                 engine.backward(loss, **tokens)
         engine.step()
-        return torch.stack([loss.detach().double() * count, count])
+        weight = count if self.run.is_ragged else torch.ones_like(count)
+        return torch.stack([loss.detach().double() * weight, weight])
 
     def batch(self, index: int) -> tuple[torch.Tensor, ...]:
         context = self.engine.sequence_context or shoal.SequenceContext()
@@ -321,7 +324,7 @@ def train(settings: dict[str, Any], run: Run, device: torch.device = CPU) -> lis
 def train_alone(settings: dict[str, Any], run: Run, device: torch.device = CPU) -> tuple[list[float], Values]:
     """Plain PyTorch: each micro-batch of each rank in the compute dtype, sums and update in that of main parameters."""
     model, dtype = Model(run).to(device), getattr(torch, run.dtype)
-    if run.is_early:  # zero.Init makes the parameters in the config's dtype
+    if run.is_early or run.is_cast:  # zero.Init makes the parameters in the config's dtype
         model.to(dtype)
     names = {name: p for name, p in model.named_parameters() if p.requires_grad}
     main = {
@@ -340,7 +343,8 @@ def train_alone(settings: dict[str, Any], run: Run, device: torch.device = CPU) 
                 inputs = [tensor.to(device) for tensor in batch(run, index, rank)]
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=run.autocast):
                     loss = model(*inputs)
-                share = int(count_tokens(inputs[1])) / num
+                # A mean over micro-batches, of which each counts alike; over tokens it is one of all of them.
+                share = int(count_tokens(inputs[1])) / num if run.is_ragged else 1 / len(micro_steps) / run.ranks
                 (loss * (run.scale * run.ranks * share)).backward()
                 total += float(loss.detach()) * share
                 for name, parameter in names.items():

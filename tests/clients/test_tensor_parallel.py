@@ -50,6 +50,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_LLAMA, "head_dim": 8}),
     "mistral": ("MistralForCausalLM", "MistralConfig", _LLAMA),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_LLAMA, "intermediate_size": 48, "num_local_experts": 4}),
+    # sinks: a parameter with one value per head
+    "gpt-oss": (
+        "GptOssForCausalLM", "GptOssConfig",
+        {**_LLAMA, "intermediate_size": 48, "num_local_experts": 4, "head_dim": 8, "sliding_window": 4},
+    ),
     "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_LLAMA, "head_dim": 8}),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_LLAMA, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "bloom": (

@@ -30,7 +30,7 @@ from shoal.parallel.tensor.layers import (
     split_class,
 )
 from shoal.parallel.tensor.overlap import InputColumns
-from shoal.parallel.tensor.parts import Range, even_range, even_ranges, length
+from shoal.parallel.tensor.parts import Range, as_ranges, even_range, even_ranges, length
 from shoal.parallel.tensor.plan import ParallelStyle, Plan, is_linear, join, match, parse_style, plan_for
 from shoal.parallel.tensor.region import TensorRegion
 from shoal.parallel.tensor.shared_heads import SharedRows
@@ -147,6 +147,8 @@ class _Splitter:
             if split is not None:
                 self.heads.append(split)
                 ranges.update(split.ranges)
+                for parameter_name, parameter in split.head_parameters.items():
+                    self._hold(split.core_name, parameter_name, parameter, 0, as_ranges(split.heads.query, unit=1))
         for name, style in self.styles.items():
             if style.kind in (*_COLUMNS, *_ROWS, "vocab"):
                 self._add_layer(name, style, ranges.get(name), gathers_logits, overlaps)

@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 from shoal.errors import ModelError
-from shoal.parallel.tensor.families import ATTENTION_RULES, HEAD_ATTRIBUTES, HEAD_SIZE_ATTRIBUTES, AttentionRule
+from shoal.parallel.tensor.families import (
+    ATTENTION_RULES,
+    HEAD_ATTRIBUTES,
+    HEAD_PARAMETERS,
+    HEAD_SIZE_ATTRIBUTES,
+    AttentionRule,
+)
 from shoal.parallel.tensor.heads import LocalHeads, local_heads, projection_ranges
 from shoal.parallel.tensor.parts import Range, as_ranges
 from shoal.parallel.tensor.plan import ParallelStyle, join
@@ -35,6 +41,7 @@ class AttentionSplit:
 
     Args:
         ranges: by module name, the elements that this rank needs, and those of all heads that ranks share.
+        core_name: of ``core``, in the model.
     """
 
     rule: AttentionRule
@@ -43,6 +50,13 @@ class AttentionSplit:
     num_heads: int
     head_size: int
     ranges: Mapping[str, tuple[tuple[Range, ...], tuple[Range, ...]]]
+    core_name: str
+
+    @property
+    def head_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of the module itself with one value per query head, by their names in it."""
+        found = {name: self.core._parameters.get(name) for name in HEAD_PARAMETERS}
+        return {name: p for name, p in found.items() if p is not None and p.shape == (self.num_heads,)}
 
     def apply(self) -> None:
         """Change the attributes that count heads, and take this rank's heads of arguments that have one entry each."""
@@ -123,7 +137,8 @@ def split_heads(
         for index, (child, projection) in enumerate(zip(rule.projections, projections, strict=True))
     }
     ranges[names[-1]] = as_ranges(heads.query, unit=in_numel // num_heads), ()
-    return AttentionSplit(rule, core, heads, num_heads, in_numel // num_heads, ranges)
+    core_name = join(name, rule.core) if rule.core else name
+    return AttentionSplit(rule, core, heads, num_heads, in_numel // num_heads, ranges, core_name)
 
 
 def numel_of(module: nn.Module, *, is_output: bool) -> int:

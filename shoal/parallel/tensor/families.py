@@ -28,6 +28,9 @@ HEAD_ATTRIBUTES: Mapping[str, str] = {
 """Attributes of an attention module that the split changes where the module has them, and what each becomes:
 ``heads``, ``kv_heads`` and ``groups`` of this rank, or ``width``, the elements of this rank's query heads."""
 
+HEAD_PARAMETERS = ("sinks",)
+"""Parameters of an attention module with one value per query head: GPT-OSS's attention sinks, and what came after."""
+
 
 @dataclass(frozen=True)
 class AttentionRule:

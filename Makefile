@@ -67,7 +67,7 @@ test: $(VENV)/.stamp-test
 
 # The second line draws 50 times as many examples as make test does, other ones each time.
 test-nightly: $(VENV)/.stamp-test
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --timeout $(NIGHTLY_SECONDS) tests/nightly
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --timeout 300 tests/nightly
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --hypothesis-profile thorough \
 	    --timeout $(NIGHTLY_SECONDS) $(RANDOM_TESTS)
 

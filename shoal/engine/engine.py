@@ -21,7 +21,13 @@ from shoal.engine.checkpointing import Checkpointing
 from shoal.engine.clipping import CLIPPING
 from shoal.engine.compiled import CompiledModel
 from shoal.engine.expert_balance import ExpertBalance
-from shoal.engine.inputs import batch_size_note, cast, explain_mismatch, explain_mixed_formats
+from shoal.engine.inputs import (
+    batch_size_note,
+    cast,
+    explain_mismatch,
+    explain_mixed_formats,
+    explain_split_module,
+)
 from shoal.engine.log import logger, say_on_rank_0
 from shoal.engine.nonfinite import NonFinite
 from shoal.engine.offload_states import Offloaded, OffloadStates
@@ -856,6 +862,8 @@ class Engine(nn.Module):
             explain_mismatch(error, self.sharded.sharded)
             if phase == "forward":
                 explain_mixed_formats(error, self.module, self.plan.precision.parameter, inputs)
+                if self.axes.tp is not None:
+                    explain_split_module(error, self.module)
                 self.run_state.curriculum.explain(error)
             raise
 

@@ -66,7 +66,7 @@ def train(engine: Any, steps: range, accumulation: int = 1, *, num_rows: int | N
             engine.step()
 
 
-def initialize(model: GPT, settings: dict[str, Any]) -> Any:
+def initialize(model: torch.nn.Module, settings: dict[str, Any]) -> Any:
     return shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=settings)[0]
 
 
@@ -286,6 +286,81 @@ def test_bad_plans_and_models_are_errors_before_memory_is_taken() -> None:
         assert current_world().size == 2
 
     run_ranks(2, job)
+
+
+class AttentionWithHeadValues(torch.nn.Module):
+    """Attention with two parameters that have a value per query head, ``sinks`` as in GPT-OSS."""
+
+    def __init__(self, other: bool) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 6, 4
+        self.q_proj, self.o_proj = torch.nn.Linear(24, 24), torch.nn.Linear(24, 24)
+        self.k_proj, self.v_proj = torch.nn.Linear(24, 12), torch.nn.Linear(24, 12)
+        self.sinks = torch.nn.Parameter(torch.randn(6))
+        if other:
+            self.gain = torch.nn.Parameter(torch.randn(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = (projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+        scores = torch.cat([query @ key.mT, self.sinks.view(1, -1, 1, 1).expand(*query.shape[:3], 1)], -1).softmax(-1)
+        mixed = scores[..., :-1] @ value
+        if hasattr(self, "gain"):
+            mixed = mixed * self.gain[:, None, None]
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class ModelWithHeadValues(torch.nn.Module):
+    def __init__(self, other: bool = False) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, 24)
+        self.layers = torch.nn.ModuleList(AttentionWithHeadValues(other) for _ in range(2))
+        self.head = torch.nn.Linear(24, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+HEAD_PLAN = {
+    **dict.fromkeys(("layers.*.q_proj", "layers.*.k_proj", "layers.*.v_proj"), "column"),
+    "layers.*.o_proj": "row",
+    "layers.*": "prepare_input",
+    "head": "replicate",
+}
+
+
+@pytest.mark.parametrize("tp", [2, 4])  # 4 heads and 2, since two share a head of keys; 2, 2, 1 and 1
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_attention_sinks_are_split_with_the_query_heads(stage: int, tp: int) -> None:
+    expected = alone(ModelWithHeadValues, 1)
+
+    def job() -> dict[str, torch.Tensor]:
+        engine = initialize(make(ModelWithHeadValues), config(stage, tp, parallel={"tp_plan": HEAD_PLAN}))
+        if stage == 0:
+            assert 0 < len(engine.module.layers[0].sinks) < 6
+        train(engine, range(STEPS))
+        return {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+
+    for values in run_ranks(tp, job):
+        for name, value in expected.items():
+            assert (values[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
+
+
+def test_an_error_in_a_module_with_split_layers_says_which_are_split() -> None:
+    def job() -> list[str]:
+        engine = initialize(make(lambda: ModelWithHeadValues(True)), config(1, 2, parallel={"tp_plan": HEAD_PLAN}))
+        with pytest.raises(RuntimeError, match="must match the size") as caught:
+            train(engine, range(1))
+        return caught.value.__notes__
+
+    for notes in run_ranks(2, job):
+        (note,) = [note for note in notes if "tensor-parallel" in note]
+        assert "of layers.0 (AttentionWithHeadValues) q_proj, o_proj, k_proj, v_proj are split" in note
+        assert '("skip") in parallel.tp_plan' in note
 
 
 @pytest.mark.parametrize(("stage", "tp", "more"), [(1, 2, {}), (3, 2, {}), (3, 4, {"tp_grid": "2d"})])

@@ -32,6 +32,10 @@ _TOKENS = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
 _LLAMA = {**_SHAPE, **_TOKENS, "intermediate_size": 50, "num_key_value_heads": 3, "max_position_embeddings": 32}
 _NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 _MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "v_head_dim": 8, "qk_nope_head_dim": 8}
+_BIG_CODE = {
+    **{"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 6, **_TOKENS},
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+}
 
 # the class, the config, its arguments
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -78,6 +82,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_SHAPE, **_TOKENS, "ffn_dim": 50, "dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 32,
          "word_embed_proj_dim": 48},
     ),
+    "gpt-bigcode": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _BIG_CODE),
+    "gpt-bigcode-heads": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**_BIG_CODE, "multi_query": False}),
+    "gpt-j": (
+        "GPTJForCausalLM", "GPTJConfig",
+        {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 6, "rotary_dim": 4,
+         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **_TOKENS},
+    ),
+    # a bias that is returned beside the output of the attention
+    "gpt-neox-japanese": ("GPTNeoXJapaneseForCausalLM", "GPTNeoXJapaneseConfig", {**_SHAPE, **_TOKENS, **_NO_DROPOUT}),
     "bert": (
         "BertForMaskedLM", "BertConfig",
         {**_SHAPE, "intermediate_size": 50, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},

@@ -21,6 +21,7 @@ from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError
 from shoal.parallel.tensor.attention import AttentionSplit, numel_of, split_heads
 from shoal.parallel.tensor.cross_entropy import VocabParallelLoss
+from shoal.parallel.tensor.families import OUTPUT_PARAMETERS
 from shoal.parallel.tensor.hooks import InputHook, Stack
 from shoal.parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -316,7 +317,8 @@ class _Splitter:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             module = name.rpartition(".")[0]
             style = self.styles.get(module)
-            is_prepared = self._is_prepared(name) and id(parameter) not in whole_in_region
+            is_of_output = id(parameter) in whole_in_region or name.endswith(OUTPUT_PARAMETERS)
+            is_prepared = self._is_prepared(name) and not is_of_output
             in_stack = self._has_split_sequence(name)
             is_asked_for = style is not None and style.kind == "replicate_sum_gradient"
             if is_prepared or in_stack or is_asked_for:

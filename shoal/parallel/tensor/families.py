@@ -31,6 +31,10 @@ HEAD_ATTRIBUTES: Mapping[str, str] = {
 HEAD_PARAMETERS = ("sinks",)
 """Parameters of an attention module with one value per query head: GPT-OSS's attention sinks, and what came after."""
 
+OUTPUT_PARAMETERS = ("dense_bias",)
+"""Parameters of an attention module that are added to its output, where all ranks compute the same: the bias that
+GPT-NeoX-Japanese returns beside the output."""
+
 
 @dataclass(frozen=True)
 class AttentionRule:
@@ -71,6 +75,9 @@ ATTENTION_RULES: tuple[AttentionRule, ...] = (
     AttentionRule(("self.query", "self.key", "self.value"), "output.dense", "separate", core="self"),  # BERT, RoBERTa
     # Phi-3 cuts queries off by the config's number of heads
     AttentionRule(("qkv_proj",), "o_proj", "blocks", attributes={"config.num_attention_heads": "heads"}),
+    # GPTBigCode (StarCoder) cuts one head of keys off, or has [q k v] per head
+    AttentionRule(("c_attn",), "c_proj", "blocks", when={"multi_query": True}, attributes={"embed_dim": "width"}),
+    AttentionRule(("c_attn",), "c_proj", "heads", when={"multi_query": False}),
     AttentionRule(("c_attn",), "c_proj", "blocks"),  # GPT-2
     AttentionRule(("qkv",), "out", "blocks"),  # shoal.models.gpt
     AttentionRule(
@@ -104,6 +111,7 @@ FEED_FORWARD_RULES: tuple[FeedForwardRule, ...] = (
     FeedForwardRule(("gate_up_proj",), "down_proj", num_blocks=2),  # Phi-3
     FeedForwardRule(("fc1",), "fc2"),  # OPT, Phi
     FeedForwardRule(("c_fc",), "c_proj"),  # GPT-2
+    FeedForwardRule(("fc_in",), "fc_out"),  # GPT-J
     FeedForwardRule(("dense_h_to_4h",), "dense_4h_to_h"),  # BLOOM, Falcon, GPT-NeoX
     FeedForwardRule(("intermediate.dense",), "output.dense"),  # BERT
     FeedForwardRule(("w1", "w3"), "w2"),  # Mixtral's experts, Llama as Meta wrote it
@@ -116,7 +124,7 @@ HEAD_SIZE_ATTRIBUTES = ("v_head_dim", "head_dim", "head_size", "attention_head_s
 REPLICATED_LINEARS = (
     "score", "classifier", "qa_outputs", "v_head", "value_head", "summary",
     "pooler.dense", "transform.dense", "lm_head.dense", "seq_relationship",
-    "project_in", "project_out", "mlp.gate", "feed_forward.router", "shared_expert_gate", "q_a_proj",
+    "project_in", "project_out", "mlp.gate", "mlp.gate.wg", "feed_forward.router", "shared_expert_gate", "q_a_proj",
     "kv_a_proj_with_mqa",
 )  # fmt: skip
 """Ends of the names of linear modules that stay whole: small heads, routers, latent projections."""

@@ -40,6 +40,7 @@ from shoal.engine.saved_activations import SavedActivations
 from shoal.engine.sharding import Sharding
 from shoal.engine.stop_signal import StopSignal
 from shoal.engine.weights import Weights
+from shoal.engine.whole_gradients import WholeGradients
 from shoal.errors import NoOptimizerError, NotBuiltError, OutOfMemoryError, ShoalError, UsageError
 from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.ledger import Ledger
@@ -129,6 +130,12 @@ class Engine(nn.Module):
         self.compiled = CompiledModel(sharding.module, properties)
         self._is_batch_checked = False
         self._same_inputs = SameInputs(properties.axes.tp)
+        self._whole_gradients = WholeGradients(
+            sharding.groups,
+            properties.axes,
+            {id(parameter): name for name, parameter in sharding.module.named_parameters()},
+            splits_sequence=properties.config.parallel.tp_sequence_parallel,
+        )
         self._attention_check = AttentionCheck(properties.axes, properties.world.recorder)
         self._expert_balance = ExpertBalance(sharding, properties)
         self._stop_signal = StopSignal() if properties.config.checkpoint.save_on_signal else None
@@ -396,6 +403,7 @@ class Engine(nn.Module):
             )
         accumulation, sharding = self.accumulation, self.sharding
         accumulation.refuse_mixed(self.sharded.num_plain_passes)
+        self._whole_gradients.compare()
         sharding.reduce_all()
         status = sharding.synchronize_status(
             accumulation.compute_mean_loss(),

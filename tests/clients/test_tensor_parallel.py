@@ -33,7 +33,12 @@ _LLAMA = {**_SHAPE, **_TOKENS, "intermediate_size": 50, "num_key_value_heads": 3
 _NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 _MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "v_head_dim": 8, "qk_nope_head_dim": 8}
 _BIG_CODE = {
-    **{"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 6, **_TOKENS},
+    "vocab_size": VOCABULARY,
+    "n_positions": 32,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 6,
+    **_TOKENS,
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
 }
 

@@ -289,16 +289,21 @@ def test_bad_plans_and_models_are_errors_before_memory_is_taken() -> None:
 
 
 class AttentionWithHeadValues(torch.nn.Module):
-    """Attention with two parameters that have a value per query head, ``sinks`` as in GPT-OSS."""
+    """Attention with ``sinks`` as in GPT-OSS, and one more parameter.
 
-    def __init__(self, other: bool) -> None:
+    Args:
+        other: "gain", one per query head; "scale", of the elements of each head; "late", added to the output.
+    """
+
+    def __init__(self, other: str) -> None:
         super().__init__()
         self.num_heads, self.head_dim = 6, 4
         self.q_proj, self.o_proj = torch.nn.Linear(24, 24), torch.nn.Linear(24, 24)
         self.k_proj, self.v_proj = torch.nn.Linear(24, 12), torch.nn.Linear(24, 12)
         self.sinks = torch.nn.Parameter(torch.randn(6))
-        if other:
-            self.gain = torch.nn.Parameter(torch.randn(6))
+        sizes = {"gain": 6, "scale": self.head_dim, "late": 24}
+        for name in {other} & set(sizes):
+            setattr(self, name, torch.nn.Parameter(torch.randn(sizes[name])))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = (projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj))
@@ -308,11 +313,13 @@ class AttentionWithHeadValues(torch.nn.Module):
         mixed = scores[..., :-1] @ value
         if hasattr(self, "gain"):
             mixed = mixed * self.gain[:, None, None]
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        if hasattr(self, "scale"):
+            mixed = mixed * self.scale
+        return self.o_proj(mixed.transpose(1, 2).flatten(2)) + (self.late if hasattr(self, "late") else 0)
 
 
 class ModelWithHeadValues(torch.nn.Module):
-    def __init__(self, other: bool = False) -> None:
+    def __init__(self, other: str = "") -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, 24)
         self.layers = torch.nn.ModuleList(AttentionWithHeadValues(other) for _ in range(2))
@@ -350,9 +357,41 @@ def test_attention_sinks_are_split_with_the_query_heads(stage: int, tp: int) -> 
             assert (values[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
 
 
+@pytest.mark.parametrize(
+    ("other", "is_prepared", "warning"),
+    [
+        ("late", True, "the gradient of layers.1.late is the same on all 2 ranks, and they are summed"),
+        ("late", False, ""),
+        ("scale", True, ""),
+        ("scale", False, "the gradient of layers.1.scale differs on the 2 ranks, which hold the parameter whole"),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_whole_parameter_whose_gradient_is_not_as_the_plan_says_is_warned_of(
+    other: str, is_prepared: bool, warning: str, stage: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def factory() -> torch.nn.Module:
+        return ModelWithHeadValues(other)
+
+    plan = {key: style for key, style in HEAD_PLAN.items() if is_prepared or style != "prepare_input"}
+    expected = alone(factory, 1)
+
+    def job() -> float:
+        engine = initialize(make(factory), config(stage, 2, parallel={"tp_plan": plan}))
+        train(engine, range(STEPS))
+        names = {name: p for name, p in engine.module.named_parameters() if name.endswith(other)}
+        return max(float((safe_get_full_fp32_param(p) - expected[name]).abs().max()) for name, p in names.items())
+
+    far = max(run_ranks(2, job))
+    found = [record.getMessage() for record in caplog.records if "the gradient of" in record.getMessage()]
+    assert (far > 1e-5) == bool(warning)
+    assert len(found) == (2 if warning else 0)  # one for each of two layers
+    assert not warning or any(warning in text for text in found)
+
+
 def test_an_error_in_a_module_with_split_layers_says_which_are_split() -> None:
     def job() -> list[str]:
-        engine = initialize(make(lambda: ModelWithHeadValues(True)), config(1, 2, parallel={"tp_plan": HEAD_PLAN}))
+        engine = initialize(make(lambda: ModelWithHeadValues("gain")), config(1, 2, parallel={"tp_plan": HEAD_PLAN}))
         with pytest.raises(RuntimeError, match="must match the size") as caught:
             train(engine, range(1))
         return caught.value.__notes__

@@ -1,0 +1,108 @@
+"""Parameters that tensor-parallel ranks hold whole: in the first step their gradients are compared over these ranks.
+
+Outside of the split regions every rank computes the same gradient. Inside, each computes a summand, and the step sums
+them. Which of the two holds follows from the plan, which does not know every model: a bias that a split module returns
+beside its output is added outside of the region. Then the gradient would be counted once for each rank, or the ranks'
+copies would drift apart, without an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from shoal.engine.log import logger
+from shoal.sharding.param_group import ParameterGroup
+from shoal.zero.settings import Axes
+
+_DIFFERS = 1e-2  # of the sum of absolute values; sums in another order differ by less
+_IS_SAME = 1e-6
+
+
+class WholeGradients:
+    """Sums of the gradients of one step, by parameter.
+
+    Args:
+        names: of parameters, by ``id``.
+        splits_sequence: activations are split between the layers too: equal tokens then give equal summands.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[ParameterGroup],
+        axes: Axes,
+        names: Mapping[int, str],
+        *,
+        splits_sequence: bool,
+    ) -> None:
+        self._tp = tp = axes.tp
+        self._warns = tp is not None and tp.rank == axes.data.rank == 0
+        self._is_summed: dict[str, bool] = {}
+        self._sums: dict[str, torch.Tensor] = {}
+        self._hooks: list[Any] = []
+        for group in groups:
+            if tp is None:
+                return
+            of_experts = {comm.axis for comm in (axes.etp, axes.tp_fold) if comm not in (None, tp)}
+            is_summed = tp.axis in group.gradient.axes
+            if tp not in group.replicas or (is_summed and splits_sequence) or of_experts & set(group.gradient.axes):
+                continue
+            for parameter in group.buffer.parameters:
+                name = names.get(id(parameter))
+                if name is not None and parameter.requires_grad:
+                    self._is_summed[name] = is_summed
+                    self._hooks.append(parameter.register_hook(partial(self._add, name)))
+
+    def _add(self, name: str, gradient: torch.Tensor) -> None:
+        if gradient.is_sparse:
+            return
+        size = torch.linalg.vector_norm(gradient, 1, dtype=torch.float64)
+        sums = torch.stack([gradient.sum(dtype=torch.float64), size])
+        self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+
+    def compare(self) -> None:
+        """Warn in the first step, on one rank of each pipeline stage, where gradients are not as the plan says.
+
+        Communicates: once, 16 bytes a parameter over the tensor-parallel axis.
+        """
+        if not self._hooks or self._tp is None:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        names = list(self._is_summed)
+        none = torch.zeros(2, dtype=torch.float64)
+        own = [self._sums.get(name, none).tolist() for name in names]
+        self._sums.clear()
+        found = torch.tensor(self._tp.gather_objects(own, label="whole gradients"), dtype=torch.float64)
+        if not found.numel():
+            return
+        size = found[:, :, 1].amax(0)
+        spread = (found.amax(0) - found.amin(0)).amax(1) / size.clamp(min=1e-300)
+        for name, value, has_gradient in zip(names, spread.tolist(), (size > 0).tolist(), strict=True):
+            if not has_gradient or math.isnan(value):
+                continue
+            if self._is_summed[name] and value <= _IS_SAME:
+                self._warn(_COUNTED_TWICE, name)
+            elif not self._is_summed[name] and value > _DIFFERS:
+                self._warn(_DRIFTS, name)
+
+    def _warn(self, text: str, name: str) -> None:
+        if self._warns and self._tp is not None:
+            logger.warning(text.format(name=name, size=self._tp.size))
+
+
+_COUNTED_TWICE = (
+    "tensor parallelism: the gradient of {name} is the same on all {size} ranks, and they are summed: it is counted"
+    " {size} times. The module around it is split, and uses the parameter after its output was summed. Leave that"
+    ' module whole ("skip" in parallel.tp_plan).'
+)
+_DRIFTS = (
+    "tensor parallelism: the gradient of {name} differs on the {size} ranks, which hold the parameter whole: their"
+    " copies drift apart. It is used inside of a split region: give its module the style replicate_sum_gradient in"
+    " parallel.tp_plan, or skip the module around it."
+)

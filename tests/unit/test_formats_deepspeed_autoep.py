@@ -15,9 +15,13 @@ from typer.testing import CliRunner
 from shoal.checkpoint.expert_groups import with_groups
 from shoal.checkpoint.formats import open_source
 from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
+from shoal.checkpoint.formats.deepspeed_autoep import layers_of
+from shoal.checkpoint.formats.deepspeed_autoep_names import ModelNames
+from shoal.checkpoint.formats.deepspeed_autoep_unnamed import read_replaced
 from shoal.checkpoint.formats.deepspeed_files import open_file
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.native import manifest_of
+from shoal.checkpoint.portable import TensorInfo
 from shoal.cli.app import app
 from shoal.errors import CheckpointError, NotBuiltError
 from tests.fixtures.deepspeed.autoep_model import WithReplacedExperts
@@ -367,3 +371,166 @@ def own_group(state: dict[str, Any]) -> dict[str, Any]:
     partition = inner["ds_zero_partition_groups"]
     inner["ds_zero_partition_groups"] = [*partition, partition[2] | {"sub_group": 3}]
     return {"optimizer_state_dict": inner | {"loss_scaler": None, "zero_stage": 3}}
+
+
+def everywhere(**entries: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """All layers' metadata with other entries."""
+    return lambda state: with_layer(1, **entries)(with_layer(0, **entries)(state))
+
+
+ON_ONE_RANK = {
+    "ep_size": 1,
+    "num_local_experts": 4,
+    "expert_placement": {"version": 1, "ranks": [{"rank": 0, "experts": [0, 1, 2, 3]}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("autoep2-stage0", "the optimizers of 2 ranks are here, of 1"),
+        ("autoep2-stage2", "1 ranks divide the experts, and 2 hold 1 parts"),
+    ],
+)
+def test_another_number_of_expert_parallel_ranks_than_saved_is_an_error(
+    case: str, what: str, deepspeed_copy: Any
+) -> None:
+    folder = deepspeed_copy(case)
+    change(folder, everywhere(**ON_ONE_RANK))
+    with pytest.raises(CheckpointError, match=what):
+        DeepSpeedSource(folder)
+
+
+def test_two_layers_of_one_path_are_an_error(deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy("autoep2-stage2")
+    change(folder, with_layer(0, module_path=LAYERS[1], expert_key_prefix=f"{LAYERS[1]}.experts"))
+    with pytest.raises(CheckpointError, match="two of AutoEP's layers have the same module_path"):
+        DeepSpeedSource(folder)
+
+
+def test_two_placements_of_one_rank_are_an_error(deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy("autoep2-stage2")
+    ranks = [{"rank": rank, "experts": experts} for rank, experts in ((0, [0, 1]), (0, [2, 3]), (1, [0, 1]))]
+    change(folder, with_layer(0, expert_placement={"version": 1, "ranks": ranks}))
+    with pytest.raises(CheckpointError, match=r"are placed on the ranks \[0, 1\]"):
+        DeepSpeedSource(folder)
+
+
+def reshaped(state: dict[str, Any], change_shapes: Callable[[list[dict[str, Any]]], None]) -> dict[str, Any]:
+    shapes = [dict(members) for members in state["param_shapes"]]
+    change_shapes(shapes)
+    return state | {"param_shapes": shapes}
+
+
+def test_a_tensor_of_another_number_of_experts_is_an_error(deepspeed_copy: Any) -> None:
+    folder, name = deepspeed_copy("autoep2-stage2"), f"{LAYERS[0]}.experts.w1"
+    change(folder, lambda state: reshaped(state, lambda shapes: shapes[2].update({name: (1, 12, 8)})))
+    with pytest.raises(CheckpointError, match=f"{name} has 1 experts on rank 0, expected 2"):
+        DeepSpeedSource(folder)
+
+
+def test_experts_beside_others_in_a_flat_tensor_of_stage_3_are_an_error(deepspeed_copy: Any) -> None:
+    folder, name = deepspeed_copy("autoep2-stage3"), f"{LAYERS[0]}.experts.w1"
+
+    def move(shapes: list[dict[str, Any]]) -> None:
+        shapes[1][name] = shapes[2].pop(name)
+
+    change(folder, lambda state: reshaped(state, move), "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="flat group 1 has parameters of experts and others"):
+        DeepSpeedSource(folder)
+
+
+def test_experts_of_different_shapes_are_an_error(deepspeed_copy: Any) -> None:
+    folder, name = deepspeed_copy("autoep2-stage2"), f"{LAYERS[0]}.experts.w1.1"
+    for file in folder.glob("*optim_states.pt"):
+        file.unlink()
+    expert = "layer_0_expert_1_mp_rank_00_model_states.pt"
+    change(folder, lambda state: state | {name: state[name][:5].clone()}, expert)
+    with pytest.raises(CheckpointError, match="gate_up_proj is made of tensors of several shapes or dtypes"):
+        DeepSpeedSource(folder)
+
+
+def test_weights_of_autoep_are_read_without_optimizer_files(deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy("autoep2-stage2")
+    for file in folder.glob("*optim_states.pt"):
+        file.unlink()
+    found = everything(DeepSpeedSource(folder))
+    held = load_file(MADE / "autoep2-stage2" / "held.safetensors")
+    assert set(found) == {name for name in held if name.startswith("model/")}
+    assert all(torch.equal(tensor.view(-1), held[name].view(-1)) for name, tensor in found.items())
+
+
+# What the model and the configuration say
+
+
+def test_a_list_of_experts_in_the_model_is_found_by_its_names() -> None:
+    """DeepSeek's own code has a list, under the preset's name; each expert then is a part of a stack's row."""
+    model = {name: shape for name, shape in shapes_of("deepseek_v3").items() if ".experts." not in name}
+    weights = {"gate_proj": (6, 8), "up_proj": (6, 8), "down_proj": (8, 6)}
+    for layer in LAYERS:
+        model |= {f"{layer}.experts.{e}.{w}.weight": shape for e in range(4) for w, shape in weights.items()}
+    source = DeepSpeedSource(MADE / "autoep1-stage1" / "checkpoint", model=model)
+    assert {name: info.shape for name, info in source.tensors(MODEL).items()} == {
+        name: shape for name, shape in model.items() if name != "lm_head.weight"
+    }
+    found, stacked = everything(source), everything(read("autoep1-stage1"))
+    for kind in source.kinds():
+        for layer in LAYERS:
+            both, down = (stacked[f"{kind}/{layer}.experts.{each}"] for each in ("gate_up_proj", "down_proj"))
+            for e in range(4):
+                own = [found[f"{kind}/{layer}.experts.{e}.{each}.weight"] for each in weights]
+                assert torch.equal(torch.cat(own[:2]), both[e])
+                assert torch.equal(own[2], down[e])
+
+
+def test_the_bias_of_the_choice_may_be_beside_the_router() -> None:
+    """As MiniMax-M2 has it."""
+    names = {name.replace(".gate.e_score", ".e_score"): shape for name, shape in shapes_of("deepseek_v3").items()}
+    source = DeepSpeedSource(MADE / "autoep1-stage1" / "checkpoint", model=names)
+    assert f"{LAYERS[0]}.e_score_correction_bias" in source.tensors(MODEL)
+    assert set(source.tensors(MODEL)) == set(names) - {"lm_head.weight"}
+
+
+def test_the_preset_in_the_configuration_names_the_shared_experts(deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy("autoep1-stage1")
+    change(folder, lambda state: state | {"ds_config": {"expert_parallel": {"preset_model": "qwen3_moe"}}})
+    assert f"{LAYERS[0]}.shared_expert.up_proj.weight" in DeepSpeedSource(folder).tensors(MODEL)
+    change(folder, lambda state: state | {"ds_config": {"expert_parallel": {"expert_w1": 3}}})
+    with pytest.raises(CheckpointError, match="expert_w1 is 3"):
+        DeepSpeedSource(folder)
+
+
+# Names at stage 0
+
+
+def test_names_of_one_ranks_experts_alone_leave_the_order_to_the_shapes() -> None:
+    """An engine with a list of experts knows those of its own rank only."""
+    names = [name for name in WithReplacedExperts("qwen3_moe").state_dict() if "2.mlp.experts" not in name]
+    source = DeepSpeedSource(MADE / "autoep2-stage0" / "checkpoint", names=[names], model=shapes_of("qwen3_moe"))
+    expected = everything(read("autoep2-stage0"))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in everything(source).items())
+
+
+def test_two_orders_that_give_other_names_are_an_error() -> None:
+    """A router as large as a parameter after it, of which the optimizer has the state alone."""
+    layers = layers_of(one_layer(), "file")
+    dense = {"m.router.gate.weight": torch.ones(2, 3), "n.weight": torch.ones(2, 3)}
+    own = {f"m.experts.{weight}@0": torch.ones(2, 3, 3) for weight in ("w1", "w2", "w3")}
+    infos = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in dense.items()}
+    state = {
+        "state": {n: {"exp_avg": each.clone()} for n, each in enumerate([*dense.values(), *own.values()])},
+        "param_groups": [{"params": [0, 1]}, {"params": [2, 3, 4]}],
+    }  # fmt: skip
+    names = ModelNames(layers, {"expert_parallel": {}}, infos, {"n.weight": (2, 3)}, "file")
+    with pytest.raises(CheckpointError, match="AutoEP's routers may have two places in its groups"):
+        read_replaced(state, dense, own, None, "file", layers, names)
+    for number in (0, 1):
+        state["state"][number]["exp_avg"] = torch.ones(1 + number, 3)
+    dense["m.router.gate.weight"] = torch.ones(1, 3)
+    found = read_replaced(state, dense, own, None, "file", layers, names)
+    assert [place.flat for place in found.places["m.router.gate.weight"]] == [0]
+
+
+def one_layer() -> dict[str, Any]:
+    layer = {"module_path": "m", "expert_key_prefix": "m.experts", "num_experts": 2, "num_local_experts": 2}
+    return {METADATA: [{**layer, "ep_size": 1, "moe_layer_id": 0}], "num_experts": [2]}

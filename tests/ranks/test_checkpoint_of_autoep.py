@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ from tests.fixtures.deepspeed.autoep_model import WithReplacedExperts
 from tests.fixtures.deepspeed.make_autoep import AUTOEP_CASES, section_of
 from tests.fixtures.deepspeed.model import groups_of, tokens_of
 from tests.ranks.training import make
-from tests.unit.deepspeed_made import MADE
+from tests.unit.deepspeed_made import MADE, universal
 
 
-def go_on(name: str, ep_size: int, stage: int, tp: int) -> dict[str, Any]:
+def go_on(name: str, ep_size: int, stage: int, tp: int, folder: Path) -> dict[str, Any]:
     """Load on this rank, and train three steps. Of the batches of the ranks that saved, fewer ranks take several."""
     case, world = AUTOEP_CASES[name], current_world()
     size = world.size // tp
@@ -39,7 +40,7 @@ def go_on(name: str, ep_size: int, stage: int, tp: int) -> dict[str, Any]:
     if optimizer is None:
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1.0, "betas": [0.9, 0.95], "torch_adam": True}}
     engine = shoal.initialize(model=model, optimizer=optimizer, config=config)[0]
-    _, client_state = engine.load_checkpoint(MADE / name / "checkpoint")
+    _, client_state = engine.load_checkpoint(folder)
     assert client_state == {"epoch": 2}
     rates = [0.01, 0.02] if case.has_client_groups else [0.01]
     assert [group["lr"] for group in engine.optimizer.param_groups] == rates
@@ -83,9 +84,24 @@ def go_on(name: str, ep_size: int, stage: int, tp: int) -> dict[str, Any]:
 def test_an_autoep_run_goes_on_in_any_layout_with_deepspeeds_losses(
     name: str, ranks: int, ep_size: int, stage: int, tp: int
 ) -> None:
+    compare(name, ranks, ep_size, stage, tp, MADE / name / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "ep_size", "stage"),
+    [("autoep2-stage1-data-first", 2, 2, 3), ("autoep2-stage1-bf16", 1, 1, 2), ("autoep2-stage3", 2, 1, 1)],
+)
+def test_an_autoep_run_goes_on_from_its_universal_checkpoint(
+    name: str, ranks: int, ep_size: int, stage: int, tmp_path: Path
+) -> None:
+    compare(name, ranks, ep_size, stage, 1, universal(name, tmp_path).parent)
+
+
+def compare(name: str, ranks: int, ep_size: int, stage: int, tp: int, folder: Path) -> None:
+    """Compare the weights that are loaded, and the following losses, with DeepSpeed's."""
     case = AUTOEP_CASES[name]
     run = json.loads((MADE / name / "run.json").read_text())["losses"][3:]
-    found = run_ranks(ranks, go_on, name, ep_size, stage, tp)
+    found = run_ranks(ranks, go_on, name, ep_size, stage, tp, folder)
     for key, value in load_file(MADE / name / "held.safetensors").items():
         if key.startswith("model/"):
             of_rank = found[0]["full"][key.removeprefix("model/")]

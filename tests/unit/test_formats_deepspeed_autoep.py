@@ -25,8 +25,8 @@ from shoal.checkpoint.portable import TensorInfo
 from shoal.cli.app import app
 from shoal.errors import CheckpointError, NotBuiltError
 from tests.fixtures.deepspeed.autoep_model import WithReplacedExperts
-from tests.fixtures.deepspeed.make_autoep import AUTOEP_CASES
-from tests.unit.deepspeed_made import MADE, everything, made
+from tests.fixtures.deepspeed.make_autoep import AUTOEP_CASES, UNIVERSAL
+from tests.unit.deepspeed_made import MADE, everything, made, universal
 
 LAYERS = ("model.layers.1.mlp", "model.layers.2.mlp")
 METADATA = "ds_autoep_layers"
@@ -130,6 +130,41 @@ def test_shoal_converts_and_verifies_what_autoep_saved(case: str, tmp_path: Path
     for command in ("list", "verify"):
         result = CliRunner().invoke(app, ["checkpoint", command, out])
         assert result.exit_code == 0, result.output
+
+
+# The universal format
+
+
+@pytest.mark.parametrize("case", UNIVERSAL)
+def test_what_ds_to_universal_made_of_autoep_is_the_checkpoint(case: str, tmp_path: Path) -> None:
+    old, new = read(case), DeepSpeedSource(universal(case, tmp_path), model=shapes_of(AUTOEP_CASES[case].family))
+    before, after = everything(old), everything(new)
+    assert before.keys() == after.keys()
+    assert [name for name, tensor in before.items() if not torch.equal(tensor, after[name])] == []
+    for what in ("parameters", "group_of", "scalars", "aliases", "groups", "optimizer", "notes", "client_state"):
+        assert getattr(new.about, what) == getattr(old.about, what), what
+
+
+@pytest.mark.parametrize(
+    ("file", "how", "what"),
+    [
+        ("fp32.pt", lambda held: {**held, "param": held["param"][:3].clone()}, "it has 3 rows of 4"),
+        ("exp_avg.pt", lambda held: {**held, "param": held["param"][:, :5].clone()}, "it has the shape"),
+        ("fp32.pt", None, "are missing"),
+    ],
+)
+def test_a_universal_file_of_experts_that_does_not_fit_is_named(
+    file: str, how: Callable[[dict[str, Any]], Any] | None, what: str, tmp_path: Path
+) -> None:
+    folder = universal("autoep2-stage1-bf16", tmp_path)
+    place = folder / "zero" / f"{LAYERS[1]}.experts.w2"
+    if how is None:
+        (place / file).unlink()
+    else:
+        change(place, how, file)
+    with pytest.raises(CheckpointError, match=what) as caught:
+        DeepSpeedSource(folder)
+    assert f"{LAYERS[1]}.experts.w2" in str(caught.value)
 
 
 # What is missing, or contradicts the rest

@@ -199,7 +199,7 @@ class _RankFiles:
         if layers and isinstance(state.get("module"), Mapping):
             state["module"] = without_copies(state["module"], layers)
         experts = {}
-        if layers and files.is_stage_3:  # the optimizer's files have them
+        if layers and (files.is_stage_3 or self.is_universal):  # they are where the optimizer's state is
             experts = _placeholders(state, layers)
         elif not self.is_universal:  # there they are parameters like others
             experts = read_experts(files, state.get("num_experts"), turns, layers)
@@ -216,10 +216,10 @@ class _RankFiles:
         if files.universal is None:
             self.trained, self.scale = _trained(files, self.module, size, names, turns, layers, self.own_names)
         else:
-            trained, self.scale = read_universal(files.universal, self.module, turns)
+            trained, self.scale = read_universal(files.universal, self.module, turns, layers)
             self.trained = trained
             number = sum(map(int, state.get("num_experts") or ()))
-            if number != len(files_of_experts(trained.group_of)):
+            if not layers and number != len(files_of_experts(trained.group_of)):
                 raise not_built(
                     f"{number} experts in the universal format, without all of their weights", self.module.file
                 )
@@ -259,7 +259,7 @@ def _infos_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
 
 
 def _placeholders(state: Mapping[str, Any], layers: Sequence[AutoEpLayer]) -> dict[str, torch.Tensor]:
-    """Stage 3: tensors without memory, of the router's dtype, in place of AutoEP's experts, which no model file has."""
+    """Tensors without memory, of the router's dtype, in place of AutoEP's experts, which are in no model file."""
     shapes = {name: shape for members in state.get("param_shapes") or () for name, shape in members.items()}
     found = {}
     for layer in layers:

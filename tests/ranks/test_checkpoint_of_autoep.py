@@ -14,7 +14,7 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from tests.fixtures.deepspeed.autoep_model import WithReplacedExperts
-from tests.fixtures.deepspeed.make_autoep import AUTOEP_CASES, section_of
+from tests.fixtures.deepspeed.make_autoep import AUTOEP_CASES, PARTITION, section_of
 from tests.fixtures.deepspeed.model import groups_of, tokens_of
 from tests.ranks.training import make
 from tests.unit.deepspeed_made import MADE, universal
@@ -24,11 +24,11 @@ def go_on(name: str, ep_size: int, stage: int, tp: int, folder: Path) -> dict[st
     """Load on this rank, and train three steps. Of the batches of the ranks that saved, fewer ranks take several."""
     case, world = AUTOEP_CASES[name], current_world()
     size = world.size // tp
-    tensor_parallel = {"autotp_size": tp, "partition_config": {"use_default_specs": True, "strict_mode": False}}
+    tensor_parallel = {"autotp_size": tp, "partition_config": PARTITION}
     model = make(lambda: WithReplacedExperts(case.family))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": case.ranks // size,
+        "gradient_accumulation_steps": case.num_batches // size,
         "gradient_clipping": 0.0,
         "units": {"classes": ["ResidualLayer"]},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
@@ -48,7 +48,7 @@ def go_on(name: str, ep_size: int, stage: int, tp: int, folder: Path) -> dict[st
     losses = []
     for step in range(3, 6):
         own = []
-        for each in range(world.rank // tp, case.ranks, size):
+        for each in range(world.rank // tp, case.num_batches, size):
             loss = engine(tokens_of(step, each))
             engine.backward(loss)
             engine.step()
@@ -79,6 +79,14 @@ def go_on(name: str, ep_size: int, stage: int, tp: int, folder: Path) -> dict[st
         ("autoep2-stage3", 1, 1, 3, 1),
         ("autoep1-stage3-bf16", 2, 2, 3, 1),
         ("autoep2-stage3-listed", 2, 2, 1, 1),
+        ("autoep4-tp2-stage0", 1, 1, 3, 1),
+        ("autoep4-tp2-stage0", 4, 2, 0, 2),
+        ("autoep2-tp2-stage1", 2, 2, 3, 1),
+        ("autoep2-tp2-stage1", 4, 4, 1, 2),
+        ("autoep4-tp2-stage2", 2, 2, 2, 1),
+        ("autoep4-tp2-stage2", 2, 2, 3, 2),
+        ("autoep2-tp2-stage3", 2, 1, 1, 1),
+        ("autoep2-tp2-stage3", 4, 2, 3, 2),
     ],
 )
 def test_an_autoep_run_goes_on_in_any_layout_with_deepspeeds_losses(
@@ -108,5 +116,5 @@ def compare(name: str, ranks: int, ep_size: int, stage: int, tp: int, folder: Pa
             assert torch.equal(value.to(of_rank.dtype).view(-1), of_rank.reshape(-1)), key
     for step in range(3):
         for rank in range(ranks):
-            expected = [run[step][each] for each in range(rank // tp, case.ranks, ranks // tp)]
+            expected = [run[step][each] for each in range(rank // tp, case.num_batches, ranks // tp)]
             assert found[rank]["losses"][step] == pytest.approx(expected, abs=4e-3 if case.is_bf16 else 1e-5)

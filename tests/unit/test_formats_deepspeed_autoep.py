@@ -495,6 +495,46 @@ def test_weights_of_autoep_are_read_without_optimizer_files(deepspeed_copy: Any)
     assert all(torch.equal(tensor.view(-1), held[name].view(-1)) for name, tensor in found.items())
 
 
+# Tensor parallelism
+
+
+def test_the_experts_of_each_tensor_parallel_rank_come_from_its_files(deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy("autoep2-tp2-stage1")
+    (folder / "layer_1_expert_3_mp_rank_01_model_states.pt").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"files of 1 experts of layer 1 are missing: layer_1_expert_3_mp_rank_\*"
+    ):
+        DeepSpeedSource(folder)
+
+
+@pytest.mark.parametrize("case", ["autoep2-tp2-stage1", "autoep4-tp2-stage0"])
+def test_a_tensor_parallel_rank_with_the_metadata_of_another_is_an_error(case: str, deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy(case)
+    change(folder, everywhere(ep_rank=0), "mp_rank_01_model_states.pt")
+    with pytest.raises(CheckpointError, match="it is said to be of expert-parallel rank 0"):
+        DeepSpeedSource(folder)
+
+
+def test_expert_parallel_ranks_that_tensor_parallel_ranks_do_not_divide_are_refused(deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy("autoep2-tp2-stage1")
+    change(folder, everywhere(**ON_ONE_RANK, ep_rank=0))
+    with pytest.raises(NotBuiltError, match=r"autoep_size \(1\) that is no multiple of the tensor-parallel ranks"):
+        DeepSpeedSource(folder)
+
+
+def test_a_tied_weight_of_stage_0_is_joined_as_the_one_that_is_described(deepspeed_copy: Any) -> None:
+    """Stage 0 saves a copy of it, and AutoTP writes down how the first one is split."""
+    folder, name = deepspeed_copy("autoep4-tp2-stage0"), "lm_head.weight"
+    assert DeepSpeedSource(folder).tensors(MODEL)[name].shape == (11, 8)
+
+    def other(state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "module": {**state["module"], name: state["module"][name] + 1}}
+
+    for rank in (0, 1):
+        change(folder, other, f"mp_rank_0{rank}_model_states.pt")
+    assert DeepSpeedSource(folder).tensors(MODEL)[name].shape == (22, 8)
+
+
 # What the model and the configuration say
 
 
@@ -548,7 +588,7 @@ def test_names_of_one_ranks_experts_alone_leave_the_order_to_the_shapes() -> Non
 
 def test_two_orders_that_give_other_names_are_an_error() -> None:
     """A router as large as a parameter after it, of which the optimizer has the state alone."""
-    layers = layers_of(one_layer(), "file")
+    layers = layers_of(one_layer(), "file", 1)
     dense = {"m.router.gate.weight": torch.ones(2, 3), "n.weight": torch.ones(2, 3)}
     own = {f"m.experts.{weight}@0": torch.ones(2, 3, 3) for weight in ("w1", "w2", "w3")}
     infos = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in dense.items()}

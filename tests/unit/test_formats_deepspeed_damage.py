@@ -177,7 +177,7 @@ def spoil(value: Any, random: Any, depth: int = 0) -> Any:
     "case",
     [
         "stage0-bf16", "stage1-bf16", "stage2-fp16", "stage3-bf16-sub-groups", "tp2-stage1", "pp2-stage0",
-        "pp2-tied-stage1", "autoep2-stage0-bf16", "autoep2-stage2", "autoep2-stage3",
+        "pp2-tied-stage1", "autoep2-stage0-bf16", "autoep2-stage2", "autoep2-tp2-stage3",
     ],
 )  # fmt: skip
 def test_whatever_is_in_a_file_it_is_read_or_refused(case: str, deepspeed_copy: Any) -> None:

@@ -195,12 +195,13 @@ class _RankFiles:
             self._collect()
             return
         state, file = open_file(files.model[0], verify=turns.take()), str(files.model[0])
-        layers = layers_of(state, file)
+        layers = layers_of(state, file, 1 if self.is_universal else num_parts)
         if layers and isinstance(state.get("module"), Mapping):
             state["module"] = without_copies(state["module"], layers)
         experts = {}
         if layers and (files.is_stage_3 or self.is_universal):  # they are where the optimizer's state is
             experts = _placeholders(state, layers)
+            self.whole_experts = experts.keys() if layers[0].step > 1 else frozenset()
         elif not self.is_universal:  # there they are parameters like others
             experts = read_experts(files, state.get("num_experts"), turns, layers)
             self.whole_experts = experts.keys() if files.elsewhere else frozenset()
@@ -267,7 +268,7 @@ def _placeholders(state: Mapping[str, Any], layers: Sequence[AutoEpLayer]) -> di
         for tensor in layer.tensors:
             if tensor in shapes and isinstance(router, torch.Tensor):
                 empty = torch.empty(tuple(shapes[tensor])[1:], dtype=router.dtype, device="meta")
-                found.update({of_expert(tensor, expert): empty for expert in range(layer.num_experts)})
+                found.update({of_expert(tensor, expert): empty for expert in layer.experts})
     return found
 
 
@@ -297,11 +298,24 @@ def _joins(parts: list[_RankFiles], turns: Turns) -> dict[str, PartJoin]:
         if name in module.buffers:  # not described; each rank saves its own
             found[name] = layout.replicated(name, shapes)
         else:
-            found[name] = layout.join_of(of_first_expert(name), shapes)
+            found[name] = layout.join_of(_described(of_first_expert(name), layout, module), shapes)
     for names in split.values():
         if turns.take():
             _check_copies(parts, [name for name in names if {block.rank for block in found[name].blocks} == {0}])
     return found
+
+
+def _described(name: str, layout: TensorParallelLayout, module: ModelFile) -> str:
+    """The name under which AutoTP describes a weight: of a tied one, of which stage 0 saves a copy, the other one."""
+    tensor = module.tensors.get(name)
+    if tensor is None or layout.describes(name) or module.state.get("shared_params") is not None:
+        return name
+    same = (
+        other
+        for other, values in module.parameters().items()
+        if other != name and values.shape == tensor.shape and layout.describes(other) and torch.equal(values, tensor)
+    )
+    return next(same, name)
 
 
 def _check_copies(parts: list[_RankFiles], names: Iterable[str]) -> None:
@@ -360,8 +374,10 @@ def _trained(
     for path in paths:
         opened = entry(open_file(path, verify=turns.take()), "optimizer_state_dict", str(path))
         count = entry(opened, "partition_count", str(path))
-        counts = count if isinstance(count, list) else [count]
-        if files.elsewhere and any(size % int(each) for each in counts):
+        counts = [int(each) for each in (count if isinstance(count, list) else [count])]
+        if min(counts, default=1) < 1:
+            raise damaged(f"the state is cut into {min(counts)} parts", str(path))
+        if files.elsewhere and any(size % each for each in counts):
             raise NotBuiltError(
                 f"each expert lies whole on one of {module.num_parts} tensor-parallel ranks, and ep_size is no multiple"
                 " of this number: its optimizer state is divided among files of several of them.",
@@ -369,7 +385,7 @@ def _trained(
                 do="load a copy of the folder without the *_optim_states.pt files, which gives the weights.",
                 code="not-built",
             )
-        if any(int(each) != size and (not module.experts or size % int(each)) for each in counts):
+        if any(each != size and (not module.experts or size % each) for each in counts):
             raise CheckpointError(
                 f"the state is cut into {counts[0]} parts, and {size} ranks saved it.",
                 where=str(path),
@@ -385,12 +401,12 @@ def _trained(
     else:
         config = module.state.get("ds_config")
         first = isinstance(config, Mapping) and bool(config.get("use_data_before_expert_parallelism"))
-        numbers, experts = [int(each) for each in counts], module.experts
+        experts = module.experts
         if layers:
             of_ranks = rank_names(layers)
-            holders = holders_of(lambda _: of_ranks, of_ranks[0].__contains__, size, numbers, data_first=first)
+            holders = holders_of(lambda _: of_ranks, of_ranks[0].__contains__, size, counts, data_first=first)
         else:
-            holders = holders_of(lambda ep: local_names(experts, ep), is_experts, size, numbers, data_first=first)
+            holders = holders_of(lambda ep: local_names(experts, ep), is_experts, size, counts, data_first=first)
         trained = read_partitioned(states, shapes, where, holders if module.experts else None)
     split_into_experts(trained, layers, module.file)
     return trained, states[0].get("loss_scaler")
@@ -407,7 +423,8 @@ def _spread(
     if not layers:
         return None
     paths = files.model[1 : len(states)]
-    others = [layers_of(open_file(path, verify=turns.take()), str(path)) for path in paths]
+    step = layers[0].step
+    others = [layers_of(open_file(path, verify=turns.take()), str(path), step) for path in paths]
     for path, other in zip(paths, others, strict=True):
         if [(each.path, each.experts_of) for each in other] != [(each.path, each.experts_of) for each in layers]:
             raise damaged(f"AutoEP's layers are others than in {files.model[0].name}", str(path))

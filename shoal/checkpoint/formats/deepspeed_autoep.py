@@ -12,11 +12,15 @@ one that the files of weights have:
     as it is read [I, D]                   mlp.experts.w1.0, .w1.1    mlp.experts.w1.2, .w1.3
 
 ``deepspeed_autoep_names`` gives them the names that the model had.
+
+In a tensor-parallel run experts are whole, and expert-parallel ranks are consecutive ones, so the files of one
+tensor-parallel rank have those of every n-th expert-parallel rank.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +32,7 @@ from shoal.checkpoint.formats.deepspeed_state import FlatRange, FlatState, Holde
 
 WEIGHTS = ("w1", "w2", "w3")  # gate, down, up
 _VERSION = 1  # of the placement
+_PART = re.compile(r"mp_rank_(\d+)_model_states\.pt$")
 _KEYS = ("ds_autoep_layers", "autoep_layers")
 
 
@@ -39,11 +44,13 @@ class AutoEpLayer:
         path: of the module, which is ``AutoEPMoELayer`` in DeepSpeed.
         experts_of: of each expert-parallel rank, the numbers of its experts in the order in which they lie.
         ep_rank: of the rank whose file says this.
+        step: number of the tensor-parallel ranks.
     """
 
     path: str
     experts_of: tuple[tuple[int, ...], ...]
     ep_rank: int
+    step: int = 1
 
     @property
     def ep_size(self) -> int:
@@ -52,6 +59,16 @@ class AutoEpLayer:
     @property
     def num_experts(self) -> int:
         return sum(map(len, self.experts_of))
+
+    @property
+    def ranks(self) -> range:
+        """The expert-parallel ranks whose experts the files of one tensor-parallel rank have."""
+        return range(self.ep_rank % self.step, self.ep_size, self.step)
+
+    @property
+    def experts(self) -> list[int]:
+        """Those experts."""
+        return [expert for rank in self.ranks for expert in self.experts_of[rank]]
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -68,8 +85,11 @@ def under(path: str) -> str:
     return f"{path}." if path else ""
 
 
-def layers_of(state: Mapping[str, Any], file: str) -> list[AutoEpLayer]:
+def layers_of(state: Mapping[str, Any], file: str, num_parts: int) -> list[AutoEpLayer]:
     """The layers in the order of the numbers in the files' names; none: AutoEP has replaced none.
+
+    Args:
+        num_parts: the tensor-parallel ranks.
 
     Raises: CheckpointError: the metadata lacks an entry, or its entries contradict each other. NotBuiltError: ranks
         have different numbers of experts, or there are layers of ``moe.layer.MoE`` beside them.
@@ -77,7 +97,7 @@ def layers_of(state: Mapping[str, Any], file: str) -> list[AutoEpLayer]:
     found = next((state[key] for key in _KEYS if state.get(key) is not None), ())
     if not isinstance(found, list | tuple):
         raise damaged(f"the metadata of AutoEP is a {type(found).__name__}, not a list", file)
-    numbered = {_integer(each, "moe_layer_id", file): _layer(each, file) for each in found}
+    numbered = {_integer(each, "moe_layer_id", file): _layer(each, file, num_parts) for each in found}
     if sorted(numbered) != list(range(len(found))):
         numbers = sorted(_integer(each, "moe_layer_id", file) for each in found)
         raise damaged(f"AutoEP's layers have the numbers {numbers}, not 0 to {len(found) - 1}", file)
@@ -86,6 +106,9 @@ def layers_of(state: Mapping[str, Any], file: str) -> list[AutoEpLayer]:
         raise damaged("two of AutoEP's layers have the same module_path", file)
     if len({(layer.ep_size, layer.ep_rank) for layer in layers}) > 1:
         raise damaged("AutoEP's layers have several ep_size or ep_rank", file)
+    part = _PART.search(file)
+    if layers and part is not None and int(part[1]) != layers[0].ep_rank % num_parts:
+        raise damaged(f"it is said to be of expert-parallel rank {layers[0].ep_rank}", file)
     counts = state.get("num_experts")
     if layers and isinstance(counts, list) and len(counts) > len(layers):
         raise not_built("layers of AutoEP and of moe.layer.MoE in one model", file)
@@ -95,7 +118,7 @@ def layers_of(state: Mapping[str, Any], file: str) -> list[AutoEpLayer]:
     return layers
 
 
-def _layer(metadata: Any, file: str) -> AutoEpLayer:
+def _layer(metadata: Any, file: str, num_parts: int) -> AutoEpLayer:
     path, prefix = (entry(metadata, key, file) for key in ("module_path", "expert_key_prefix"))
     if not isinstance(path, str) or prefix != f"{under(path)}experts":
         raise damaged(f"the experts of AutoEP's layer {path!r} are called {prefix!r}", file)
@@ -114,7 +137,9 @@ def _layer(metadata: Any, file: str) -> AutoEpLayer:
         raise damaged(f"{path} has {local} experts on rank {ep_rank} of {ep_size}, and is placed as {order}", file)
     if len({len(experts) for experts in order}) > 1:
         raise not_built("another number of experts on each rank of AutoEP", file)
-    return AutoEpLayer(path, order, ep_rank)
+    if ep_size % num_parts:
+        raise not_built(f"an autoep_size ({ep_size}) that is no multiple of the tensor-parallel ranks", file)
+    return AutoEpLayer(path, order, ep_rank, num_parts)
 
 
 def _placed(placement: Any, path: str, file: str) -> tuple[tuple[int, ...], ...]:
@@ -167,13 +192,13 @@ def of_expert(tensor: str, expert: int) -> str:
 
 
 def rank_names(layers: Sequence[AutoEpLayer]) -> list[dict[str, str]]:
-    """Of each expert-parallel rank, the names of what it has by those that it has there."""
+    """Of each expert-parallel rank of these files, the names of what it has by those that it has there."""
     tensors = [tensor for layer in layers for tensor in layer.tensors]
-    return [{tensor: on_rank(tensor, rank) for tensor in tensors} for rank in range(layers[0].ep_size)]
+    return [{tensor: on_rank(tensor, rank) for tensor in tensors} for rank in layers[0].ranks]
 
 
 def rank_tensors(layers: Sequence[AutoEpLayer], experts: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Of each expert-parallel rank, its tensors by name, stacked. Memory: the experts of all ranks.
+    """Of each expert-parallel rank of these files, its tensors by name, stacked. Memory: the experts of these ranks.
 
     Args:
         experts: the weights by expert, from their files.
@@ -185,9 +210,9 @@ def rank_tensors(layers: Sequence[AutoEpLayer], experts: Mapping[str, torch.Tens
             )
             for layer in layers
             for tensor in layer.tensors
-            if of_expert(tensor, 0) in experts
+            if of_expert(tensor, layer.experts_of[rank][0]) in experts
         }
-        for rank in range(layers[0].ep_size)
+        for rank in layers[0].ranks
     ]
 
 
@@ -201,7 +226,8 @@ def spread_holders(
         of_ranks: the layers as each rank's model file has them.
     """
     names = rank_names(of_ranks[0])
-    ranks_of = [[rank for rank, layers in enumerate(of_ranks) if layers[0].ep_rank == ep] for ep in range(len(names))]
+    eps = of_ranks[0][0].ranks
+    ranks_of = [[rank for rank, layers in enumerate(of_ranks) if layers[0].ep_rank == ep] for ep in eps]
 
     def holders(
         index: int, members: Mapping[str, Sequence[int]]
@@ -210,14 +236,14 @@ def spread_holders(
         if len(is_experts) > 1:
             raise damaged(f"flat group {index} has parameters of experts and others", files[0])
         wanted: Iterable[Sequence[int]] = ranks_of if is_experts == {True} else [range(len(states))]
-        for ep_rank, ranks in enumerate(wanted):
+        for number, ranks in enumerate(wanted):
             for at, rank in enumerate(ranks):
                 group = _partition(states[rank], index, files[rank])
                 found = tuple(_integer(group, key, files[rank]) for key in ("partition_count", "partition_rank"))
                 if found != (len(ranks), at):
                     what = f"flat group {index} is part {found[1]} of {found[0]}, expected part {at} of {len(ranks)}"
                     raise damaged(what, files[rank])
-            own = names[ep_rank] if is_experts == {True} else {name: name for name in members}
+            own = names[number] if is_experts == {True} else {name: name for name in members}
             yield {own[name]: shape for name, shape in members.items()}, ranks
 
     return holders

@@ -299,7 +299,7 @@ class _Attributes:
 def _fit(made: Mapping[str, MadeTensor], tensors: Mapping[str, TensorInfo], model: Shapes | None) -> bool:
     """Whether the model's tensors have these shapes."""
     return all(
-        all(part in tensors for part in each.names) and (model or {}).get(name) == each.info(tensors).shape
+        all(part in tensors for part in each.parts[0]) and (model or {}).get(name) == each.info(tensors).shape
         for name, each in made.items()
     )
 

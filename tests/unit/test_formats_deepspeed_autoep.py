@@ -495,6 +495,13 @@ def test_weights_of_autoep_are_read_without_optimizer_files(deepspeed_copy: Any)
     assert all(torch.equal(tensor.view(-1), held[name].view(-1)) for name, tensor in found.items())
 
 
+def test_experts_of_autoep_in_pipeline_stages_are_refused(deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy("pp2-stage1")
+    change(folder, lambda state: state | one_layer())
+    with pytest.raises(NotBuiltError, match="experts of AutoEP in pipeline stages"):
+        DeepSpeedSource(folder)
+
+
 # Tensor parallelism
 
 

@@ -191,6 +191,8 @@ class _RankFiles:
         self.own_names: ModelNames | None = None
         if files.stages:
             self.module, self.trained, self.scale, self.size = read_stages(files, names, turns, _trained)
+            if layers_of(self.module.state, self.module.file, num_parts):
+                raise not_built("experts of AutoEP in pipeline stages", self.module.file)
             self._compare_number(num_parts)
             self._collect()
             return

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -222,13 +223,18 @@ class _Attributes:
     def experts(self) -> str:
         return self._given("expert_pattern") or "experts"
 
-    @property
+    @cached_property
+    def here(self) -> frozenset[str]:
+        """The model's tensors in this layer, without the layer's path."""
+        start = under(self.layer.path)
+        return frozenset(name.removeprefix(start) for name in self.model or () if name.startswith(start))
+
+    @cached_property
     def is_listed(self) -> bool:
-        pattern = re.compile(rf"{re.escape(under(self.layer.path) + self.experts)}\.\d+\..+")
         if self.model is None and self._given("expert_w3"):
             what = f"the experts of {self.layer.path} have three weights each, which a list may have and a stack"
             raise _unnamed(what, self.file)
-        return any(map(pattern.fullmatch, self.model or ()))
+        return any(map(re.compile(rf"{re.escape(self.experts)}\.\d+\..+").fullmatch, self.here))
 
     @property
     def weights(self) -> tuple[str, str, str | None]:
@@ -263,31 +269,22 @@ class _Attributes:
         given = self._given("shared_experts_pattern") or _SHARED.get(str(self.section.get("preset_model")))
         if given is not None:
             return given
-        start = under(self.layer.path)
-        here = {
-            shared
-            for shared in sorted(set(_SHARED.values()))
-            if any(n.startswith(f"{start}{shared}.") for n in self.model or ())
-        }
-        if len(here) == 1:
-            return here.pop()
+        found = {name.partition(".")[0] for name in self.here} & set(_SHARED.values())
+        if len(found) == 1:
+            return found.pop()
         # Without a name in the configuration it is a preset's, and Qwen's alone have a gate.
-        has_gate = any(name.startswith(f"{start}shared_experts_gate.") for name in self.tensors)
+        has_gate = any(name.startswith(f"{under(self.layer.path)}shared_experts_gate.") for name in self.tensors)
         return "shared_expert" if has_gate else "shared_experts"
 
     def _correction_bias(self) -> str:
         """The bias of the choice, which a model has in its router, or beside it."""
-        start = under(self.layer.path)
-        here = [name for name in self.model or () if name.startswith(start) and name.endswith(_BIAS)]
-        return here[0].removeprefix(start) if len(here) == 1 else f"{self.router}.{_BIAS}"
+        found = [name for name in self.here if name.endswith(_BIAS)]
+        return found[0] if len(found) == 1 else f"{self.router}.{_BIAS}"
 
     def _listed(self, weight: str) -> str | None:
         """A weight's name in the experts of the model's list: a parameter, or a module with one."""
-        starts = [
-            f"{under(self.layer.path)}{self.experts}.{expert}.{weight}" for expert in range(self.layer.num_experts)
-        ]
-        ends = ("", ".weight")
-        return next((weight + end for end in ends for start in starts if start + end in (self.model or ())), None)
+        starts = [f"{self.experts}.{expert}.{weight}" for expert in range(self.layer.num_experts)]
+        return next((weight + end for end in ("", ".weight") for start in starts if start + end in self.here), None)
 
     def _given(self, key: str) -> str | None:
         value = self.section.get(key)

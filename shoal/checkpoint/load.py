@@ -105,7 +105,14 @@ class Load:
         wanted, comm = self._wanted, self._comm
         root = storage.url
         names = wanted.names if wanted.has_optimizer else ()
-        source = DeepSpeedSource(root, folder, names=names, verify=wanted.is_checked, rank=comm.rank, size=comm.size)
+        model: dict[str, tuple[int, ...] | None] = dict.fromkeys(wanted.elsewhere)
+        model.update(
+            (slot.name, slot.global_shape) for bucket, _ in self._shards.buckets() for slot in bucket.layout.specs
+        )
+        model.update((name, tuple(buffer.shape)) for name, buffer in self._buffers.items())
+        source = DeepSpeedSource(
+            root, folder, names=names, verify=wanted.is_checked, rank=comm.rank, size=comm.size, model=model
+        )
         if source.about.optimizer is None and any(kind != MODEL for kind in source.kinds()):
             source.about.optimizer = wanted.optimizer
         return SourceReader(source, folder)

@@ -258,13 +258,13 @@ def test_what_is_read_is_the_callers_own(deepspeed_copy: Any) -> None:
 
 
 def test_a_parameter_of_7_over_3_ranks_lies_in_parts_of_3_3_and_1() -> None:
-    assert list(EqualParts(flat=2, start=10, numel=7, size=3)) == [
+    assert list(EqualParts(flat=2, start=10, numel=7, ranks=(0, 1, 2))) == [
         FlatRange(0, 2, 10, 3),
         FlatRange(1, 2, 10, 3),
         FlatRange(2, 2, 10, 1),
     ]
-    assert list(EqualParts(flat=0, start=4, numel=2, size=4)) == [FlatRange(0, 0, 4, 1), FlatRange(1, 0, 4, 1)]
-    assert list(EqualParts(flat=0, start=4, numel=0, size=4)) == [FlatRange(0, 0, 4, 0)]
+    assert list(EqualParts(flat=0, start=4, numel=2, ranks=range(4))) == [FlatRange(0, 0, 4, 1), FlatRange(1, 0, 4, 1)]
+    assert list(EqualParts(flat=0, start=4, numel=0, ranks=range(4))) == [FlatRange(0, 0, 4, 0)]
 
 
 # Memory

@@ -5,6 +5,7 @@
     .. universal       zero/NAME/fp32.pt                   the model's
     frozen, a buffer   the model file, as it is            the model's
     tied               once, under its first name          the others are About.aliases
+    experts of AutoEP  the same, under the names, and in the layout, that they had in the model
 
 Of a tensor-parallel run each tensor is joined from the ranks' parts (``deepspeed_tensor_parallel``); of a pipeline the
 stages are joined first (``deepspeed_pipeline``).
@@ -16,15 +17,32 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from shoal.checkpoint.formats.deepspeed_autoep import (
+    AutoEpLayer,
+    layers_of,
+    of_expert,
+    rank_names,
+    rank_tensors,
+    split_into_experts,
+    spread_holders,
+    under,
+    without_copies,
+)
+from shoal.checkpoint.formats.deepspeed_autoep_names import ModelNames, Shapes
+from shoal.checkpoint.formats.deepspeed_autoep_unnamed import read_replaced
 from shoal.checkpoint.formats.deepspeed_experts import (
     ep_sizes,
     files_of_experts,
     holders_of,
     in_order_of_experts,
+    is_experts,
+    joined_ranks,
+    local_names,
     of_first_expert,
     read_experts,
     read_unnamed_experts,
@@ -43,6 +61,7 @@ from shoal.checkpoint.formats.deepspeed_pipeline import read_stages
 from shoal.checkpoint.formats.deepspeed_state import (
     EqualParts,
     FlatState,
+    Holders,
     NamedState,
     damaged,
     entry,
@@ -71,12 +90,13 @@ class DeepSpeedSource:
         verify: compare the checksums in all files first, which reads them once more, and the copies of experts that
             tensor-parallel ranks have.
         rank, size: of several processes that open it together each compares its share of the files.
+        model: the tensors of the model that it is for, by name; it says how experts of AutoEP lay in the model.
 
     Memory: what a file holds beside its tensors; those are mapped, and read when needed.
 
     Raises:
         CheckpointError: it is missing, damaged, or asks for a class that a checkpoint of DeepSpeed's does not need.
-        NotBuiltError: it was made with AutoEP, or offloaded to NVMe.
+        NotBuiltError: it was offloaded to NVMe, or is of another kind that is not read.
     """
 
     about: About
@@ -90,14 +110,16 @@ class DeepSpeedSource:
         verify: bool = True,
         rank: int = 0,
         size: int = 1,
+        model: Shapes | None = None,
     ) -> None:
         files = find_files(folder, tag)
         turns = Turns(verify=verify, rank=rank, size=size)
         try:
-            first = _RankFiles(files[0], len(files), names, turns)
+            first = _RankFiles(files[0], len(files), names, turns, model=model)
             # Below stage 3 DeepSpeed says in the first rank's file alone which weights are tied.
             aliases = first.module.aliases
-            self._parts = [first, *(_RankFiles(each, len(files), names, turns, aliases) for each in files[1:])]
+            others = (_RankFiles(each, len(files), names, turns, aliases, model) for each in files[1:])
+            self._parts = [first, *others]
             self._join(turns)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, ShoalError):
@@ -118,6 +140,10 @@ class DeepSpeedSource:
         self.about.num_ranks, self.about.path = first.size * number, str(first.folder)
         if (self.about.config.get("zero_optimization") or {}).get("round_robin_gradients") and not first.is_universal:
             self.about.group_of = in_given_order(self.about.group_of, first.size)
+        self._own_names = first.own_names
+        if self._own_names is not None:
+            self._infos = {kind: self._own_names.infos(infos) for kind, infos in self._infos.items()}
+            self._own_names.rename(self.about)
 
     def _joined(self, kind: str) -> dict[str, TensorInfo]:
         """The tensors of all tensor-parallel ranks."""
@@ -135,6 +161,11 @@ class DeepSpeedSource:
     def read(self, kind: str, name: str) -> torch.Tensor:
         if name not in self.tensors(kind):
             raise KeyError(f"{kind} has no tensor {name!r}")
+        if self._own_names is None:
+            return self._read(kind, name)
+        return self._own_names.read(name, self._infos[kind][name], partial(self._read, kind))
+
+    def _read(self, kind: str, name: str) -> torch.Tensor:
         join = self._joins.get(name)
         if join is None:
             return self._parts[0].read(kind, name)
@@ -151,37 +182,47 @@ class _RankFiles:
         names: Sequence[Sequence[str]] | None,
         turns: Turns,
         aliases: dict[str, tuple[str, ...]] | None = None,
+        model: Shapes | None = None,
     ) -> None:
         self.folder, self.is_universal = files.folder, files.universal is not None
         self._frozen: FlatState | None = None
         self.whole_experts: Collection[str] = ()  # of which the other tensor-parallel ranks have nothing
         self.trained: NamedState | None
+        self.own_names: ModelNames | None = None
         if files.stages:
             self.module, self.trained, self.scale, self.size = read_stages(files, names, turns, _trained)
+            if layers_of(self.module.state, self.module.file, num_parts):
+                raise not_built("experts of AutoEP in pipeline stages", self.module.file)
             self._compare_number(num_parts)
             self._collect()
             return
-        model = open_file(files.model[0], verify=turns.take())
+        state, file = open_file(files.model[0], verify=turns.take()), str(files.model[0])
+        layers = layers_of(state, file, 1 if self.is_universal else num_parts)
+        if layers and isinstance(state.get("module"), Mapping):
+            state["module"] = without_copies(state["module"], layers)
         experts = {}
-        if not self.is_universal:  # there they are parameters like others
-            experts = read_experts(files, model.get("num_experts"), turns)
+        if layers and (files.is_stage_3 or self.is_universal):  # they are where the optimizer's state is
+            experts = _placeholders(state, layers)
+            self.whole_experts = experts.keys() if layers[0].step > 1 else frozenset()
+        elif not self.is_universal:  # there they are parameters like others
+            experts = read_experts(files, state.get("num_experts"), turns, layers)
             self.whole_experts = experts.keys() if files.elsewhere else frozenset()
-        self.module = ModelFile(
-            model, str(files.model[0]), is_stage_3=files.is_stage_3, aliases=aliases, experts=experts
-        )
+        self.module = ModelFile(state, file, is_stage_3=files.is_stage_3, aliases=aliases, experts=experts)
+        if layers:
+            self.own_names = ModelNames(layers, state.get("ds_config"), _infos_of(self.module.tensors), model, file)
         self._compare_number(num_parts)
-        size = self.size = int(model.get("dp_world_size") or max(1, len(files.optimizer)))
+        size = self.size = int(state.get("dp_world_size") or max(1, len(files.optimizer)))
         if size < 1:
-            raise damaged(f"{size} ranks saved it", str(files.model[0]))
+            raise damaged(f"{size} ranks saved it", file)
         if files.is_stage_3:
-            self._frozen = _frozen(files, model, size, self.module.notes, turns)
+            self._frozen = _frozen(files, state, size, self.module.notes, turns)
         if files.universal is None:
-            self.trained, self.scale = _trained(files, self.module, size, names, turns)
+            self.trained, self.scale = _trained(files, self.module, size, names, turns, layers, self.own_names)
         else:
-            trained, self.scale = read_universal(files.universal, self.module, turns)
+            trained, self.scale = read_universal(files.universal, self.module, turns, layers)
             self.trained = trained
-            number = sum(map(int, model.get("num_experts") or ()))
-            if number != len(files_of_experts(trained.group_of)):
+            number = sum(map(int, state.get("num_experts") or ()))
+            if not layers and number != len(files_of_experts(trained.group_of)):
                 raise not_built(
                     f"{number} experts in the universal format, without all of their weights", self.module.file
                 )
@@ -216,6 +257,23 @@ class _RankFiles:
         return self.module.tensors[name].detach().clone(memory_format=torch.contiguous_format)
 
 
+def _infos_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
+    return {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _placeholders(state: Mapping[str, Any], layers: Sequence[AutoEpLayer]) -> dict[str, torch.Tensor]:
+    """Tensors without memory, of the router's dtype, in place of AutoEP's experts, which are in no model file."""
+    shapes = {name: shape for members in state.get("param_shapes") or () for name, shape in members.items()}
+    found = {}
+    for layer in layers:
+        router = state["module"].get(f"{under(layer.path)}router.gate.weight")
+        for tensor in layer.tensors:
+            if tensor in shapes and isinstance(router, torch.Tensor):
+                empty = torch.empty(tuple(shapes[tensor])[1:], dtype=router.dtype, device="meta")
+                found.update({of_expert(tensor, expert): empty for expert in layer.experts})
+    return found
+
+
 def _joins(parts: list[_RankFiles], turns: Turns) -> dict[str, PartJoin]:
     """How each tensor is joined.
 
@@ -242,11 +300,24 @@ def _joins(parts: list[_RankFiles], turns: Turns) -> dict[str, PartJoin]:
         if name in module.buffers:  # not described; each rank saves its own
             found[name] = layout.replicated(name, shapes)
         else:
-            found[name] = layout.join_of(of_first_expert(name), shapes)
+            found[name] = layout.join_of(_described(of_first_expert(name), layout, module), shapes)
     for names in split.values():
         if turns.take():
             _check_copies(parts, [name for name in names if {block.rank for block in found[name].blocks} == {0}])
     return found
+
+
+def _described(name: str, layout: TensorParallelLayout, module: ModelFile) -> str:
+    """The name under which AutoTP describes a weight: of a tied one, of which stage 0 saves a copy, the other one."""
+    tensor = module.tensors.get(name)
+    if tensor is None or layout.describes(name) or module.state.get("shared_params") is not None:
+        return name
+    same = (
+        other
+        for other, values in module.parameters().items()
+        if other != name and values.shape == tensor.shape and layout.describes(other) and torch.equal(values, tensor)
+    )
+    return next(same, name)
 
 
 def _check_copies(parts: list[_RankFiles], names: Iterable[str]) -> None:
@@ -274,15 +345,21 @@ def _trained(
     size: int,
     names: Sequence[Sequence[str]] | None,
     turns: Turns,
+    layers: Sequence[AutoEpLayer] = (),
+    own_names: ModelNames | None = None,
 ) -> tuple[FlatState | None, Any]:
-    """The optimizer's state, and its loss scale. None: there is none."""
+    """The optimizer's state, and its loss scale. None: there is none.
+
+    Args:
+        layers, own_names: of AutoEP.
+    """
     state = module.state.get("optimizer")
     if state is not None or files.experts_optimizer:
         if names is not None and not names:
             module.notes.append("The optimizer's state was left out, as requested.")
             return None, None
         if files.experts_optimizer:  # in fp32 the model file has the first one's once more
-            return _of_experts(files, module, names, turns)
+            return _of_experts(files, module, names, turns, layers, own_names)
         assert state is not None
         return read_unnamed(state, module.parameters(), names, module.file), state
     shapes = module.state.get("param_shapes")
@@ -299,10 +376,10 @@ def _trained(
     for path in paths:
         opened = entry(open_file(path, verify=turns.take()), "optimizer_state_dict", str(path))
         count = entry(opened, "partition_count", str(path))
-        counts = count if isinstance(count, list) else [count]
-        if "ds_zero_partition_groups" in opened:
-            raise not_built("experts of AutoEP", str(path))
-        if files.elsewhere and any(size % int(each) for each in counts):
+        counts = [int(each) for each in (count if isinstance(count, list) else [count])]
+        if min(counts, default=1) < 1:
+            raise damaged(f"the state is cut into {min(counts)} parts", str(path))
+        if files.elsewhere and any(size % each for each in counts):
             raise NotBuiltError(
                 f"each expert lies whole on one of {module.num_parts} tensor-parallel ranks, and ep_size is no multiple"
                 " of this number: its optimizer state is divided among files of several of them.",
@@ -310,7 +387,7 @@ def _trained(
                 do="load a copy of the folder without the *_optim_states.pt files, which gives the weights.",
                 code="not-built",
             )
-        if any(int(each) != size and (not module.experts or size % int(each)) for each in counts):
+        if any(each != size and (not module.experts or size % each) for each in counts):
             raise CheckpointError(
                 f"the state is cut into {counts[0]} parts, and {size} ranks saved it.",
                 where=str(path),
@@ -322,17 +399,47 @@ def _trained(
         states.append(opened)
     where = [str(path) for path in paths]
     if files.is_stage_3:
-        trained = read_spread(states, shapes, where)
+        trained = read_spread(states, shapes, where, _spread(files, states, layers, turns, where))
     else:
-        config = module.state.get("ds_config") or {}
-        first = bool(config.get("use_data_before_expert_parallelism"))
-        holders = holders_of(module.experts, size, [int(each) for each in counts], data_first=first)
+        config = module.state.get("ds_config")
+        first = isinstance(config, Mapping) and bool(config.get("use_data_before_expert_parallelism"))
+        experts = module.experts
+        if layers:
+            of_ranks = rank_names(layers)
+            holders = holders_of(lambda _: of_ranks, of_ranks[0].__contains__, size, counts, data_first=first)
+        else:
+            holders = holders_of(lambda ep: local_names(experts, ep), is_experts, size, counts, data_first=first)
         trained = read_partitioned(states, shapes, where, holders if module.experts else None)
+    split_into_experts(trained, layers, module.file)
     return trained, states[0].get("loss_scaler")
 
 
+def _spread(
+    files: CheckpointFiles,
+    states: Sequence[dict[str, Any]],
+    layers: Sequence[AutoEpLayer],
+    turns: Turns,
+    where: list[str],
+) -> Holders | None:
+    """Stage 3 of AutoEP: who holds parts of which experts, as each rank's model file says."""
+    if not layers:
+        return None
+    paths = files.model[1 : len(states)]
+    step = layers[0].step
+    others = [layers_of(open_file(path, verify=turns.take()), str(path), step) for path in paths]
+    for path, other in zip(paths, others, strict=True):
+        if [(each.path, each.experts_of) for each in other] != [(each.path, each.experts_of) for each in layers]:
+            raise damaged(f"AutoEP's layers are others than in {files.model[0].name}", str(path))
+    return spread_holders(states, [layers, *others], where)
+
+
 def _of_experts(
-    files: CheckpointFiles, module: ModelFile, names: Sequence[Sequence[str]] | None, turns: Turns
+    files: CheckpointFiles,
+    module: ModelFile,
+    names: Sequence[Sequence[str]] | None,
+    turns: Turns,
+    layers: Sequence[AutoEpLayer],
+    own_names: ModelNames | None,
 ) -> tuple[FlatState, Any]:
     """Stage 0: the state of all expert-parallel ranks' optimizers, and the first one's loss scale."""
     found = sorted(files.experts_optimizer)
@@ -348,7 +455,18 @@ def _of_experts(
         what = f"the optimizers of expert-parallel ranks {found} are here, not of {size if step == 1 else expected}"
         raise damaged(what, str(files.folder))
     dense = {name: tensor for name, tensor in module.parameters().items() if name not in module.experts}
-    trained = read_unnamed_experts(states, dense, module.experts, names, [str(path) for path in paths])
+    where = [str(path) for path in paths]
+    if own_names is None:
+        return read_unnamed_experts(states, dense, module.experts, names, where), states[0]
+    tensors = rank_tensors(layers, module.experts)
+    if len(tensors) != len(states):
+        raise damaged(f"the optimizers of {len(states)} ranks are here, of {len(tensors)}", str(files.folder))
+    trained = joined_ranks(
+        lambda rank: read_replaced(states[rank], dense, tensors[rank], names, where[rank], layers, own_names),
+        tensors,
+        where,
+    )
+    split_into_experts(trained, layers, module.file)
     return trained, states[0]
 
 
@@ -374,5 +492,5 @@ def _frozen(
         fragments = entry(state, "frozen_param_fragments", path)
         parts.flats.append([{MODEL: entry(fragments, name, path).detach()} for name in shapes])
     for index, (name, shape) in enumerate(shapes.items()):
-        parts.add(name, shape, 0, EqualParts(index, 0, math.prod(shape), size), {})
+        parts.add(name, shape, 0, EqualParts(index, 0, math.prod(shape), range(size)), {})
     return parts

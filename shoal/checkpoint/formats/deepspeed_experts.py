@@ -24,12 +24,13 @@ n-th expert-parallel rank's experts, and by themselves look like those of a mode
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from shoal.checkpoint.formats.deepspeed_autoep import AutoEpLayer, of_expert
 from shoal.checkpoint.formats.deepspeed_files import CheckpointFiles, Turns, not_built, open_file
 from shoal.checkpoint.formats.deepspeed_layout import FlatLayout, divided
 from shoal.checkpoint.formats.deepspeed_settings import DeepSpeedSettings
@@ -37,14 +38,18 @@ from shoal.checkpoint.formats.deepspeed_state import FlatState, Holders, check_s
 from shoal.checkpoint.formats.deepspeed_unnamed import read_unnamed
 from shoal.checkpoint.problems import damaged_copy
 
+_FOLDING = "folding"  # AutoEP's, of tensor-parallel runs: which rank has saved the file
 _NAME = re.compile(r"(?P<layer>.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(?P<expert>\d+)(?P<rest>\..*)")
 
 
-def read_experts(files: CheckpointFiles, num_experts: Any, turns: Turns) -> dict[str, torch.Tensor]:
+def read_experts(
+    files: CheckpointFiles, num_experts: Any, turns: Turns, autoep: Sequence[AutoEpLayer] = ()
+) -> dict[str, torch.Tensor]:
     """The weights of one tensor-parallel rank's experts by global name, mapped from their files.
 
     Args:
         num_experts: of each MoE layer, from the model file.
+        autoep: the layers, if they are AutoEP's.
 
     Raises: CheckpointError: a file is missing, or holds something else.
     """
@@ -61,20 +66,36 @@ def read_experts(files: CheckpointFiles, num_experts: Any, turns: Turns) -> dict
     for (layer, expert), path in sorted(files.experts.items()):
         if layer >= len(counts) or expert >= int(counts[layer]):
             raise damaged(f"the model has no expert {expert} in layer {layer}", str(path))
-        for name, tensor in open_file(path, verify=turns.take()).items():
-            match = _NAME.fullmatch(name)
-            if match is None or int(match["expert"]) != expert or not isinstance(tensor, torch.Tensor):
+        held = {name: each for name, each in open_file(path, verify=turns.take()).items() if name != _FOLDING}
+        expected = [of_expert(tensor, expert) for tensor in autoep[layer].tensors] if autoep else list(held)
+        for name in dict.fromkeys([*held, *expected]):
+            match, tensor = _NAME.fullmatch(name), entry(held, name, str(path))
+            is_known = name in expected if autoep else match is not None and int(match["expert"]) == expert
+            if not is_known or not isinstance(tensor, torch.Tensor):
                 raise not_built(f"{name[:200]!r} as a parameter of expert {expert}", str(path))
             check_stored(name, tensor, str(path))
             found[name] = tensor
     return found
 
 
-def holders_of(experts: Mapping[str, torch.Tensor], size: int, counts: Sequence[int], *, data_first: bool) -> Holders:
+def is_experts(name: str) -> bool:
+    """Whether it is a parameter of ``moe.layer.MoE``'s experts."""
+    return _NAME.fullmatch(name) is not None
+
+
+def holders_of(
+    names_on: Callable[[int], Sequence[Mapping[str, str]]],
+    is_expert: Callable[[str], bool],
+    size: int,
+    counts: Sequence[int],
+    *,
+    data_first: bool,
+) -> Holders:
     """Who holds the parameters of each group at stages 1 and 2.
 
     Args:
-        experts: by global name.
+        names_on: of each of so many expert-parallel ranks, the global names of its parameters by those that it has.
+        is_expert: whether a name is one of experts.
         size: the ranks that saved.
         counts: of each group, into how many parts it is cut.
         data_first: ranks that hold the same experts are neighbours (``use_data_before_expert_parallelism``).
@@ -84,11 +105,13 @@ def holders_of(experts: Mapping[str, torch.Tensor], size: int, counts: Sequence[
         group: int, members: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[dict[str, Sequence[int]], Sequence[int]]]:
         count = counts[group]
-        if not any(_NAME.fullmatch(name) for name in members):
+        if not any(map(is_expert, members)):
             yield dict(members), range(size)
             return
         ep_size = size // count
-        names = local_names(experts, ep_size)
+        names = names_on(ep_size)
+        if len(names) != ep_size:
+            raise damaged(f"{len(names)} ranks divide the experts, and {size} hold {count} parts", f"group {group}")
         for rank in range(ep_size):
             ranks = range(rank * count, (rank + 1) * count) if data_first else range(rank, size, ep_size)
             own = names[rank]
@@ -114,11 +137,28 @@ def read_unnamed_experts(
         dense: the parameters that are not experts'.
         names: of each group of the whole model, its parameters, where the caller knows them.
     """
-    whole = FlatState([], list(files))
-    for rank, (state, file) in enumerate(zip(states, files, strict=True)):
-        own = {name: experts[name] for name in local_names(experts, len(states))[rank].values()}
+    of_ranks = [{name: experts[name] for name in local.values()} for local in local_names(experts, len(states))]
+
+    def read(rank: int) -> FlatState:
+        own, state, file = of_ranks[rank], states[rank], files[rank]
         number = len(entry(state.get("optimizer_state_dict", state), "param_groups", file))
-        part = read_unnamed(state, {**dense, **own}, _named(names, number, own.keys()), file)
+        return read_unnamed(state, {**dense, **own}, _named(names, number, own.keys()), file)
+
+    return joined_ranks(read, of_ranks, files)
+
+
+def joined_ranks(
+    read: Callable[[int], FlatState], of_ranks: Sequence[Collection[str]], files: Sequence[str]
+) -> FlatState:
+    """What each expert-parallel rank's optimizer holds of its experts; of other parameters, what the first one's does.
+
+    Args:
+        read: all that one rank's does, in one file.
+        of_ranks: the parameters of each rank's experts.
+    """
+    whole = FlatState([], list(files))
+    for rank, own in enumerate(of_ranks):
+        part = read(rank)
         whole.flats += part.flats
         whole.notes += [note for note in part.notes if note not in whole.notes]
         whole.groups = whole.groups or part.groups

@@ -35,7 +35,7 @@ class ModelFile:
 
     Raises:
         CheckpointError: it is no model file.
-        NotBuiltError: it is a part of a model that AutoEP split, or a pipeline's without its layers.
+        NotBuiltError: it is a part of a pipeline, without its layers.
     """
 
     def __init__(
@@ -189,6 +189,4 @@ def _number_of_parts(state: dict[str, Any], file: str) -> int:
     dimensions = state.get("checkpoint_parallel_dimensions") or {}
     if "module" in state and state["module"] is None:
         raise not_built("pipeline parallelism and without files of layers", file)
-    if state.get("ds_autoep_layers") or state.get("autoep_layers"):
-        raise not_built("experts of AutoEP", file)
     return int(dimensions.get("tp_degree") or state.get("mp_world_size") or 1)

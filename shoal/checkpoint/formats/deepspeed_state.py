@@ -68,22 +68,22 @@ class NamedState(ABC):
 
 @dataclass(frozen=True)
 class EqualParts:
-    """Stage 3: equal parts at one offset on every rank, the last ones padded."""
+    """Stage 3: equal parts at one offset on each of the ranks that share a tensor, the last ones padded."""
 
     flat: int
     start: int
     numel: int
-    size: int
+    ranks: Sequence[int]
 
     @property
     def numel_per_rank(self) -> int:
-        return -(-self.numel // self.size)
+        return -(-self.numel // len(self.ranks))
 
     def __iter__(self) -> Iterator[FlatRange]:
         part = self.numel_per_rank
-        for rank in range(self.size):
-            numel = min(part, self.numel - rank * part)
-            if numel > 0 or rank == 0:
+        for index, rank in enumerate(self.ranks):
+            numel = min(part, self.numel - index * part)
+            if numel > 0 or index == 0:
                 yield FlatRange(rank, self.flat, self.start, numel)
 
 
@@ -204,20 +204,32 @@ def read_partitioned(
     return trained
 
 
-def read_spread(states: list[dict[str, Any]], shapes: list[Mapping[str, Sequence[int]]], files: list[str]) -> FlatState:
+def read_spread(
+    states: list[dict[str, Any]],
+    shapes: list[Mapping[str, Sequence[int]]],
+    files: list[str],
+    holders: Holders | None = None,
+) -> FlatState:
     """Stage 3.
 
     Args:
         states: ``optimizer_state_dict`` of each rank.
         shapes: of each flat tensor, the parameters in the order in which they lie.
+        holders: None: all ranks hold a part of each flat tensor.
 
     Raises: CheckpointError: the files contradict each other.
     """
+    everywhere = range(len(states))
+    shares = [
+        list(holders(index, members)) if holders is not None else [(members, everywhere)]
+        for index, members in enumerate(shapes)
+    ]
     weights = [entry(state, "fp32_flat_groups", file) for state, file in zip(states, files, strict=True)]
     base = [entry(state, "optimizer_state_dict", file) for state, file in zip(states, files, strict=True)]
 
     def numels(rank: int, index: int) -> tuple[int, ...]:
-        needed = sum(-(-math.prod(shape) // len(states)) for shape in shapes[index].values())
+        ranks = next(ranks for _, ranks in shares[index] if rank in ranks)
+        needed = sum(-(-math.prod(shape) // len(ranks)) for shape in shapes[index].values())
         if (found := weights[rank][index].numel()) != needed:
             raise damaged(f"flat group {index} has {found} elements, expected {needed}", files[rank])
         return (needed,)
@@ -229,13 +241,14 @@ def read_spread(states: list[dict[str, Any]], shapes: list[Mapping[str, Sequence
         for index in settings["params"]
     }
     trained.groups, steps = hyperparameters(base[0], max(of_flat.values(), default=-1) + 1, trained.notes)
-    for index, members in enumerate(shapes):
-        start = 0
-        for name, shape in members.items():
-            spread = EqualParts(index, start, math.prod(shape), len(states))
-            group = of_flat.get(index, 0)
-            trained.add(name, tuple(shape), group, spread, {**steps[group], **scalars[index]})
-            start += spread.numel_per_rank
+    for index, share in enumerate(shares):
+        for own, ranks in share:
+            start = 0
+            for name, shape in own.items():
+                spread = EqualParts(index, start, math.prod(shape), ranks)
+                group = of_flat.get(index, 0)
+                trained.add(name, tuple(shape), group, spread, {**steps[group], **scalars[index]})
+                start += spread.numel_per_rank
     return trained
 
 

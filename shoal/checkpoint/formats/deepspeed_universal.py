@@ -11,19 +11,20 @@ kind of state, whole.
 Of stages 1 and 2, and of tensor parallelism, a file holds ``{"param": tensor}``, else of stage 3 the flattened tensor.
 A run with tensor parallelism (but no pipeline) is read like any other: its tensors are whole, and their shapes stand
 in the files. What its model files hold of parameters that were not trained is a part, so those have to be the same on
-all of its ranks.
+all of its ranks. The experts of AutoEP lie in one tensor of all ranks' experts, in the order of their numbers.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shoal.checkpoint.formats.deepspeed_autoep import AutoEpLayer, of_expert
 from shoal.checkpoint.formats.deepspeed_files import Turns, is_inside, not_built, open_file, open_value
 from shoal.checkpoint.formats.deepspeed_model import ModelFile
 from shoal.checkpoint.formats.deepspeed_state import (
@@ -40,12 +41,18 @@ from shoal.checkpoint.problems import unsafe
 
 
 class UniversalState(NamedState):
-    """The optimizer's state by parameter, in files that are opened when a tensor is read."""
+    """The optimizer's state by parameter, in files that are opened when a tensor is read.
 
-    def __init__(self) -> None:
+    Args:
+        experts: the tensors that hold experts of AutoEP.
+    """
+
+    def __init__(self, experts: Collection[str] = ()) -> None:
         super().__init__()
+        self._experts = experts
         self._infos: dict[str, dict[str, TensorInfo]] = {MODEL: {}}
         self._files: dict[tuple[str, str], Path] = {}
+        self._rows: dict[str, int] = {}  # of the tensors that lie in another
 
     def add(
         self, folder: Path, name: str, shape: Sequence[int], group: int, turns: Turns, *, is_part: bool = False
@@ -66,6 +73,8 @@ class UniversalState(NamedState):
             is_weight = path.stem == "fp32"
             if is_part and is_weight:
                 shape = _whole_shape(held, len(shape), path)
+            if isinstance(held, Mapping) and held.get("is_expert_param") and name not in self._experts:
+                raise not_built("mixture-of-experts layers", str(path))
             value = _value_of(held, shape, path)
             if not is_weight and _is_number(value):
                 self.scalars.setdefault(name, {}).update(sort_state({path.stem: value}, (), self.notes)[1])
@@ -79,6 +88,32 @@ class UniversalState(NamedState):
             self._infos.setdefault(kind, {})[name] = TensorInfo(value.dtype, tuple(shape))
             self._files[kind, name] = path
 
+    def add_experts(
+        self, folder: Path, layer: AutoEpLayer, tensor: str, shape: Sequence[int], group: int, turns: Turns
+    ) -> None:
+        """Look at the files of a layer's experts.
+
+        Args:
+            shape: of one expert's weight.
+
+        Raises: CheckpointError: one is missing, or has another number of experts.
+        """
+        self.add(folder, tensor, (layer.num_experts, *shape), group, turns)
+        del self.group_of[tensor]
+        scalars = self.scalars.pop(tensor, {})
+        whole = {
+            kind: (infos.pop(tensor), self._files.pop((kind, tensor)))
+            for kind, infos in self._infos.items()
+            if tensor in infos
+        }
+        for expert in range(layer.num_experts):
+            name = of_expert(tensor, expert)
+            self.group_of[name], self._rows[name] = group, expert
+            if scalars:
+                self.scalars[name] = dict(scalars)
+            for kind, (info, path) in whole.items():
+                self._infos[kind][name], self._files[kind, name] = TensorInfo(info.dtype, info.shape[1:]), path
+
     def kinds(self) -> list[str]:
         return list(self._infos)
 
@@ -88,7 +123,9 @@ class UniversalState(NamedState):
     def read(self, kind: str, name: str) -> torch.Tensor:
         """Memory: the tensor."""
         info, path = self._infos[kind][name], self._files[kind, name]
-        value = _value_of(open_value(path, verify=False), info.shape, path)
+        held = open_value(path, verify=False)
+        row = self._rows.get(name)
+        value = _value_of(held, info.shape, path) if row is None else entry(held, "param", str(path))[row]
         if not isinstance(value, torch.Tensor) or value.dtype != info.dtype:
             raise damaged("it changed while it was read", str(path))
         if value.numel() == math.prod(info.shape):
@@ -98,12 +135,15 @@ class UniversalState(NamedState):
         return whole
 
 
-def read_universal(folder: Path, module: ModelFile, turns: Turns) -> tuple[UniversalState, Any]:
+def read_universal(
+    folder: Path, module: ModelFile, turns: Turns, layers: Sequence[AutoEpLayer] = ()
+) -> tuple[UniversalState, Any]:
     """The optimizer's state, and its loss scale.
 
     Args:
         folder: ``zero`` of a tag.
         module: names the parameters, group by group.
+        layers: of AutoEP.
 
     Raises: CheckpointError: files are missing, or contradict each other.
     """
@@ -115,7 +155,8 @@ def read_universal(folder: Path, module: ModelFile, turns: Turns) -> tuple[Unive
     settings = entry(state, "param_groups", str(place))
     # At stage 3 a group is cut into flat tensors, and its entries name them; before it a group is one.
     of_flat = {int(flat): index for index, group in enumerate(settings) for flat in group["params"]}
-    found = UniversalState()
+    of_layer = {tensor: layer for layer in layers for tensor in layer.tensors}
+    found = UniversalState(of_layer)
     found.groups, steps = hyperparameters({"param_groups": settings}, len(settings), found.notes)
     inner = state.get("optimizer_state_dict")
     counted = inner.get("state", {}) if isinstance(inner, Mapping) else {}
@@ -127,6 +168,9 @@ def read_universal(folder: Path, module: ModelFile, turns: Turns) -> tuple[Unive
                 raise unsafe(f"{name[:200]!r} is not the name of a folder in it.", str(folder))
             if numbers and math.prod(shape):
                 found.scalars[name] = dict(numbers)
+            if name in of_layer:
+                found.add_experts(folder / name, of_layer[name], name, tuple(shape)[1:], group, turns)
+                continue
             found.add(folder / name, name, tuple(shape), group, turns, is_part=module.num_parts > 1)
     if module.num_parts > 1:
         _refuse_parts(module, found)
@@ -165,8 +209,6 @@ def _is_number(value: Any) -> bool:
 def _value_of(held: Any, shape: Sequence[int], path: Path) -> Any:
     if not isinstance(held, Mapping):
         return held
-    if held.get("is_expert_param"):
-        raise not_built("mixture-of-experts layers", str(path))
     value = entry(held, "param", str(path))
     if isinstance(value, torch.Tensor) and _is_cut(value, shape) and not held.get("vocab_tensor"):
         raise damaged(f"it has {value.shape[0]} rows of {shape[0]}", str(path))

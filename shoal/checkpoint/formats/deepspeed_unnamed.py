@@ -139,19 +139,19 @@ def _follow(
 ) -> dict[str, tuple[int, FlatRange]]:
     found = {}
     if len(names) != len(rows):
-        raise _unclear(f"{len(names)} groups were named, and the optimizer has {len(rows)}", file)
+        raise unclear(f"{len(names)} groups were named, and the optimizer has {len(rows)}", file)
     for index, (group, row) in enumerate(zip(names, rows, strict=True)):
         position = 0
         for name in group:
             if name not in parameters:
-                raise _unclear(f"the model has no parameter {name!r}", file)
+                raise unclear(f"the model has no parameter {name!r}", file)
             after = row.fits(position, parameters[name], by_value=False) if position < row.end else None
             if after is None:
-                raise _unclear(f"{name} is not the tensor at {position} of group {index}", file)
+                raise unclear(f"{name} is not the tensor at {position} of group {index}", file)
             found[name] = (index, row.place(position, parameters[name]))
             position = after
         if position != row.end:
-            raise _unclear(f"group {index} has more tensors than names", file)
+            raise unclear(f"group {index} has more tensors than names", file)
     return found
 
 
@@ -181,11 +181,11 @@ def _search(
                     ways = how.ways + (reached[positions].ways if positions in reached else 0)
                     reached[positions] = _Reached(ways, before, taken)
         if len(reached) > _MAX_STATES:
-            raise _unclear("too many assignments of names to its tensors are possible", file)
+            raise unclear("too many assignments of names to its tensors are possible", file)
         steps.append(reached)
     ways = steps[-1][end].ways if end in steps[-1] else 0
     if ways != 1:
-        raise _unclear(f"{ways or 'no'} assignments of names to its tensors fit", file)
+        raise unclear(f"{ways or 'no'} assignments of names to its tensors fit", file)
     found: dict[str, tuple[int, FlatRange]] = {}
     positions = end
     for (name, tensor), reached in zip(reversed(list(parameters.items())), reversed(steps), strict=False):
@@ -212,7 +212,7 @@ def _numel_of(entries: Mapping[str, Any]) -> int:
     return max((value.numel() for value in entries.values() if isinstance(value, torch.Tensor)), default=0)
 
 
-def _unclear(what: str, file: str) -> CheckpointError:
+def unclear(what: str, file: str) -> CheckpointError:
     return CheckpointError(
         f"at stage 0 DeepSpeed saves the optimizer's state without names, and {what}.",
         where=file,

@@ -162,7 +162,7 @@ def preset_of(model: nn.Module, section: ExpertParallel) -> ExpertPreset | None:
     if preset is None:
         if section.moe_layer_pattern is None:
             return None
-        preset = ExpertPreset(normalises=False)
+        preset = ExpertPreset()
     given: dict[str, Any] = {
         "layers": section.moe_layer_pattern,
         "router": section.router_pattern,

@@ -59,6 +59,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_LLAMA, "head_dim": 8}),
     "mistral": ("MistralForCausalLM", "MistralConfig", _LLAMA),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_LLAMA, "intermediate_size": 48, "num_local_experts": 4}),
+    "phimoe": (
+        "PhimoeForCausalLM", "PhimoeConfig",
+        {**_LLAMA, "intermediate_size": 48, "num_local_experts": 4, "router_jitter_noise": 0.0},
+    ),
     # sinks: a parameter with one value per head
     "gpt-oss": (
         "GptOssForCausalLM", "GptOssConfig",

@@ -124,8 +124,8 @@ HEAD_SIZE_ATTRIBUTES = ("v_head_dim", "head_dim", "head_size", "attention_head_s
 REPLICATED_LINEARS = (
     "score", "classifier", "qa_outputs", "v_head", "value_head", "summary",
     "pooler.dense", "transform.dense", "lm_head.dense", "seq_relationship",
-    "project_in", "project_out", "mlp.gate", "mlp.gate.wg", "feed_forward.router", "shared_expert_gate", "q_a_proj",
-    "kv_a_proj_with_mqa",
+    "project_in", "project_out", "mlp.gate", "mlp.gate.wg", "mlp.router", "feed_forward.router", "shared_expert_gate",
+    "q_a_proj", "kv_a_proj_with_mqa",
 )  # fmt: skip
 """Ends of the names of linear modules that stay whole: small heads, routers, latent projections."""
 

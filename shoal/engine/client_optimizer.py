@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,3 +188,26 @@ def _check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> N
             do="make it from the optimizer that initialize() is given, or pass a callable that takes the optimizer.",
             code="schedule-of-another",
         )
+
+
+def keep_parameters(
+    optimizer: Any, model_parameters: Iterable[Any] | None, is_kept: Callable[[torch.Tensor], bool]
+) -> tuple[Any, Any]:
+    """The client's optimizer and parameters without those that other ranks have (stages of a pipeline, experts)."""
+
+    def kept(members: Any) -> list[Any]:
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        return [member for member in members if is_kept(member[1] if isinstance(member, tuple) else member)]
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = kept(group["params"])
+        for parameter in [p for p in optimizer.state if not is_kept(p)]:
+            del optimizer.state[parameter]
+    if model_parameters is not None:
+        entries = list(model_parameters)
+        if entries and isinstance(entries[0], dict):
+            model_parameters = [{**group, "params": kept(group["params"])} for group in entries]
+        else:
+            model_parameters = kept(entries)
+    return optimizer, model_parameters

@@ -25,6 +25,7 @@ from shoal.device import Device
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.client_optimizer import (
     MadeOptimizer,
+    keep_parameters,
     make_optimizer,
     make_schedule,
     refuse_untrained,
@@ -38,7 +39,7 @@ from shoal.engine.model_parts import parts_of, with_experts
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
 from shoal.engine.over_stages import from_stages
-from shoal.engine.pipeline_parts import of_own_units, of_stages, recomputed_blocks, stages_of
+from shoal.engine.pipeline_parts import of_own_units, recomputed_blocks, stages_of
 from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.progress import Progress
 from shoal.engine.properties import Properties
@@ -148,11 +149,17 @@ def _start(
     world.mesh = plan.mesh
     axes = _timed(_make_axes(world, plan), world, settings)
     _check_same_everywhere(axes, settings, model)
+    whole = list(model.parameters())
     prepare_experts(model, axes.ep, settings.expert_parallel)
+    of_others = {id(parameter) for parameter in whole} - {id(parameter) for parameter in model.parameters()}
+    if of_others:
+        optimizer, model_parameters = keep_parameters(optimizer, model_parameters, lambda p: id(p) not in of_others)
+    del whole
     parts = parts_of(model, axes, settings, world.device)
     if axes.pp is not None or isinstance(model, StageModule):
         model, parts = stages_of(model, parts, settings, world, axes)
-        optimizer, model_parameters = of_stages(model, optimizer, model_parameters)
+        own = {id(parameter) for parameter in model.parameters()}
+        optimizer, model_parameters = keep_parameters(optimizer, model_parameters, lambda p: id(p) in own)
         plan = of_own_units(plan, model, axes.pp)
     hosts = list(axes.world.gather_objects(socket.gethostname(), label="hosts"))
     parts, axes = with_experts(model, parts, axes, settings, hosts)

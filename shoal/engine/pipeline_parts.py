@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -229,25 +229,3 @@ def of_own_units(plan: Plan, model: StageModule, pp: Communicator | None) -> Pla
         names=tuple(name for rule in kept for name in rule.names),
     )
     return replace(plan, zero=replace(plan.zero, rules=own))
-
-
-def of_stages(model: StageModule, optimizer: Any, model_parameters: Iterable[Any] | None) -> tuple[Any, Any]:
-    """The client's optimizer and parameters without those of other ranks' stages."""
-    own = {id(parameter) for parameter in model.parameters()}
-
-    def kept(members: Any) -> list[Any]:
-        members = [members] if isinstance(members, torch.Tensor) else list(members)
-        return [member for member in members if id(member[1] if isinstance(member, tuple) else member) in own]
-
-    if isinstance(optimizer, torch.optim.Optimizer):
-        for group in optimizer.param_groups:
-            group["params"] = kept(group["params"])
-        for parameter in [p for p in optimizer.state if id(p) not in own]:
-            del optimizer.state[parameter]
-    if model_parameters is not None:
-        entries = list(model_parameters)
-        if entries and isinstance(entries[0], dict):
-            model_parameters = [{**group, "params": kept(group["params"])} for group in entries]
-        else:
-            model_parameters = kept(entries)
-    return optimizer, model_parameters

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import shoal
 from shoal.checkpoint.formats.huggingface import write_huggingface
 from shoal.checkpoint.loading_hf import load_hf
 from shoal.checkpoint.manifest import MODEL
@@ -18,7 +19,7 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world, use_world
 from shoal.config import load
 from shoal.config.experts import PRESETS as NAMES
-from shoal.errors import CheckpointError, ModelError
+from shoal.errors import CheckpointError, ModelError, OptimizerError
 from shoal.mesh import Mesh
 from shoal.parallel.expert.apply import prepare_experts
 from shoal.parallel.expert.divide import divide
@@ -244,3 +245,62 @@ def test_each_rank_loads_its_experts_of_a_list(tmp_path: Path) -> None:
 
 def test_the_config_accepts_the_presets_that_there_are() -> None:
     assert set(NAMES) == set(PRESETS)
+
+
+@pytest.mark.parametrize("given", ["optimizer", "groups", "parameters"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_clients_optimizer_of_the_whole_model_has_this_ranks_experts_of_a_list(given: str, stage: int) -> None:
+    """The script makes it before ``initialize`` divides them."""
+    rate = 0.1
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        biases = [p for p in model.parameters() if p.dim() < 2]
+        others = [p for p in model.parameters() if p.dim() >= 2]
+        return torch.optim.AdamW([{"params": others}, {"params": biases, "lr": rate / 2}], lr=rate, eps=0.1)
+
+    whole = Layers("mixtral")
+    alone = copy.deepcopy(whole)
+    optimizer = optimizer_of(alone) if given != "parameters" else torch.optim.AdamW(alone.parameters(), rate, eps=0.1)
+    for _ in range(3):
+        sum(alone(hidden).square().mean() / 2 for hidden in HIDDEN.chunk(2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    copies = [copy.deepcopy(whole) for _ in range(2)]
+
+    def job() -> dict[str, torch.Tensor]:
+        rank = current_world().rank
+        mine = copies[rank]
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage},
+            "expert_parallel": {"enabled": True, "autoep_size": 2},
+            "optimizer": {"type": "AdamW", "params": {"lr": rate, "eps": 0.1, "weight_decay": 0.01}},
+        }
+        passed: dict[str, Any] = {"model_parameters": mine.parameters()}
+        if given != "parameters":
+            del config["optimizer"]
+            passed = {"optimizer": optimizer_of(mine)}
+        if given == "groups":
+            passed["model_parameters"] = [{"params": list(mine.parameters())}]
+        engine, *_ = shoal.initialize(model=mine, config=config, **passed)
+        for _ in range(3):
+            engine.backward(engine(HIDDEN.chunk(2)[rank]).square().mean())
+            engine.step()
+        return engine.module_state_dict()
+
+    expected = alone.state_dict()
+    for values in run_ranks(2, job):
+        assert values.keys() == expected.keys()
+        assert all(difference(value, expected[name]) < 1e-6 for name, value in values.items())
+
+
+def test_a_clients_parameter_of_another_model_is_an_error_beside_divided_experts() -> None:
+    def job() -> None:
+        mine = Layers("mixtral")
+        optimizer = torch.optim.AdamW([*mine.parameters(), nn.Parameter(torch.ones(3))])
+        config = {"train_micro_batch_size_per_gpu": 2, "expert_parallel": {"enabled": True, "autoep_size": 2}}
+        with pytest.raises(OptimizerError, match=r"shape \(3,\)\) that is not in the model"):
+            shoal.initialize(model=mine, optimizer=optimizer, config=config)
+
+    run_ranks(2, job)

@@ -915,6 +915,7 @@ class Engine(nn.Module):
         self.sharding.stop_host_updates()
         self._activations.remove()
         self.compiled.undo()
+        self._whole_gradients.remove()
         self._is_destroyed = True
         if self._stop_signal is not None:
             self._stop_signal.restore()

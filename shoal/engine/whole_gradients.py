@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shoal.device import is_fake
 from shoal.engine.log import logger
 from shoal.sharding.param_group import ParameterGroup
 from shoal.zero.settings import Axes
@@ -44,10 +45,10 @@ class WholeGradients:
         self._is_summed: dict[str, bool] = {}
         self._sums: dict[str, torch.Tensor] = {}
         self._hooks: list[Any] = []
+        if tp is None:
+            return
+        of_experts = {comm.axis for comm in (axes.etp, axes.tp_fold) if comm not in (None, tp)}
         for group in groups:
-            if tp is None:
-                return
-            of_experts = {comm.axis for comm in (axes.etp, axes.tp_fold) if comm not in (None, tp)}
             is_summed = tp.axis in group.gradient.axes
             if tp not in group.replicas or (is_summed and splits_sequence) or of_experts & set(group.gradient.axes):
                 continue
@@ -58,7 +59,7 @@ class WholeGradients:
                     self._hooks.append(parameter.register_hook(partial(self._add, name)))
 
     def _add(self, name: str, gradient: torch.Tensor) -> None:
-        if gradient.is_sparse:
+        if gradient.is_sparse or is_fake(gradient):
             return
         size = torch.linalg.vector_norm(gradient, 1, dtype=torch.float64)
         sums = torch.stack([gradient.sum(dtype=torch.float64), size])
@@ -71,9 +72,7 @@ class WholeGradients:
         """
         if not self._hooks or self._tp is None:
             return
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self.remove()
         names = list(self._is_summed)
         none = torch.zeros(2, dtype=torch.float64)
         own = [self._sums.get(name, none).tolist() for name in names]
@@ -90,6 +89,12 @@ class WholeGradients:
                 self._warn(_COUNTED_TWICE, name)
             elif not self._is_summed[name] and value > _DIFFERS:
                 self._warn(_DRIFTS, name)
+
+    def remove(self) -> None:
+        """Compare nothing from now on. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _warn(self, text: str, name: str) -> None:
         if self._warns and self._tp is not None:

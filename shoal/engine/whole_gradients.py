@@ -73,21 +73,17 @@ class WholeGradients:
         if not self._hooks or self._tp is None:
             return
         self.remove()
-        names = list(self._is_summed)
-        none = torch.zeros(2, dtype=torch.float64)
-        own = [self._sums.get(name, none).tolist() for name in names]
+        own = [self._sums[name].tolist() if name in self._sums else [0.0, 0.0] for name in self._is_summed]
         self._sums.clear()
-        found = torch.tensor(self._tp.gather_objects(own, label="whole gradients"), dtype=torch.float64)
-        if not found.numel():
-            return
-        size = found[:, :, 1].amax(0)
-        spread = (found.amax(0) - found.amin(0)).amax(1) / size.clamp(min=1e-300)
-        for name, value, has_gradient in zip(names, spread.tolist(), (size > 0).tolist(), strict=True):
-            if not has_gradient or math.isnan(value):
-                continue
-            if self._is_summed[name] and value <= _IS_SAME:
+        every = self._tp.gather_objects(own, label="whole gradients")
+        for (name, is_summed), ranks in zip(self._is_summed.items(), zip(*every, strict=True), strict=True):
+            size = max(size for _, size in ranks)
+            spread = max(max(column) - min(column) for column in zip(*ranks, strict=True))
+            if not 0 < size < math.inf:
+                continue  # there is no gradient yet, or the step is skipped
+            if is_summed and spread <= _IS_SAME * size:
                 self._warn(_COUNTED_TWICE, name)
-            elif not self._is_summed[name] and value > _DIFFERS:
+            elif not is_summed and spread > _DIFFERS * size:
                 self._warn(_DRIFTS, name)
 
     def remove(self) -> None:

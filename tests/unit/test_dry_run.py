@@ -209,3 +209,21 @@ def test_bad_arguments_are_errors() -> None:
         pass
     with shoal.dry_run(2), pytest.raises(UsageError, match="simulated one already"), shoal.dry_run(2):
         pass
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_tensor_parallel_rank_is_dry_run(stage: int) -> None:
+    """Each layer issues two all-reduces in forward and two in backward."""
+    shape = GPTConfig(vocab_size=64, sequence_length=16, num_layers=2, hidden_size=64, num_heads=4)
+    with shoal.dry_run(4) as run:
+        made = config(stage, parallel={"tp": 2}, bf16={"enabled": True}, optimizer=ADAM)
+        engine = shoal.initialize(model=GPT(shape), config=made)[0]
+        batch = torch.zeros(2, 16, dtype=torch.long)
+        for _ in range(2):
+            with run.step():
+                engine.backward(engine(batch, batch))
+                engine.step()
+        entries = [entry for entry in engine.world.recorder.last if entry.axis == "tp" and entry.op == "all_reduce"]
+        engine.destroy()
+    of_layers = [entry for entry in entries if entry.nbytes == 2 * 16 * 64 * 2]  # of activations
+    assert len(of_layers) >= 2 * 2 * (2 + 2)

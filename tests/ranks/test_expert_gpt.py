@@ -18,7 +18,7 @@ from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.apply import prepare_experts
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from tests.ranks.models import SEQUENCE, VOCABULARY
-from tests.ranks.training import BF16, batch, config, make, sgd, start_with
+from tests.ranks.training import BF16, GRADIENT_ORDERS, batch, config, make, sgd, start_with
 
 STEPS = 5
 NUM_EXPERTS, TOP_K, NUM_LAYERS, HIDDEN = 4, 2, 2, 16
@@ -101,9 +101,23 @@ def spread(size: int, stage: int, micro: int = 1, **sections: Any) -> list[Train
 def test_losses_and_parameters_equal_those_of_one_process(
     size: int, stage: int, micro: int, parallel: dict[str, int]
 ) -> None:
+    assert_trains_as_alone(size, stage, micro, parallel=parallel)
+
+
+@pytest.mark.parametrize("order", GRADIENT_ORDERS, ids=" ".join)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_keys_of_how_gradients_are_reduced_train_stacked_experts_as_one_process(
+    ep: int, stage: int, order: dict[str, Any]
+) -> None:
+    assert_trains_as_alone(2, stage, 2, parallel={"ep": ep}, zero_optimization=order)
+
+
+def assert_trains_as_alone(size: int, stage: int, micro: int, **sections: Any) -> None:
+    parallel = sections["parallel"]
     batches = size // (parallel.get("tp", 1) * parallel.get("pp", 1))
     losses, expected = alone(batches, micro)
-    found = spread(size, stage, micro, parallel=parallel)
+    found = spread(size, stage, micro, **sections)
     own = found if "pp" not in parallel else found[:1]  # of a pipeline each rank has the mean of all
     for step in range(STEPS):
         assert sum(rank[0][step] for rank in own) / len(own) == pytest.approx(losses[step], rel=1e-6)

@@ -17,7 +17,7 @@ from shoal.compat import finder
 from shoal.parallel.expert.layer import MoE
 from tests.fixtures.experts.cases import WIDTH, TwoLinears
 from tests.ranks.models import VOCABULARY
-from tests.ranks.training import adamw, batch, config, make, sgd, start_with
+from tests.ranks.training import GRADIENT_ORDERS, adamw, batch, config, make, sgd, start_with
 
 STEPS, NUM_EXPERTS = 5, [4, 4, 8]  # a number per layer
 # Without random draws: ranks that are threads share one generator.
@@ -110,6 +110,22 @@ def test_the_same_tokens_are_dropped_and_parameters_are_those_of_one_process(
         return train(start_with(make(partial(MoeModel, ep, **model)), settings))
 
     for values in ranks(size, rank):
+        assert_close(values, expected)
+
+
+@pytest.mark.parametrize("order", GRADIENT_ORDERS, ids=" ".join)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_keys_of_how_gradients_are_reduced_train_layers_of_deepspeed_as_one_process(
+    ep: int, stage: int, order: dict[str, Any], ranks: Callable[..., Any]
+) -> None:
+    expected = alone(2)
+
+    def rank() -> dict[str, Any]:
+        settings = config(stage, gradient_clipping=0.5, zero_optimization=order)
+        return train(start_with(make(partial(MoeModel, ep)), settings))
+
+    for values in ranks(2, rank):
         assert_close(values, expected)
 
 

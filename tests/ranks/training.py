@@ -22,6 +22,12 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 ROWS = 2  # of one rank's micro-batch
 STAGES = (0, 1, 2, 3)
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+# Keys of zero_optimization that say when and in what form gradients are reduced.
+GRADIENT_ORDERS: list[dict[str, Any]] = [
+    {"round_robin_gradients": True},
+    {"round_robin_gradients": True, "offload_optimizer": {"device": "cpu"}},
+    {"contiguous_gradients": False, "reduce_scatter": False, "overlap_comm": False},
+]
 
 _RANDOM = threading.Lock()  # threads share torch's generator
 

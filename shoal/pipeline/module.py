@@ -344,13 +344,13 @@ class PipelineModule(StageModule):
             torch.save(state, f"{path}.tmp")
             Path(f"{path}.tmp").replace(path)
 
-    def load_state_dir(self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True) -> None:
+    def load_state_dir(self, load_dir: str, checkpoint_engine: Any, strict: bool = True) -> None:
         """Load this rank's layers from what ``save_state_dict`` or DeepSpeed wrote, in any number of stages.
 
         Layers of a key of TiedLayerSpec are read from the first of them that has a file, so all stages agree.
 
         Args:
-            checkpoint_engine: its ``load(path, map_location=)`` reads; None: ``torch.load`` with ``weights_only``.
+            checkpoint_engine: its ``load(path, map_location=)`` reads; ``torch`` is one.
 
         Raises: UsageError: after ``initialize``; sharded parameters; a layer without a file, or of another number of
             tensor-parallel ranks.
@@ -365,10 +365,7 @@ class PipelineModule(StageModule):
         for position, module in self._modules_of_files():
             self._check_whole(module, "load_state_dir", "build the model outside of zero.Init")
             path = self._file_of(load_dir, own[position], position)
-            if checkpoint_engine is not None:
-                state = checkpoint_engine.load(path, map_location="cpu")
-            else:
-                state = torch.load(path, map_location="cpu", weights_only=True)
+            state = checkpoint_engine.load(path, map_location="cpu")
             module.load_state_dict(state, strict=strict)
 
     def _file_of(self, folder: str, index: int, position: int) -> str:

@@ -91,7 +91,7 @@ def test_layer_files_of_an_engine_hold_its_values_and_sharded_ones_are_refused(z
         engine, _, _, _ = deepspeed.initialize(model=net, training_data=DATA, config=settings)
         engine.train_batch()
         with pytest.raises(UsageError, match="after initialize"):
-            net.load_state_dir(str(tmp_path))
+            net.load_state_dir(str(tmp_path), torch)
         if zero == 3 and net.mpu().data_parallel_id == 0:
             with pytest.raises(UsageError, match="is sharded"):
                 net.save_state_dict(str(tmp_path))
@@ -102,5 +102,5 @@ def test_layer_files_of_an_engine_hold_its_values_and_sharded_ones_are_refused(z
     expected = run_ranks(4, job)[0]
     if zero < 3:
         whole = PipelineModule(layers(tied=False))
-        whole.load_state_dir(str(tmp_path))
+        whole.load_state_dir(str(tmp_path), torch)
         assert all(torch.equal(value, expected[name]) for name, value in whole.state_dict().items())

@@ -32,12 +32,12 @@ def test_layer_files_load_at_another_number_of_stages(saved: int, loaded: int, t
         part.save_state_dict(str(tmp_path))
     expected = {name: value for part in source for name, value in part.state_dict().items()}
     for part in stages(loaded, tied=tied):
-        part.load_state_dir(str(tmp_path))
+        part.load_state_dir(str(tmp_path), torch)
         for name, value in part.state_dict().items():
             assert torch.equal(value, expected[name]), name
     (tmp_path / "layer_01-model_states.pt").unlink()
     with pytest.raises(UsageError, match=r"layer_01-model_states.pt of layer 1 is not there"):
-        stages(1, tied=tied)[0].load_state_dir(str(tmp_path))
+        stages(1, tied=tied)[0].load_state_dir(str(tmp_path), torch)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -46,7 +46,7 @@ def test_files_of_deepspeed_load_and_are_written_under_its_names(case: str, coun
     folder = MADE / case / "checkpoint" / "global_step3"
     parts = stages(count, tied="tied" in case)
     for part in parts:
-        part.load_state_dir(str(folder))
+        part.load_state_dir(str(folder), torch)
         part.save_state_dict(str(tmp_path))
     for path in folder.glob("layer_*"):
         theirs, ours = torch.load(path), torch.load(tmp_path / path.name)
@@ -66,4 +66,4 @@ def test_names_and_what_the_engine_does_itself() -> None:
         part.get_tied_weights_and_groups()
     part.has_engine = True
     with pytest.raises(UsageError, match="after initialize"):
-        part.load_state_dir(str(folder))
+        part.load_state_dir(str(folder), torch)

@@ -85,6 +85,7 @@ class PipelineEngine(Engine):
         self.before_step: list[Callable[[PipelineEngine], None]] = []
         self._is_before_step = False
         self.synchronize_tied()
+        module.has_engine = True
 
     # the model's calls, which a pipeline does not have
 

@@ -22,6 +22,7 @@ from shoal.pipeline.costs import stage_bounds
 from shoal.pipeline.layers import LayerOutline, LayerSpec, TiedLayerSpec, build, outline
 from shoal.pipeline.stage import StageModule
 from shoal.pipeline.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from shoal.sharding.parameter_buffer import is_placeholder
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,10 @@ class PipelineModule(StageModule):
             comm = world.communicator("world", Mesh.of(world.size))
             self.parts = comm.gather_objects(self.parts, label="pipeline stages")[0]
         self.tied = _tied(outlines, [self.stage_owner(index) for index in range(len(layers))])
+        self._alike = [
+            [other for other, known in enumerate(outlines) if known.names and known.built_by == of.built_by] or [index]
+            for index, of in enumerate(outlines)
+        ]
         self.tied_modules = nn.ModuleDict()
         self._layers: dict[int, list[_StageLayer]] = {stage: [] for stage in self.stages}
         self._num_runs = dict.fromkeys(self.stages, 0)
@@ -303,6 +308,115 @@ class PipelineModule(StageModule):
         parts = [f"layer_{index:02d}", self._topo.get_rank_repr(self._grid.global_rank), "model_states.pt"]
         return str(Path(ckpt_dir) / "-".join(part for part in parts if part))
 
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """The files that are there of this rank's ``local_layer_idx``-th layer, one a tensor-parallel rank; sorted."""
+        index = [layer.index for stage in self.stages for layer in self._layers[stage]][local_layer_idx]
+        return [str(path) for path in sorted(Path(ckpt_dir).glob(f"layer_{index:02d}-*model_states.pt"))]
+
+    def ckpt_prefix(self, checkpoints_path: str, tag: str | int) -> str:
+        """``PATH/TAG/module-pipe_00-model_00``: this rank's coordinates on all axes but ``data``."""
+        coordinate = self._topo.get_coord(self._grid.global_rank)._asdict()
+        parts = [f"{axis}_{index:02d}" for axis, index in coordinate.items() if axis != "data"]
+        return str(Path(checkpoints_path) / str(tag) / "-".join(["module", *parts]))
+
+    def save_state_dict(
+        self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False
+    ) -> None:
+        """Write each of this rank's layers that is a module to ``ckpt_layer_path``; data-parallel rank 0 writes.
+
+        Args:
+            checkpoint_engine: its ``save(state_dict, path)`` writes; None: ``torch.save``, then a rename.
+
+        Raises: UsageError: parameters are sharded (stage 3, zero.Init).
+        """
+        if self._grid.data_parallel_id != 0:
+            return
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
+        for position, module in self._modules_of_files():
+            self._check_whole(module, "save_state_dict", "call engine.save_checkpoint(folder)")
+            frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+            excluded = frozen if exclude_frozen_params else set()
+            state = {name: _copied(value) for name, value in module.state_dict().items() if name not in excluded}
+            path = self.ckpt_layer_path(save_dir, position)
+            if checkpoint_engine is not None:
+                checkpoint_engine.save(state, path)
+                continue
+            torch.save(state, f"{path}.tmp")
+            Path(f"{path}.tmp").replace(path)
+
+    def load_state_dir(self, load_dir: str, checkpoint_engine: Any, strict: bool = True) -> None:
+        """Load this rank's layers from what ``save_state_dict`` or DeepSpeed wrote, in any number of stages.
+
+        Layers of a key of TiedLayerSpec are read from the first of them that has a file, so all stages agree.
+
+        Args:
+            checkpoint_engine: its ``load(path, map_location=)`` reads; ``torch`` is one.
+
+        Raises: UsageError: after ``initialize``; sharded parameters; a layer without a file, or of another number of
+            tensor-parallel ranks.
+        """
+        if self.has_engine:
+            raise UsageError(
+                "load_state_dir() after initialize() would not set the optimizer's main parameters.",
+                do="call it before initialize(), or engine.load_checkpoint(folder) after it.",
+                code="pipeline-layers",
+            )
+        own = [layer.index for stage in self.stages for layer in self._layers[stage]]
+        for position, module in self._modules_of_files():
+            self._check_whole(module, "load_state_dir", "build the model outside of zero.Init")
+            path = self._file_of(load_dir, own[position], position)
+            state = checkpoint_engine.load(path, map_location="cpu")
+            module.load_state_dict(state, strict=strict)
+
+    def _file_of(self, folder: str, index: int, position: int) -> str:
+        named = Path(self.ckpt_layer_path(folder, position)).name
+        ending = named.removeprefix(f"layer_{index:02d}")
+        for alike in self._alike[index]:
+            found = [path.name for path in Path(folder).glob(f"layer_{alike:02d}-*model_states.pt")]
+            is_split = len(found) != self._grid.slice_parallel_size
+            if found and (is_split or f"layer_{alike:02d}{ending}" not in found):
+                raise UsageError(
+                    f"layer {alike} has the files {sorted(found)}, and there are {self._grid.slice_parallel_size} "
+                    "tensor-parallel ranks.",
+                    where=str(folder),
+                    do="call engine.load_checkpoint(folder) after initialize(), which loads at any number.",
+                    code="pipeline-layers",
+                )
+            if found:
+                return str(Path(folder) / f"layer_{alike:02d}{ending}")
+        raise UsageError(
+            f"{named} of layer {index} is not there.",
+            where=str(folder),
+            do="give the folder that has the layer files: with DeepSpeed FOLDER/TAG.",
+            code="pipeline-layers",
+        )
+
+    def _modules_of_files(self) -> list[tuple[int, nn.Module]]:
+        layers = [layer for stage in self.stages for layer in self._layers[stage]]
+        found = [(position, self._module(layer)) for position, layer in enumerate(layers)]
+        return [(position, module) for position, module in found if module is not None]
+
+    def _check_whole(self, module: nn.Module, call: str, do: str) -> None:
+        for name, parameter in module.named_parameters():
+            if is_placeholder(parameter.data):
+                raise UsageError(f"{call}(): {name} is sharded.", do=f"{do}.", code="pipeline-layers")
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        """Raises: UsageError: the engine reduces gradients of tied weights itself."""
+        raise UsageError(
+            "allreduce_tied_weight_gradients(): the engine already adds up the gradients of tied weights.",
+            do="leave the call out; engine.train_batch() does it.",
+            code="pipeline-layers",
+        )
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """Raises: UsageError: there are no groups of tied weights to reduce over."""
+        raise UsageError(
+            f"get_tied_weights_and_groups(): the engine has its own communicators for {sorted(self.tied)}.",
+            do="read the names and stages of tied weights from module.tied; engine.train_batch() reduces them.",
+            code="pipeline-layers",
+        )
+
     def set_checkpoint_interval(self, interval: int) -> None:
         """Change ``activation_checkpoint_interval``, from the next forward on."""
         self.activation_checkpoint_interval = interval
@@ -320,6 +434,10 @@ class PipelineModule(StageModule):
                     module.compile(*args, **kwargs)
                 else:
                     layers[place] = replace(layer, function=torch.compile(layer.function, *args, **kwargs))
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def stages_to_ranks(order: str | Sequence[int], num_ranks: int, virtual_stages: int) -> list[int]:

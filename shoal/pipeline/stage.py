@@ -20,12 +20,14 @@ class StageModule(nn.Module):
         stages: those of this rank, ascending.
         tied: by name of a parameter, the stages (of all) that hold a copy of it; only parameters of several stages.
         is_dynamic: what a stage returns may have other shapes though the micro-batch has the same.
+        has_engine: ``initialize`` has taken over the parameters.
     """
 
     num_stages: int
     stages: tuple[int, ...]
     tied: Mapping[str, tuple[int, ...]]
     is_dynamic: bool = False
+    has_engine: bool = False
 
     def forward(self, stage: int, received: Any, batch: Any, **arguments: Any) -> Any:
         """Run one pipeline stage on one micro-batch.

@@ -11,6 +11,7 @@ from torch import nn
 from shoal.comm.threads import run_ranks
 from shoal.compat import deepspeed
 from shoal.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from shoal.errors import UsageError
 from tests.ranks.training import make
 
 DATA = [(torch.randn(8, generator=torch.Generator().manual_seed(i)), torch.full((8,), float(i % 3))) for i in range(64)]
@@ -80,3 +81,26 @@ def test_a_stage_may_be_a_function_without_parameters(zero: int, tmp_path: Any) 
     for losses, names in run_ranks(3, job):
         assert losses[0] != losses[1] != losses[2]
         assert names == ["0.bias", "0.weight", "1.bias", "1.weight"]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_layer_files_of_an_engine_hold_its_values_and_sharded_ones_are_refused(zero: int, tmp_path: Any) -> None:
+    def job() -> Any:
+        net = make(lambda: PipelineModule(layers(tied=False), num_stages=2, loss_fn=nn.MSELoss()))
+        settings = {**CONFIG, "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0}}
+        engine, _, _, _ = deepspeed.initialize(model=net, training_data=DATA, config=settings)
+        engine.train_batch()
+        with pytest.raises(UsageError, match="after initialize"):
+            net.load_state_dir(str(tmp_path), torch)
+        if zero == 3 and net.mpu().data_parallel_id == 0:
+            with pytest.raises(UsageError, match="is sharded"):
+                net.save_state_dict(str(tmp_path))
+        elif zero < 3:
+            net.save_state_dict(str(tmp_path))
+        return engine.module_state_dict()
+
+    expected = run_ranks(4, job)[0]
+    if zero < 3:
+        whole = PipelineModule(layers(tied=False))
+        whole.load_state_dir(str(tmp_path), torch)
+        assert all(torch.equal(value, expected[name]) for name, value in whole.state_dict().items())

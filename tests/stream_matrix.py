@@ -21,7 +21,7 @@ from shoal.simulation.check import StreamCheck
 from shoal.streams import Simulation, simulation
 from tests import composition_runs
 from tests.composition import AXES, Combination, Run, Values, settings_of
-from tests.composition_runs import Block
+from tests.composition_runs import Block, Tables
 from tests.ranks.compiling import CountsGraphs
 
 
@@ -63,7 +63,7 @@ class BlockOnTwoStreams(Block):
 
     waits = True
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, tables: Tables | None) -> torch.Tensor:
         accelerator, own = accelerator_of_thread(), self.k_proj
         compute, side = accelerator.current(), accelerator.stream()
 
@@ -79,7 +79,7 @@ class BlockOnTwoStreams(Block):
 
         self.__dict__["k_proj"] = beside
         try:
-            return super().forward(x, positions)
+            return super().forward(x, positions, tables)
         finally:
             del self.__dict__["k_proj"]
 
@@ -90,7 +90,7 @@ def accelerator_of_thread() -> Simulation:
     return found
 
 
-class _CheckedTrainer(composition_runs._Trainer):
+class _CheckedTrainer(composition_runs.Trainer):
     """A trainer with what only matters to streams."""
 
     def start(self) -> shoal.Engine:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.fake import FakeTransport
+from shoal.comm.recorder import shapes_only
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import World, current_world
 from shoal.errors import UsageError
@@ -256,7 +257,7 @@ def test_a_dry_run_sends_an_even_share_to_every_expert() -> None:
 def test_tensors_without_data_find_the_shape_and_send_nothing() -> None:
     def run() -> None:
         held = experts_of_this_rank()
-        with current_world().recorder.recording() as entries:
+        with current_world().recorder.recording() as entries, shapes_only():
             index = torch.zeros(TOKENS, K, dtype=torch.int64, device="meta")
             weights, hidden = (torch.ones(TOKENS, width, device="meta") for width in (K, WIDTH))
             output = run_experts(hidden, index, weights, lambda rows, counts: rows[:, :4], held)

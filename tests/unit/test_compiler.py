@@ -208,7 +208,7 @@ def test_an_engine_refuses_cuda_graphs_at_the_start_and_later(monkeypatch: pytes
     def as_on_a_gpu(model: nn.Module, stage: int, device: torch.device) -> None:
         refuse_cuda_graphs(model, stage, torch.device("cuda"))
 
-    for name in ("shoal.engine.initialize", "shoal.engine.engine"):
+    for name in ("shoal.engine.initialize", "shoal.engine.compiled"):
         monkeypatch.setattr(importlib.import_module(name), "refuse_cuda_graphs", as_on_a_gpu)
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
     with pytest.raises(ModelError, match="CUDA graphs"):

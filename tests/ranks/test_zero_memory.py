@@ -6,6 +6,7 @@ master weight.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -291,6 +292,15 @@ def test_building_directly_and_then_sharding_frees_the_model_unit_by_unit() -> N
 # The end
 
 
+def open_files() -> list[str]:
+    """What each file descriptor of this process is, with its number."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the folder
+            found.append(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+    return sorted(found)
+
+
 def live_tensor_bytes() -> int:
     gc.collect()
     storages = {}
@@ -314,13 +324,18 @@ def test_twenty_engines_made_and_destroyed_leave_nothing_behind(world: int, stag
         dead.append(weakref.ref(engine.module))
         dead.append(weakref.ref(engine.sharded))
 
-    def job() -> list[int]:
-        counts = []
+    all_between_engines = threading.Barrier(world, timeout=60)  # while one of them starts, it has files open
+
+    def job() -> list[list[str]]:
+        found = []
         for index in range(20):
             one()
-            if index in (4, 19) and current_world().rank == 0:
-                counts.append(len(os.listdir("/proc/self/fd")))
-        return counts
+            if index in (4, 19):
+                all_between_engines.wait()
+                if current_world().rank == 0:
+                    found.append(open_files())
+                all_between_engines.wait()
+        return found
 
     before, threads = live_tensor_bytes(), threading.active_count()
     descriptors = run_ranks(world, job)[0]
@@ -342,7 +357,7 @@ def test_engines_with_offloaded_states_leave_nothing_behind_either(kind: str, tm
         }
     dead: list[weakref.ref[Any]] = []
 
-    def job() -> list[int]:
+    def job() -> list[list[str]]:
         counts = []
         for index in range(8):
             engine = start(Plain, config(3, **BF16, zero_optimization=away), adam)
@@ -350,7 +365,7 @@ def test_engines_with_offloaded_states_leave_nothing_behind_either(kind: str, tm
             engine.destroy()
             dead.extend((weakref.ref(engine), weakref.ref(engine.sharded)))
             if index in (3, 7) and current_world().rank == 0:
-                counts.append(len(os.listdir("/proc/self/fd")))
+                counts.append(open_files())
         return counts
 
     before, threads = live_tensor_bytes(), threading.active_count()

@@ -1,27 +1,58 @@
-"""Ranks of ``sp`` and ``cp`` hold parts of sequences: the first training forward must exchange something over them."""
+"""Ranks of ``sp`` and ``cp`` hold parts of sequences: what of the model's forward must run over them, and does not."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import nn
 
 from shoal.comm.recorder import Recorder
+from shoal.device import is_fake
+from shoal.parallel.sequence.position_check import mixed_positions, shifts_labels_here, takes_tokens
 from shoal.zero.settings import Axes
 
 logger = logging.getLogger("shoal")
 
 
 class AttentionCheck:
-    """Warns once where the model computes no attention over the ranks of ``sp`` and ``cp``.
-
-    Attention of the model's own (torch's ``scaled_dot_product_attention``) sees this rank's positions only, without an
-    error.
-    """
+    """Warns once, at the first training forward, where the model computes with this rank's positions only."""
 
     def __init__(self, axes: Axes, recorder: Recorder) -> None:
         self._is_first_rank, self._recorder = axes.world.rank == 0, recorder
         self._axes = {comm.axis for comm in (axes.sp, axes.cp) if comm is not None}
+
+    def before(
+        self,
+        model: nn.Module,
+        arguments: Mapping[str, Any],
+        passes: Callable[[], AbstractContextManager[object]],
+        recover: Callable[[], None],
+    ) -> None:
+        """Look at a model of Transformers before its first training forward.
+
+        Args:
+            arguments: of the forward, by name.
+            passes: entered around each pass of the model.
+            recover: called if the model raises.
+
+        Communicates: once, as a forward in eval mode of 32 tokens.
+        """
+        if not self._axes or not model.training or not takes_tokens(model) or any(map(is_fake, model.parameters())):
+            return
+        if shifts_labels_here(model, arguments):
+            self._warn(_LABELS)
+        try:
+            with passes():
+                found = mixed_positions(model)
+        except Exception as error:  # a model that needs other inputs: nothing is known
+            recover()
+            logger.debug("positions of %s were not checked: %s", type(model).__name__, error)
+            return
+        if found is not None:
+            self._warn(f"{_PARTS}, but {type(model).__name__} {found}. {_INSTEAD}")
 
     @contextmanager
     def watching(self, *, is_training: bool) -> Iterator[None]:
@@ -31,11 +62,25 @@ class AttentionCheck:
             return
         with self._recorder.recording() as entries:
             yield
-        axes, self._axes = self._axes, set()
-        if self._is_first_rank and not any(entry.axis in axes or entry.op == "all_to_all" for entry in entries):
-            logger.warning(
-                "each rank of %s holds a part of every sequence, but the model's forward computed no attention over"
-                " these ranks: positions attend to those of their own rank only. Call shoal.attention in the model, or"
-                ' set attn_implementation="shoal" of a Transformers model.',
-                " and ".join(sorted(axes)),
-            )
+        axes = self._axes
+        if not any(entry.axis in axes or entry.op == "all_to_all" for entry in entries):
+            self._warn(f"{_PARTS}, {_NO_ATTENTION}")
+        self._axes = set()
+
+    def _warn(self, text: str) -> None:
+        if self._is_first_rank:
+            logger.warning(text, " and ".join(sorted(self._axes)))
+
+
+_PARTS = "each rank of %s holds a part of every sequence"
+_NO_ATTENTION = (
+    "but the model's forward computed no attention over these ranks: positions attend to those of their own rank only."
+    ' Call shoal.attention in the model, or set attn_implementation="shoal" of a Transformers model.'
+)
+_INSTEAD = (
+    "Its results are not those of the whole sequence. Train it without sp and cp: with tp, pp, recomputed activations."
+)
+_LABELS = (
+    "each rank of %s shifts its own part of the labels: the label of its last position is lost. Shift the labels of the"
+    " whole sequence by one, cut them like input_ids, and pass them as shift_labels."
+)

@@ -196,8 +196,9 @@ class Engine(nn.Module):
             else nullcontext()
         )
         watching = self._attention_check.watching(is_training=self.module.training)
-        with self._failing("forward", (args, kwargs)), self.timers.phase("forward"), autocast, self.sharded.searching():
-            with watching:
+        with self._failing("forward", (args, kwargs)), self.timers.phase("forward"), autocast:
+            self._attention_check.before(self.module, kwargs, self.sharded.searching, self.sharding.recover)
+            with self.sharded.searching(), watching:
                 output = self.module(*args, **kwargs)
         self.sharding.check.after_forward()
         return output

@@ -90,6 +90,8 @@ def attention(
     context = context or current_sequence_context() or _ALONE
     query, key, value = _same_dtype(query, key, value)
     check_heads(query.shape[1], key.shape[1])
+    if context.is_alone:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     options = AttentionOptions(is_causal, mask, documents, window, softcap, score_mod, block_mask, scale, dropout_p)
     if context.size == 1 and options.are_torchs:
         return _torchs(query, key, value, options)

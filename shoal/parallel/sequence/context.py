@@ -37,6 +37,7 @@ class SequenceContext:
             positions.
         exchange: keys and values along ``cp`` by a ``ring`` of sends, or by one ``all_gather``.
         length: positions of the whole sequence, where ranks hold unequal parts; None: every rank holds as many.
+        is_alone: attention returns each position's own value, and nothing is exchanged: for a check of the rest.
     """
 
     sp: Communicator | None = None
@@ -44,6 +45,7 @@ class SequenceContext:
     order: ChunkOrder = "balanced"
     exchange: KeyExchange = "ring"
     length: int | None = None
+    is_alone: bool = False
     # The tensors that describe the documents of the last batch, and the documents: one exchange serves all layers.
     _last: list[tuple[tuple[Tensor | None, ...], list[int | None], Documents | None]] = field(
         default_factory=list, init=False, repr=False, compare=False

@@ -67,7 +67,7 @@ def _original(function: Any) -> Any:
 
 def _active() -> SequenceContext | None:
     context = current_sequence_context()
-    return context if context is not None and context.size > 1 else None
+    return context if context is not None and (context.size > 1 or context.is_alone) else None
 
 
 class _MaskFunction:
@@ -80,6 +80,8 @@ class _MaskFunction:
         context = _active()
         if context is None:
             return self.alone(*args, **kwargs)
+        if context.is_alone:
+            return None
         unknown = _mask_functions(kwargs.get("mask_function")) - _KNOWN_MASKS
         chunk = kwargs.get("local_size")
         if chunk is not None and chunk >= context.whole_length(kwargs["q_length"], "a mask"):
@@ -139,6 +141,8 @@ class _AttentionFunction:
                 return self.alone(module, query, key, value, attention_mask, **kwargs)
             # Transformers' SDPA has no soft cap.
             return _on_one_rank(query, key, value, attention_mask, is_causal, kwargs)
+        if context.is_alone:
+            return attention(query, key, value, context=context).transpose(1, 2).contiguous(), None
         if self._only_training and not module.training:
             mask = _mask_of_one_rank(attention_mask, query, key, is_causal, kwargs.get("position_ids"), window)
             return _on_one_rank(query, key, value, mask, is_causal, kwargs)

@@ -319,13 +319,11 @@ class PipelineModule(StageModule):
         parts = [f"{axis}_{index:02d}" for axis, index in coordinate.items() if axis != "data"]
         return str(Path(checkpoints_path) / str(tag) / "-".join(["module", *parts]))
 
-    def save_state_dict(
-        self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False
-    ) -> None:
+    def save_state_dict(self, save_dir: str, checkpoint_engine: Any, exclude_frozen_params: bool = False) -> None:
         """Write each of this rank's layers that is a module to ``ckpt_layer_path``; data-parallel rank 0 writes.
 
         Args:
-            checkpoint_engine: its ``save(state_dict, path)`` writes; None: ``torch.save``, then a rename.
+            checkpoint_engine: its ``save(state_dict, path)`` writes; ``torch`` is one.
 
         Raises: UsageError: parameters are sharded (stage 3, zero.Init).
         """
@@ -337,12 +335,7 @@ class PipelineModule(StageModule):
             frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
             excluded = frozen if exclude_frozen_params else set()
             state = {name: _copied(value) for name, value in module.state_dict().items() if name not in excluded}
-            path = self.ckpt_layer_path(save_dir, position)
-            if checkpoint_engine is not None:
-                checkpoint_engine.save(state, path)
-                continue
-            torch.save(state, f"{path}.tmp")
-            Path(f"{path}.tmp").replace(path)
+            checkpoint_engine.save(state, self.ckpt_layer_path(save_dir, position))
 
     def load_state_dir(self, load_dir: str, checkpoint_engine: Any, strict: bool = True) -> None:
         """Load this rank's layers from what ``save_state_dict`` or DeepSpeed wrote, in any number of stages.

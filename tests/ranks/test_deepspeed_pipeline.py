@@ -94,9 +94,9 @@ def test_layer_files_of_an_engine_hold_its_values_and_sharded_ones_are_refused(z
             net.load_state_dir(str(tmp_path), torch)
         if zero == 3 and net.mpu().data_parallel_id == 0:
             with pytest.raises(UsageError, match="is sharded"):
-                net.save_state_dict(str(tmp_path))
+                net.save_state_dict(str(tmp_path), torch)
         elif zero < 3:
-            net.save_state_dict(str(tmp_path))
+            net.save_state_dict(str(tmp_path), torch)
         return engine.module_state_dict()
 
     expected = run_ranks(4, job)[0]

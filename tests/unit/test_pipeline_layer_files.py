@@ -29,7 +29,7 @@ def stages(count: int, *, tied: bool, seed: int = 0) -> list[PipelineModule]:
 def test_layer_files_load_at_another_number_of_stages(saved: int, loaded: int, tied: bool, tmp_path: Path) -> None:
     source = stages(saved, tied=tied, seed=1)
     for part in source:
-        part.save_state_dict(str(tmp_path))
+        part.save_state_dict(str(tmp_path), torch)
     expected = {name: value for part in source for name, value in part.state_dict().items()}
     for part in stages(loaded, tied=tied):
         part.load_state_dir(str(tmp_path), torch)
@@ -47,7 +47,7 @@ def test_files_of_deepspeed_load_and_are_written_under_its_names(case: str, coun
     parts = stages(count, tied="tied" in case)
     for part in parts:
         part.load_state_dir(str(folder), torch)
-        part.save_state_dict(str(tmp_path))
+        part.save_state_dict(str(tmp_path), torch)
     for path in folder.glob("layer_*"):
         theirs, ours = torch.load(path), torch.load(tmp_path / path.name)
         assert theirs.keys() == ours.keys()

@@ -90,7 +90,7 @@ def _plain(output: Any) -> Any:
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """In eval mode; afterwards each module is in its own mode again."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    model.train(False)
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -166,7 +167,10 @@ def family(name: str, implementation: str, window: int = 5) -> Any:
         options |= {"attn_logit_softcapping": 0.3, "query_pre_attn_scalar": 8}
     if name == "qwen3":
         options |= {"head_dim": 8, "layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
-    kind = {"mistral": "Mistral", "gemma2": "Gemma2", "gemma3_text": "Gemma3Text", "qwen3": "Qwen3"}[name]
+    if name == "gpt_oss":  # with attention sinks
+        options |= {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 4}
+    kinds = {"mistral": "Mistral", "gemma2": "Gemma2", "gemma3_text": "Gemma3Text", "qwen3": "Qwen3"}
+    kind = {**kinds, "gpt_oss": "GptOss"}[name]
     config = getattr(transformers, f"{kind}Config")(**options)
     with ONE_AT_A_TIME:
         torch.manual_seed(0)
@@ -176,9 +180,14 @@ def family(name: str, implementation: str, window: int = 5) -> Any:
         return model
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded"])
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3_text", "qwen3"])
-def test_models_with_sliding_windows_and_soft_caps_equal_one_process(name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *itertools.product(["mistral", "gemma2", "gemma3_text", "qwen3"], ["packed", "padded"]),
+        *[("gpt_oss", "plain"), ("gpt_oss", "padded")],  # Transformers' eager GPT-OSS does not see packed rows
+    ],
+)
+def test_models_with_sliding_windows_soft_caps_and_sinks_equal_one_process(name: str, kind: str) -> None:
     """Against transformers' eager attention. On rows with packed documents and padding, over sp and over cp."""
     register()
     whole = family(name, "eager")
@@ -206,12 +215,13 @@ def test_models_with_sliding_windows_and_soft_caps_equal_one_process(name: str, 
     run_ranks(2, run)
 
 
-def test_a_soft_cap_on_one_rank_is_that_of_eager_attention() -> None:
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_a_soft_cap_and_sinks_on_one_rank_are_those_of_eager_attention(kind: str) -> None:
     register()
     batch = {key: value for key, value in batch_of("padded").items() if key != "labels"}
     at = batch["attention_mask"].bool()
     with torch.no_grad():
-        wanted, got = (family("gemma2", name).eval()(**batch).logits[at] for name in ("eager", "shoal"))
+        wanted, got = (family(kind, name).eval()(**batch).logits[at] for name in ("eager", "shoal"))
     assert torch.allclose(got, wanted, atol=1e-4)
 
 

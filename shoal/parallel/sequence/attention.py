@@ -54,6 +54,7 @@ def attention(
     softcap: float | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | MaskMod | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     context: SequenceContext | None = None,
@@ -76,6 +77,8 @@ def attention(
         softcap: scores become ``softcap * tanh(score / softcap)``.
         score_mod, block_mask: as torch's ``flex_attention`` takes them, for the heads and positions of the whole
             sequence; ``block_mask`` may be its ``mask_mod``. They replace the options above. Not over ``cp``.
+        sinks: [H]: for each head the score of one more key, to which every position attends and whose value is zero
+            (GPT-OSS). Not with ``score_mod`` or ``block_mask``.
         scale: None: 1 / sqrt(E).
         dropout_p: on one rank, where torch's function computes.
         context: None: the one that is set.
@@ -92,7 +95,9 @@ def attention(
     check_heads(query.shape[1], key.shape[1])
     if context.is_alone:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    options = AttentionOptions(is_causal, mask, documents, window, softcap, score_mod, block_mask, scale, dropout_p)
+    options = AttentionOptions(
+        is_causal, mask, documents, window, softcap, score_mod, block_mask, scale, dropout_p, sinks
+    )
     if context.size == 1 and options.are_torchs:
         return _torchs(query, key, value, options)
     check_options(options, context)
@@ -157,7 +162,7 @@ def _inner(
         softcap=options.softcap,
         groups=None if is_even else groups,
     )
-    return ring_attention(query, key, value, plan)
+    return ring_attention(query, key, value, plan, options.sinks)
 
 
 def _torchs(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

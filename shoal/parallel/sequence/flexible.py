@@ -32,7 +32,8 @@ def of_heads(options: AttentionOptions, own: range) -> AttentionOptions:
         score_mod = _shifted_score(score_mod, own.start)
     if block_mask is not None:
         block_mask = _shifted_mask(block_mask, own.start) if callable(block_mask) else _blocks_of_heads(block_mask, own)
-    return replace(options, mask=mask, score_mod=score_mod, block_mask=block_mask)
+    sinks = None if options.sinks is None else options.sinks[own.start : own.stop]
+    return replace(options, mask=mask, score_mod=score_mod, block_mask=block_mask, sinks=sinks)
 
 
 def _shifted_score(score_mod: ScoreMod, first: int) -> ScoreMod:
@@ -89,7 +90,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 def capped_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Attention with a soft cap and a mask, or with keys of earlier calls. Memory: all scores, also for backward."""
+    """Attention with a mask and a soft cap or sinks, or keys of earlier calls. Memory: all scores, in backward too."""
     softcap, mask = options.softcap, options.mask
 
     def modify(scores: Tensor) -> Tensor:
@@ -101,18 +102,27 @@ def capped_attention(query: Tensor, key: Tensor, value: Tensor, options: Attenti
             return scores
         return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
 
-    return _with_scores(query, key, value, options.scale, modify)
+    return _with_scores(query, key, value, options.scale, modify, options.sinks)
 
 
 def _with_scores(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, modify: Callable[[Tensor], Tensor]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    modify: Callable[[Tensor], Tensor],
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention by all scores, [B, H, L, S] in the dtype of sums; queries without a score above -inf get zeros."""
     scale = query.shape[3] ** -0.5 if scale is None else scale
     num_heads = query.shape[1]
     scores = modify(ungrouped(grouped(accumulated(query), key) @ accumulated(key).mT * scale, num_heads))
-    is_empty = (scores == float("-inf")).all(-1, keepdim=True)
-    weights = scores.masked_fill(is_empty, 0.0).softmax(-1).masked_fill(is_empty, 0.0)
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+    else:
+        is_empty = (scores == float("-inf")).all(-1, keepdim=True)
+        weights = scores.masked_fill(is_empty, 0.0).softmax(-1).masked_fill(is_empty, 0.0)
     return ungrouped(grouped(weights, key) @ accumulated(value), num_heads).to(query.dtype)
 
 

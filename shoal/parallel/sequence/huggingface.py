@@ -24,7 +24,7 @@ from shoal.parallel.sequence.context import SequenceContext, current_sequence_co
 from shoal.parallel.sequence.ulysses import HeadExchange, split_heads
 
 # What attention functions of transformers take beside these, and attention over ranks does not have.
-_REFUSED = ("s_aux", "position_bias", "cache")
+_REFUSED = ("position_bias", "cache")
 # The functions of transformers' masks that is_causal, window and documents say too. Others are refused.
 _KNOWN_MASKS = {
     "and_masks",
@@ -137,9 +137,10 @@ class _AttentionFunction:
         is_causal = bool(getattr(module, "is_causal", True) if given is None else given)
         window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
         if context is None:
-            if softcap is None or self._core is not None or not isinstance(attention_mask, Tensor | None):
+            is_plain = softcap is None and kwargs.get("s_aux") is None
+            if is_plain or self._core is not None or not isinstance(attention_mask, Tensor | None):
                 return self.alone(module, query, key, value, attention_mask, **kwargs)
-            # Transformers' SDPA has no soft cap.
+            # Transformers' SDPA has no soft cap and no sinks, and would leave them out.
             return _on_one_rank(query, key, value, attention_mask, is_causal, kwargs)
         if context.is_alone:
             return attention(query, key, value, context=context).transpose(1, 2).contiguous(), None
@@ -147,7 +148,7 @@ class _AttentionFunction:
             mask = _mask_of_one_rank(attention_mask, query, key, is_causal, kwargs.get("position_ids"), window)
             return _on_one_rank(query, key, value, mask, is_causal, kwargs)
         length = context.whole_length(query.shape[2], "attention's query")
-        _refuse(kwargs, length, has_window=self._core is None or self._takes_window)
+        _refuse(kwargs, length, is_own=self._core is None, has_window=self._core is None or self._takes_window)
         if self._core is not None:
             return self._with_core(self._core, context, module, query, key, value, attention_mask, kwargs)
         positions = kwargs.get("position_ids")
@@ -164,6 +165,7 @@ class _AttentionFunction:
             documents=None if mask is not None else context.documents_of(positions, padding),
             window=window if mask is None else None,
             softcap=softcap,
+            sinks=kwargs.get("s_aux"),
             scale=kwargs.get("scaling"),
             dropout_p=kwargs.get("dropout", 0.0),
             context=context,
@@ -210,8 +212,10 @@ class _WithGroups:
         return getattr(self._module, name)
 
 
-def _refuse(kwargs: dict[str, Any], length: int, *, has_window: bool) -> None:
+def _refuse(kwargs: dict[str, Any], length: int, *, is_own: bool, has_window: bool) -> None:
     found = [name for name in _REFUSED if kwargs.get(name) is not None]
+    if not is_own and kwargs.get("s_aux") is not None:
+        found.append("s_aux (attention sinks)")
     window = kwargs.get("sliding_window")
     if not has_window and window is not None and window < length:
         found.append(f"sliding_window={window}")
@@ -223,8 +227,8 @@ def _refuse(kwargs: dict[str, Any], length: int, *, has_window: bool) -> None:
         raise UsageError(
             f"the model's attention asks for {', '.join(found)}, which attention over ranks does not have, for a"
             f" sequence of {length} positions",
-            do="use a model with plain causal attention, or one rank; for windows and soft caps, attn_implementation"
-            "='shoal' or core_attn_implementation='sdpa'.",
+            do="use a model with plain causal attention, or one rank; for windows, soft caps and sinks,"
+            " attn_implementation='shoal' or core_attn_implementation='sdpa'.",
             code="sequence-attention",
         )
 
@@ -240,6 +244,7 @@ def _on_one_rank(
         mask=mask,
         is_causal=is_causal and mask is None and query.shape[2] > 1,
         softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
         scale=kwargs.get("scaling"),
         dropout_p=kwargs.get("dropout", 0.0),
         context=SequenceContext(),

@@ -32,6 +32,7 @@ class AttentionOptions:
     block_mask: BlockMask | MaskMod | None
     scale: float | None
     dropout_p: float
+    sinks: Tensor | None = None
 
     @property
     def is_flexible(self) -> bool:
@@ -41,7 +42,8 @@ class AttentionOptions:
     @property
     def are_torchs(self) -> bool:
         """Has torch's ``scaled_dot_product_attention`` all of them?"""
-        return not self.is_flexible and self.documents is None and self.window is None and self.softcap is None
+        own = (self.documents, self.window, self.softcap, self.sinks)
+        return not self.is_flexible and all(value is None for value in own)
 
     def named(self) -> list[str]:
         """The names of those that say which scores count, and how."""
@@ -51,6 +53,7 @@ class AttentionOptions:
             "documents": self.documents,
             "window": self.window,
             "softcap": self.softcap,
+            "sinks": self.sinks,
         }
         return [name for name, value in given.items() if value is not None]
 
@@ -114,6 +117,12 @@ def check_shapes(
         raise UsageError(
             f"attention {over} was given {query.dtype}, {key.dtype} and {value.dtype}",
             do="cast query, key and value to one dtype.",
+            code="sequence-shape",
+        )
+    if options.sinks is not None and options.sinks.shape != shape[1:2]:
+        raise UsageError(
+            f"attention {over} was given sinks of shape {tuple(options.sinks.shape)} for {shape[1]} heads",
+            do="give one value for each head of the query.",
             code="sequence-shape",
         )
     length = context.whole_length(shape[2], "attention's query")

@@ -42,24 +42,25 @@ from shoal.parallel.sequence.exchange import (
 from shoal.parallel.sequence.kernels import accumulated, dense_heads, kernel_for, sum_dtype
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan) -> Tensor:
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, sinks: Tensor | None = None) -> Tensor:
     """Attention of this rank's queries, [B, H, L, E], to the keys and values of all ranks. Shape: [B, H, L, F].
 
     Args:
         key, value: [B, K, L, E] and [B, K, L, F] of this rank; K divides H.
+        sinks: [H]: the score of one more key, whose value is zero; None: there is none.
 
     Communicates: see the module. Per rank and pass P - 1 times the bytes of its keys and values, or less; in backward
         also of their gradients in fp32.
     Memory: in forward three buffers of one rank's keys and values (two on two ranks), one tile's output, and the output
         in fp32; in backward also four of their gradients in fp32. Scores: see ``kernels``.
     """
-    out: Tensor = _RingAttention.apply(query, key, value, plan)
+    out: Tensor = _RingAttention.apply(query, key, value, sinks, plan)
     return out
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: RingPlan) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: RingPlan) -> Tensor:
         query, key, value = dense_heads(query), dense_heads(key), dense_heads(value)
         kernel = kernel_for(query, value, plan.softcap, plan.groups)
         merged = _MergedOutput(query, value)
@@ -67,15 +68,17 @@ class _RingAttention(torch.autograd.Function):
             for tile in plan.tiles(source):
                 some = _of_tile(tile, query, keys, values)
                 merged.add(tile, *kernel.forward(*some, tile.is_causal, plan.scale))
+        if sinks is not None:
+            merged.add_sinks(sinks)
         out = merged.out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, merged.lse)
+        ctx.save_for_backward(query, key, value, sinks, out, merged.lse)
         ctx.plan = plan
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         plan: RingPlan = ctx.plan
         gradient = dense_heads(gradient)
         kernel = kernel_for(query, value, plan.softcap, plan.groups)
@@ -98,7 +101,15 @@ class _RingAttention(torch.autograd.Function):
                 of_values[rows, :, span] += _restored(shares[2], tile)
             collected.end(source)
         of_key, of_value = collected.own()
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None
+        of_sinks = _gradient_of_sinks(sinks, gradient, out, lse) if ctx.needs_input_grad[3] else None
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks, None
+
+
+def _gradient_of_sinks(sinks: Tensor, gradient: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """Of the softmax: -p (g · o), with the sink's probability p. Its value is zero."""
+    probability = (sinks.to(lse.dtype)[:, None] - lse).exp_()
+    products = (gradient.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return (probability * products).sum((0, 2)).neg_().to(sinks.dtype)
 
 
 def _indices(tile: Tile) -> tuple[slice, slice, slice]:
@@ -155,6 +166,12 @@ class _MergedOutput:
         after = torch.logaddexp(before, lse)
         total.mul_((before - after).exp_().unsqueeze(-1)).addcmul_(accumulated(out), (lse - after).exp_().unsqueeze(-1))
         before.copy_(after)
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """A key with the value zero: it takes its part of the probability."""
+        after = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
+        self.out = self.out * (self.lse - after).exp_().unsqueeze(-1)
+        self.lse = after
 
 
 def _blocks(key: Tensor, value: Tensor, plan: RingPlan, label: str) -> Iterator[Block]:

@@ -68,6 +68,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GptOssForCausalLM", "GptOssConfig",
         {**_LLAMA, "intermediate_size": 48, "num_local_experts": 4, "head_dim": 8, "sliding_window": 4},
     ),
+    "apertus": ("ApertusForCausalLM", "ApertusConfig", _LLAMA),  # an activation with parameters
     "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_LLAMA, "head_dim": 8}),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_LLAMA, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "bloom": (

@@ -21,7 +21,7 @@ from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError
 from shoal.parallel.tensor.attention import AttentionSplit, numel_of, split_heads
 from shoal.parallel.tensor.cross_entropy import VocabParallelLoss
-from shoal.parallel.tensor.families import OUTPUT_PARAMETERS
+from shoal.parallel.tensor.families import ACTIVATIONS, OUTPUT_PARAMETERS
 from shoal.parallel.tensor.hooks import InputHook, Stack
 from shoal.parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -313,15 +313,18 @@ class _Splitter:
             if layer.kind in _ROWS
             for parameter in (getattr(layer.module, "bias", None), *self._parameters(name, "lora_B"))
         }
+        split = {name.rpartition(".")[0] for name, layer in self.layers.items() if layer.kind == "column"}
         found = set()
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             module = name.rpartition(".")[0]
             style = self.styles.get(module)
             is_of_output = id(parameter) in whole_in_region or name.endswith(OUTPUT_PARAMETERS)
             is_prepared = self._is_prepared(name) and not is_of_output
+            parent, _, last = module.rpartition(".")
+            is_of_activation = last in ACTIVATIONS and parent in split
             in_stack = self._has_split_sequence(name)
             is_asked_for = style is not None and style.kind == "replicate_sum_gradient"
-            if is_prepared or in_stack or is_asked_for:
+            if is_prepared or is_of_activation or in_stack or is_asked_for:
                 found.add(name)
         return frozenset(found)
 

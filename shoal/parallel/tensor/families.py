@@ -35,6 +35,10 @@ OUTPUT_PARAMETERS = ("dense_bias",)
 """Parameters of an attention module that are added to its output, where all ranks compute the same: the bias that
 GPT-NeoX-Japanese returns beside the output."""
 
+ACTIVATIONS = ("act_fn", "act", "activation", "activation_fn")
+"""Modules between the two layers of a feed-forward module, which see this rank's part of the hidden elements: xIELU of
+Apertus has parameters."""
+
 
 @dataclass(frozen=True)
 class AttentionRule:

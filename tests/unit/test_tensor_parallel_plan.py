@@ -6,12 +6,13 @@ import doctest
 from types import ModuleType
 
 import pytest
+from torch import nn
 
 from shoal.errors import ModelError
 from shoal.parallel.tensor import heads, parts, shared_heads
 from shoal.parallel.tensor.heads import Layout, local_heads, projection_ranges
 from shoal.parallel.tensor.parts import even_ranges, length
-from shoal.parallel.tensor.plan import match, parse_style
+from shoal.parallel.tensor.plan import match, parse_style, plan_for
 from shoal.parallel.tensor.shared_heads import SharedRows
 
 
@@ -107,3 +108,20 @@ def test_a_key_may_leave_out_the_beginning_of_a_name_and_names_one_part_by_a_sta
     assert match({"up": "column"}, names) == {"up": "up"}
     with pytest.raises(ModelError, match=r"does not have: layer\.\*\.up; did you mean 'model\.layers\.\*\.up'"):
         match({"layer.*.up": "column"}, names)
+
+
+class _Wrapped(nn.Module):
+    """As Moshi's: the layer is inside of a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+
+def test_projections_that_are_no_layers_themselves_are_left_to_the_plan() -> None:
+    attention = nn.ModuleDict({name: _Wrapped() for name in ("q_proj", "k_proj", "v_proj", "o_proj")})
+    mlp = nn.ModuleDict({"fc1": nn.Linear(8, 16), "fc2": nn.Linear(16, 8)})
+    model = nn.ModuleDict({"attention": attention, "mlp": mlp})
+    assert set(plan_for(model)) == {"mlp.fc1", "mlp.fc2"}
+    attention.update({name: nn.Linear(8, 8) for name in attention})
+    assert {"attention.q_proj", "attention.o_proj"} < set(plan_for(model))

@@ -65,7 +65,11 @@ class AttentionRule:
     def describes(self, module: nn.Module) -> bool:
         """Whether the module has the submodules and values of this rule, and normalizes head by head if at all."""
         has_values = all(getattr(module, name, None) == value for name, value in self.when.items())
-        return has_values and _has(module, (*self.projections, self.out)) and not _normalizes_all_heads(module)
+        return (
+            has_values
+            and all(_has_layer(module, path) for path in (*self.projections, self.out))
+            and not _normalizes_all_heads(module)
+        )
 
 
 ATTENTION_RULES: tuple[AttentionRule, ...] = (
@@ -107,7 +111,7 @@ class FeedForwardRule:
 
     def describes(self, module: nn.Module) -> bool:
         """Whether the module has the submodules of this rule."""
-        return _has(module, (*self.up, self.down))
+        return all(_has_layer(module, path) for path in (*self.up, self.down))
 
 
 FEED_FORWARD_RULES: tuple[FeedForwardRule, ...] = (
@@ -134,14 +138,14 @@ REPLICATED_LINEARS = (
 """Ends of the names of linear modules that stay whole: small heads, routers, latent projections."""
 
 
-def has_path(module: nn.Module, path: str) -> bool:
-    """Whether the module has a submodule at this dotted path."""
+def _has_layer(module: nn.Module, path: str) -> bool:
+    """Whether the module has at this dotted path a submodule with a weight, wrapped by a LoRA layer or not."""
     for name in path.split("."):
-        children = module._modules
-        if children.get(name) is None:
+        child = module._modules.get(name)
+        if child is None:
             return False
-        module = module.get_submodule(name)
-    return True
+        module = child
+    return hasattr(getattr(module, "base_layer", module), "weight")
 
 
 def _normalizes_all_heads(module: nn.Module) -> bool:
@@ -149,7 +153,3 @@ def _normalizes_all_heads(module: nn.Module) -> bool:
     weight = getattr(getattr(module, "q_norm", None), "weight", None)
     head_size = next((vars(module)[name] for name in HEAD_SIZE_ATTRIBUTES if name in vars(module)), None)
     return weight is not None and head_size is not None and weight.numel() > head_size
-
-
-def _has(module: nn.Module, paths: tuple[str, ...]) -> bool:
-    return all(has_path(module, path) for path in paths)

@@ -30,7 +30,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 help:
 	@echo "make test        set up, run the tests (TESTS='tests/unit/test_x.py' for some of them)"
-	@echo "make test-nightly  set up, run what is too long for make test: any three settings together, and the random tests longer"
+	@echo "make test-nightly  set up, run what is too long for make test: any three settings together, every causal family of Transformers, and the random tests longer"
 	@echo "make test-clients  set up a third environment with Accelerate, Transformers and the others, run Shoal under them"
 	@echo "make lint        set up, run ruff, mypy and the import contract"
 	@echo "make quickstart  set up, train a small GPT on 2 local ranks with ZeRO-3 for about $(MINUTES) minutes"
@@ -66,8 +66,9 @@ test: $(VENV)/.stamp-test
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TESTS)
 
 # The second line draws 50 times as many examples as make test does, other ones each time.
-test-nightly: $(VENV)/.stamp-test
+test-nightly: $(VENV)/.stamp-test $(CLIENTS_VENV)/.stamp
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --timeout 300 tests/nightly
+	$(ONE_THREAD) $(CLIENTS_VENV)/bin/python -m pytest -n $(TEST_WORKERS) tests/nightly/test_families.py
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --hypothesis-profile thorough \
 	    --timeout $(NIGHTLY_SECONDS) $(RANDOM_TESTS)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal.comm.recorder import Recorder
 from shoal.device import is_fake
+from shoal.errors import ShoalError
 from shoal.parallel.sequence.position_check import mixed_positions, shifts_labels_here, takes_tokens
 from shoal.zero.settings import Axes
 
@@ -61,7 +62,12 @@ class AttentionCheck:
             yield
             return
         with self._recorder.recording() as entries:
-            yield
+            try:
+                yield
+            except Exception as error:
+                if not isinstance(error, ShoalError):
+                    error.add_note(_IN_MODEL % " and ".join(sorted(self._axes)))
+                raise
         axes = self._axes
         if not any(entry.axis in axes or entry.op == "all_to_all" for entry in entries):
             self._warn(f"{_PARTS}, {_NO_ATTENTION}")
@@ -76,6 +82,10 @@ _PARTS = "each rank of %s holds a part of every sequence"
 _NO_ATTENTION = (
     "but the model's forward computed no attention over these ranks: positions attend to those of their own rank only."
     ' Call shoal.attention in the model, or set attn_implementation="shoal" of a Transformers model.'
+)
+_IN_MODEL = (
+    "Each rank of %s holds a part of every sequence. If the model runs without them, it needs the whole sequence, or a"
+    " mask of it, where the error was raised."
 )
 _INSTEAD = (
     "Its results are not those of the whole sequence. Train it without sp and cp: with tp, pp, recomputed activations."

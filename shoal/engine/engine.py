@@ -51,6 +51,7 @@ from shoal.parallel.sequence.context import (
     take_sequence_context,
     use_sequence_context,
 )
+from shoal.parallel.sequence.rotary import follow_longest_sequence
 from shoal.sharding.param_group import ParameterGroup
 from shoal.simulation.check import LastingCheck
 from shoal.zero.optimizer import ShardedOptimizer
@@ -149,6 +150,7 @@ class Engine(nn.Module):
         registered = take_sequence_context()
         self._attention_context = self.sequence_context or registered
         use_sequence_context(self._attention_context)
+        self._rotary = [] if self._attention_context is None else follow_longest_sequence(self.module)
         for parameter in self.module.parameters():
             OWNERS.put(parameter, self.access)
         CLIPPING.add(self.access, accumulation, trains=sharding.step is not None)
@@ -917,6 +919,8 @@ class Engine(nn.Module):
         self._activations.remove()
         self.compiled.undo()
         self._whole_gradients.remove()
+        for hook in self._rotary:
+            hook.remove()
         self._is_destroyed = True
         if self._stop_signal is not None:
             self._stop_signal.restore()

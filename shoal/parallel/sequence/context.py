@@ -26,6 +26,36 @@ from shoal.parallel.sequence.documents import Documents
 from shoal.parallel.sequence.exchange import KeyExchange
 
 
+class MaskWindows:
+    """The windows of the masks that a model has made in its last forward, for attention that is not told its window."""
+
+    def __init__(self) -> None:
+        self._found: set[int | None] = set()
+        self._is_used = False
+
+    def add(self, window: int | None) -> None:
+        """
+        Args:
+            window: None: the mask has none.
+        """
+        if self._is_used:
+            self._found.clear()
+            self._is_used = False
+        self._found.add(window)
+
+    def only(self) -> int | None:
+        """Raises: UsageError: there are several."""
+        self._is_used = True
+        if len(self._found) > 1:
+            raise UsageError(
+                f"the model makes masks with windows of {', '.join(map(str, self._found))}, and its attention does not"
+                " say which it uses",
+                do="use one rank, or let the model pass sliding_window to its attention function.",
+                code="sequence-mask",
+            )
+        return next(iter(self._found), None)
+
+
 @dataclass(frozen=True)
 class SequenceContext:
     """How a sequence is spread over ranks.
@@ -46,6 +76,7 @@ class SequenceContext:
     exchange: KeyExchange = "ring"
     length: int | None = None
     is_alone: bool = False
+    masks: MaskWindows = field(default_factory=MaskWindows, init=False, repr=False, compare=False)
     # The tensors that describe the documents of the last batch, and the documents: one exchange serves all layers.
     _last: list[tuple[tuple[Tensor | None, ...], list[int | None], Documents | None]] = field(
         default_factory=list, init=False, repr=False, compare=False

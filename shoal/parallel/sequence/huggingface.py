@@ -82,7 +82,8 @@ class _MaskFunction:
             return self.alone(*args, **kwargs)
         if context.is_alone:
             return None
-        unknown = _mask_functions(kwargs.get("mask_function")) - _KNOWN_MASKS
+        functions = _mask_functions(kwargs.get("mask_function"))
+        unknown = functions - _KNOWN_MASKS
         chunk = kwargs.get("local_size")
         if chunk is not None and chunk >= context.whole_length(kwargs["q_length"], "a mask"):
             unknown -= {"chunked_overlay"}
@@ -93,6 +94,8 @@ class _MaskFunction:
                 do="use a model with a causal or a bidirectional mask, with or without a sliding window, or one rank.",
                 code="sequence-mask",
             )
+        has_window = any(name.startswith("sliding_window") for name in functions)
+        context.masks.add(kwargs.get("local_size") if has_window else None)
         return kwargs.get("attention_mask")
 
 
@@ -135,7 +138,7 @@ class _AttentionFunction:
         context = _active()
         given = kwargs.get("is_causal")
         is_causal = bool(getattr(module, "is_causal", True) if given is None else given)
-        window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
+        softcap = kwargs.get("softcap")
         if context is None:
             is_plain = softcap is None and kwargs.get("s_aux") is None
             if is_plain or self._core is not None or not isinstance(attention_mask, Tensor | None):
@@ -144,6 +147,9 @@ class _AttentionFunction:
             return _on_one_rank(query, key, value, attention_mask, is_causal, kwargs)
         if context.is_alone:
             return attention(query, key, value, context=context).transpose(1, 2).contiguous(), None
+        if "sliding_window" not in kwargs:
+            kwargs["sliding_window"] = context.masks.only()
+        window = kwargs["sliding_window"]
         if self._only_training and not module.training:
             mask = _mask_of_one_rank(attention_mask, query, key, is_causal, kwargs.get("position_ids"), window)
             return _on_one_rank(query, key, value, mask, is_causal, kwargs)

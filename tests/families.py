@@ -39,10 +39,10 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(_LENGTHS.split(), VOCABULARY),
     **dict.fromkeys(_DROPOUTS.split(), 0.0),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("head_dim", "v_head_dim", "rotary_dim", "sliding_window"), 8),
+    **dict.fromkeys(("head_dim", "v_head_dim", "rotary_dim", "sliding_window", "qk_rope_head_dim"), 8),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_experts_per_tok"), 2),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 4),
+    "qk_nope_head_dim": 4,
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "eos_token_id"), 1),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), 0),
 }

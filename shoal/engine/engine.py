@@ -199,11 +199,19 @@ class Engine(nn.Module):
         )
         watching = self._attention_check.watching(is_training=self.module.training)
         with self._failing("forward", (args, kwargs)), self.timers.phase("forward"), autocast:
-            self._attention_check.before(self.module, kwargs, self.sharded.searching, self.sharding.recover)
+            self._attention_check.before(self.module, kwargs, self._pass_aside, self.sharding.recover)
             with self.sharded.searching(), watching:
                 output = self.module(*args, **kwargs)
         self.sharding.check.after_forward()
         return output
+
+    @contextmanager
+    def _pass_aside(self) -> Iterator[None]:
+        """A pass before the script's first, in which reads outside of units are looked for nevertheless."""
+        with torch.no_grad():
+            with self.sharded.searching():
+                yield
+            self.sharded.search_again()
 
     def _check_model(self) -> None:
         """Raises: ModelError: the model was changed."""

@@ -24,6 +24,8 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 GPT: dict[str, Any] = {**SMALL, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
+# Stage 3 shards every parameter, and releases it behind its unit.
+RELEASED = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 HYBRID: dict[str, Any] = {**LLAMA, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
 BLENDERBOT: dict[str, Any] = {
     **SMALL, "d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
@@ -50,7 +52,8 @@ def warnings_of(
             setup(model)
         modes = [module.training for module in model.modules()]
         settings = {
-            "train_micro_batch_size_per_gpu": 2, "parallel": {axis: 2}, "zero_optimization": {"stage": stage},
+            "train_micro_batch_size_per_gpu": 2, "parallel": {axis: 2},
+            "zero_optimization": {"stage": stage, **RELEASED},
             "optimizer": {"type": "AdamW"}, **(precision or {}),
         }  # fmt: skip
         engine = shoal.initialize(model=model, config=settings)[0]
@@ -114,6 +117,21 @@ def test_labels_that_each_rank_shifts_are_named(caplog: Any) -> None:
     found, _ = warnings_of("LlamaForCausalLM", LLAMA, caplog, shifts=True)
     assert len(found) == 1
     assert "pass them as shift_labels" in found[0]
+
+
+def test_what_only_training_reads_outside_of_its_unit_is_found_after_the_check(caplog: Any) -> None:
+    class Reading(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            if self.training:
+                output.logits = output.logits * (1 + self.model.layers[0].mlp.gate_proj.weight.square().sum())
+            return output
+
+    def setup(model: Any) -> None:
+        model.__class__ = Reading
+
+    losses = [warnings_of("LlamaForCausalLM", LLAMA, caplog, stage=stage, setup=setup)[1] for stage in (1, 3)]
+    assert losses[0] == losses[1]
 
 
 def test_a_model_that_the_check_cannot_call_trains_on(caplog: Any) -> None:

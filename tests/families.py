@@ -25,9 +25,12 @@ MAX_NUMEL = 3_000_000
 _WIDTHS = (
     "hidden_size n_embd d_model embed_dim word_embed_proj_dim moe_intermediate_size shared_expert_intermediate_size"
 )
-_LAYERS = "num_hidden_layers n_layer n_layers num_layers"
-_HEADS = "num_attention_heads n_head n_heads num_heads"
-_LENGTHS = "max_position_embeddings n_positions n_ctx vocab_size intermediate_size ffn_dim ffn_hidden_size"
+_LAYERS = "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers"
+_HEADS = "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"
+_LENGTHS = (
+    "max_position_embeddings n_positions n_ctx vocab_size intermediate_size ffn_dim ffn_hidden_size encoder_ffn_dim"
+    " decoder_ffn_dim"
+)
 _DROPOUTS = (
     "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop dropout activation_dropout hidden_dropout_prob"
     " attention_probs_dropout_prob resid_dropout residual_dropout embedding_dropout layerdrop router_jitter_noise"
@@ -62,12 +65,14 @@ class CannotBeSmallError(Exception):
 
 
 def build(family: str) -> nn.Module:
-    """Raises: CannotBeSmallError."""
+    """A model whose attention is ``shoal``, which has to be registered. Raises: CannotBeSmallError."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     try:
         usual = CONFIG_MAPPING[family]()
         options = {name: value for name, value in SMALL.items() if hasattr(usual, name)}
+        if hasattr(usual, "kv_lora_rank"):  # multi-head latent attention has keys of its own for each head
+            options["num_key_value_heads"] = options["num_attention_heads"]
         if isinstance(getattr(usual, "layer_types", None), list):
             options["layer_types"] = (usual.layer_types * 2)[:2]
         config: Any = None
@@ -86,7 +91,7 @@ def build(family: str) -> nn.Module:
         assert numel <= MAX_NUMEL, f"{numel:,} parameters"
         config.use_cache = False
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).train()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="shoal").train()
         for has_labels in (False, True):
             trained_alone(model, 1, has_labels=has_labels)
     except Exception as error:
@@ -143,7 +148,7 @@ def trained_by_shoal(model: nn.Module, settings: dict[str, Any]) -> dict[str, to
         engine.destroy()
         return state
 
-    found: dict[str, torch.Tensor] = run_ranks(2, job, timeout=50)[0]
+    found: dict[str, torch.Tensor] = run_ranks(2, job, timeout=240)[0]
     return found
 
 

@@ -13,7 +13,7 @@ from tests.families import LAYOUTS, CannotBeSmallError, build, outcome  # noqa: 
 
 pytestmark = [
     pytest.mark.clients,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.filterwarnings("default"),  # models of all ages
 ]
 
@@ -22,13 +22,12 @@ FAMILIES = sorted(set(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM
 
 @pytest.fixture(scope="module")
 def attention_over_ranks() -> Any:
-    """Transformers' sdpa is Shoal's, as for a script that registers it."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     tables = [each._global_mapping for each in (AttentionMaskInterface, AttentionInterface)]
     before = [dict(table) for table in tables]
-    register("sdpa")
+    register()
     yield
     for table, kept in zip(tables, before, strict=True):
         table.clear()

@@ -382,13 +382,15 @@ class Checkpointing:
                 logger.warning("custom_load_fn was given, so only the model was loaded.")
         else:
             load.apply(chosen, reader)
+        restored: set[str] = set()  # hyperparameters
         if not is_module_only and custom_load_fn is None:
             if wanted.has_optimizer and chosen.manifest.optimizer is not None and self._optimizer is not None:
                 for group, values in zip(self._optimizer.param_groups, trees["groups"], strict=True):
                     group.update(values)
+                    restored.update(values)
             self._restore(chosen, trees, has_schedule=has_schedule)
         self.loaded_size = chosen.manifest.world.get("size")
-        for note in (*notes, *self._config_changes(chosen)):
+        for note in (*notes, *self._config_changes(chosen, restored)):
             say_on_rank_0(self._properties.rank, note)
         agree(comm, None, None, "checkpoint: loaded")
         return f"{storage.url}/{chosen.folder}", trees["client_state"]
@@ -462,19 +464,32 @@ class Checkpointing:
                 open_gradients.put([], [None], saved)  # raises
         return trees
 
-    def _config_changes(self, chosen: Chosen) -> list[str]:
-        """Which settings are not what they were when the checkpoint was saved."""
+    def _config_changes(self, chosen: Chosen, restored: set[str]) -> list[str]:
+        """Which settings are not what they were when the checkpoint was saved, and which of the two is used.
+
+        Args:
+            restored: the hyperparameters that were loaded with the optimizer's state.
+        """
         if not chosen.manifest.config:
             return []  # it was converted from another format
-        before, now = flat(chosen.manifest.config), flat(_plain(self._properties.config.effective()))
-        changes = [
-            f"{key}: {before.get(key)!r} when saved, {now.get(key)!r} now"
-            for key in sorted({*before, *now})
-            if before.get(key) != now.get(key)
-        ]
+        config = self._properties.config
+        before, now = flat(chosen.manifest.config), flat(_plain(config.effective()))
+        if config.scheduler is not None:
+            restored = restored - {"lr"}  # the scheduler of this config sets it
+        changes, num_restored = [], 0
+        for key in sorted({*before, *now}):
+            old, new = before.get(key), now.get(key)
+            if old == new:
+                continue
+            if key.removeprefix("optimizer.params.") in restored:
+                num_restored += 1
+                changes.append(f"{key}: {old!r} when saved, which is used, {new!r} in this config")
+            else:
+                changes.append(f"{key}: {old!r} when saved, {new!r} now")
         if not changes:
             return []
-        return [f"{len(changes)} settings differ from the checkpoint's: {'; '.join(changes[:12])}."]
+        how = "; change optimizer.param_groups after loading to use others" if num_restored else ""
+        return [f"{len(changes)} settings differ from the checkpoint's: {'; '.join(changes[:12])}{how}."]
 
 
 def _plain(value: Any) -> Any:

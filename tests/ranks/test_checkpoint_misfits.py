@@ -156,9 +156,13 @@ def test_changed_settings_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
     other = replace(run_at_stage(2, optimizer=changed, gradient_clipping=0.25), optimizer=None)
     rates = on_ranks(other, lambda engine: (engine.load_checkpoint(tmp_path), engine.get_lr())[1])
     assert "gradient_clipping: 0.0 when saved, 0.25 now" in caplog.text
-    assert "optimizer.params.lr: 0.01 when saved, 0.5 now" in caplog.text
+    assert "optimizer.params.lr: 0.01 when saved, which is used, 0.5 in this config" in caplog.text
     assert rates == [[0.01]] * 2  # a checkpoint's hyperparameters win
     assert caplog.text.count("settings differ") == 1
+    caplog.clear()
+    rates = on_ranks(other, lambda engine: (engine.load_checkpoint(tmp_path, None, True, False), engine.get_lr())[1])
+    assert "optimizer.params.lr: 0.01 when saved, 0.5 now" in caplog.text
+    assert rates == [[0.5]] * 2
 
 
 def test_data_of_another_size_is_refused_before_anything_changes(tmp_path: Path) -> None:

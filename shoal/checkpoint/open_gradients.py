@@ -1,7 +1,7 @@
 """Gradients of an unfinished step: a run that stops in the middle of an accumulation resumes there.
 
 They are partial sums over the micro-batches of one rank or of all ranks, as the table's row says, and mean something
-only in the layout that made them.
+only in the layout that made them. Every other layout begins the step again.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.errors import CheckpointError
 from shoal.sharding.param_group import ParameterGroup
+from shoal.text import counted
 
 
 def layout_of(states: Sequence[ParameterGroup]) -> list[list[Any]]:
@@ -33,23 +33,28 @@ def take(states: Sequence[ParameterGroup]) -> list[Any]:
     return [{"bucket": index, **values} for index, values in exported if values is not None]
 
 
-def put(states: Sequence[ParameterGroup], saved: list[Any], layout: Any) -> None:
-    """Set what ``take`` gave.
-
-    Raises: CheckpointError: it was taken in another layout.
-    """
+def put(states: Sequence[ParameterGroup], saved: list[Any]) -> None:
+    """Set what ``take`` gave, in the layout that it was taken in."""
     for group in states:
         group.gradient.reset()
         for parameter in group.gradient.parameters:
             parameter.grad = None
-    if not saved:
-        return
-    if layout != layout_of(states):
-        raise CheckpointError(
-            "the checkpoint was saved in the middle of a step, with gradients of some of its micro-batches,"
-            " by another layout.",
-            do="load it in the layout that saved it (ranks, stage, units), or save at the end of a step.",
-            code="checkpoint-open-gradients",
-        )
     for entry in saved:
         states[entry["bucket"]].gradient.restore(entry)
+
+
+def begin_again(saved: dict[str, Any]) -> str:
+    """Set a saved run state to the beginning of its unfinished step. Returns: a warning for the user."""
+    first = saved.get("step_start") or {}
+    counters = saved["counters"] = {**saved.get("counters", {}), **first.get("counters", {})}
+    if saved.get("data") and first.get("taken") is not None:
+        saved["data"] = {**saved["data"], "taken": first["taken"]}
+    num_micro, saved["micro_in_step"] = int(saved.get("micro_in_step", 0)), 0
+    done = counted(num_micro, "micro-batch", "micro-batches")
+    return (
+        f"the checkpoint was saved in the middle of an accumulation, after {done} of step"
+        f" {counters.get('global_steps', 0) + 1}, in another layout (ranks, stage, units or accumulation steps). Their"
+        f" gradients are dropped and the step begins again: micro-batches from number {counters.get('micro_steps', 0)}"
+        " (counted from 0) are repeated. The engine's data loader gives them again; a data loader of the script must do"
+        f" so itself, from sample {counters.get('global_samples', 0)} on."
+    )

@@ -79,6 +79,7 @@ class Checkpointing:
         self.allows_missing = False  # loading from a folder without a checkpoint is no error
         self.loaded_size: int | None = None  # ranks of the run that saved the checkpoint loaded last
         self._in_flight: Save | None = None
+        self._has_warned_open = False
         self._host: torch.Tensor | None = None
         self._at_exit: Callable[[], None] | None = None
         self._after: Callable[[], None] | None = None
@@ -106,6 +107,17 @@ class Checkpointing:
         wanted = list(shards.model(exclude_frozen=exclude_frozen)) + list(shards.optimizer())
         with self._on_all_ranks("checkpoint: own state"):
             state = self._state(shards, client_state, exclude_frozen=exclude_frozen)
+        if state.own["gradients"] and not self._has_warned_open:
+            self._has_warned_open = True
+            if self._properties.rank == 0:
+                logger.warning(
+                    "checkpoint %r is saved in the middle of an accumulation, after %d of %d micro-batches: another"
+                    " layout (ranks, stage, units) that loads it drops their gradients and begins the step again. Save"
+                    " right after a step, where engine.global_steps has changed.",
+                    tag,
+                    self._accumulation.micro_in_step,
+                    self._accumulation.num_micro,
+                )
         try:
             save = Save(
                 self._comm,
@@ -357,6 +369,7 @@ class Checkpointing:
         elsewhere = names_elsewhere(ranks, self._module)
         wanted = LoadOptions(is_strict, has_optimizer, is_checked, groups, optimizer, elsewhere)
         load = Load(comm, self._sharding.local_shards(), buffers_of(self._module), wanted)
+        step_again = ""
         folders = directory.candidates(comm, storage, tag, is_universal=bool(self._settings.load_universal))
         for index, name in enumerate(folders):
             try:
@@ -365,6 +378,7 @@ class Checkpointing:
                     notes = [*reader.notes, *load.compare(chosen, groups, optimizer)]
                 trees = self._read_trees(chosen, reader)
                 if not is_module_only:
+                    step_again = self._fit_open_gradients(chosen, trees)
                     notes += self._compare_own(chosen, trees, is_strict=is_strict, has_schedule=has_schedule)
                 if is_checked:
                     load.check(chosen, reader)
@@ -374,6 +388,8 @@ class Checkpointing:
                 logger.warning("%s is damaged, so %s is loaded instead: %s", name, folders[index + 1], error)
                 continue
             break
+        if step_again and self._properties.rank == 0:
+            logger.warning("%s: %s", chosen.folder, step_again)
         self._sharding.model.recover()
         if custom_load_fn is not None:
             values = {t.name: reader.tensor(MODEL, t.name) for t in chosen.manifest.tensors if t.kind == MODEL}
@@ -456,13 +472,19 @@ class Checkpointing:
                 "own": tree.decode(ranks[rank], mine) if rank < len(ranks) else None,
             }
             run_state.check(trees["engine"], trees["own"])
-        saved, own = trees["engine"].get("layout"), trees["own"]
-        has_open = bool(own and own["gradients"])
-        if any(agree(self._comm, None, has_open, "checkpoint: open gradients")):
-            is_same_size = len(ranks) == self._comm.size
-            if not is_same_size or saved != open_gradients.layout_of(self._sharding.groups):
-                open_gradients.put([], [None], saved)  # raises
         return trees
+
+    def _fit_open_gradients(self, chosen: Chosen, trees: dict[str, Any]) -> str:
+        """Where a saved unfinished step cannot go on here, let it begin again. Returns: a warning, or an empty text."""
+        ranks = chosen.manifest.engine.get("ranks", [])
+        if not any(own.get("gradients") for own in ranks):
+            return ""
+        can_go_on = len(ranks) == self._comm.size and self._run.can_go_on(trees["engine"])
+        if all(agree(self._comm, None, can_go_on, "checkpoint: open gradients")):
+            return ""
+        if trees["own"] is not None:
+            trees["own"]["gradients"] = []
+        return open_gradients.begin_again(trees["engine"])
 
     def _config_changes(self, chosen: Chosen, restored: set[str]) -> list[str]:
         """Which settings are not what they were when the checkpoint was saved, and which of the two is used.

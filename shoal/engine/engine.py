@@ -324,6 +324,7 @@ class Engine(nn.Module):
             self._was_step_applied = False
         self.accumulation.end_micro_batch(is_boundary=is_boundary, num_micro=num_micro)
         if is_boundary:
+            self.run_state.begin_step()
             self._report_step()
 
     def _report_step(self) -> None:

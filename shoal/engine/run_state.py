@@ -19,6 +19,7 @@ from shoal.checkpoint import open_gradients
 from shoal.checkpoint.local_shards import buffers_of
 from shoal.checkpoint.manifest import checksum
 from shoal.comm.protocol import Communicator
+from shoal.data.loading import Loader
 from shoal.device import Device
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.curriculum import Curriculum
@@ -58,6 +59,16 @@ class RunState:
         self._num_moved = 0  # steps in a row before which the script had stepped the schedule
         self._has_warned = False
         self._is_data_stateful = bool(properties.config.data.stateful)
+        self._step_start: dict[str, Any] = {}
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Remember where the step begins: another layout cannot go on in its middle."""
+        loader = self.training_dataloader
+        self._step_start = {
+            "counters": asdict(self._accumulation.counters),
+            "taken": loader.position if isinstance(loader, Loader) else None,
+        }
 
     def step_schedule(self, arguments: dict[str, Any], rank: int) -> None:
         """Step the schedule, if there is one.
@@ -100,6 +111,7 @@ class RunState:
         return {
             "counters": asdict(accumulation.counters),
             "micro_in_step": accumulation.micro_in_step,
+            "step_start": self._step_start,
             "accumulation_steps": accumulation.num_micro,
             "micro_batch": accumulation.micro_batch,
             "schedule": _schedule_state(self.lr_scheduler),
@@ -120,6 +132,12 @@ class RunState:
             "gradients": open_gradients.take(self._sharding.groups),
             **self._accumulation.own_state(),
         }
+
+    def can_go_on(self, saved: Mapping[str, Any]) -> bool:
+        """True if this engine's gradients of an unfinished step mean the same as the saved run's."""
+        steps = self._accumulation.num_micro
+        is_same = saved.get("accumulation_steps", steps) == steps
+        return is_same and saved.get("layout") == open_gradients.layout_of(self._sharding.groups)
 
     def compare(self, saved: Mapping[str, Any], *, is_strict: bool, has_schedule: bool) -> tuple[list[str], list[str]]:
         """What of a saved state does not fit this engine: problems, and notes on what is harmless or was allowed."""
@@ -183,13 +201,16 @@ class RunState:
         self.curriculum.restore(saved.get("by_step") or {}, counters.global_steps)
         accumulation.reset()
         accumulation.micro_in_step = int(saved.get("micro_in_step", 0))
+        self.begin_step()
+        if accumulation.micro_in_step:
+            self._step_start = saved.get("step_start", self._step_start)
         self._sharding.model.num_plain_passes = 0
         if own is None:
             if num_ranks:
                 rank = self._comm.rank
                 logger.warning("%s has no RNG state of rank %d, which starts from its seed.", name, rank)
                 torch.manual_seed(int(torch.initial_seed()) + rank)
-            open_gradients.put(self._sharding.groups, [], None)
+            open_gradients.put(self._sharding.groups, [])
             return
         _set_generators(self._device, own["generators"])
         buffers = buffers_of(self._module)
@@ -197,7 +218,7 @@ class RunState:
             for buffer, value in own["buffers"].items():
                 if buffer in buffers and not torch.equal(buffers[buffer].cpu(), value):
                     buffers[buffer].copy_(value)
-        open_gradients.put(self._sharding.groups, own["gradients"], saved.get("layout"))
+        open_gradients.put(self._sharding.groups, own["gradients"])
         if own["gradients"]:
             accumulation.load_own_state(own, self._device.torch_device)
 

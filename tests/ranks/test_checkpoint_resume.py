@@ -18,11 +18,20 @@ from torch.optim import lr_scheduler
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.errors import CheckpointError
 from tests.gloo_pool import GlooPool
 from tests.ranks import models
 from tests.ranks.models import Plain
-from tests.ranks.resuming import Run, assert_goes_on, differences, engine_of, micro_steps, state_of, stop, two_blocks
+from tests.ranks.resuming import (
+    Run,
+    assert_goes_on,
+    differences,
+    engine_of,
+    micro_steps,
+    resume,
+    state_of,
+    stop,
+    two_blocks,
+)
 from tests.ranks.training import adamw, batch, config, make
 
 Row = tuple[int, int, dict[str, Any]]  # ranks, stage, zero's keys
@@ -357,20 +366,33 @@ def test_a_change_of_the_world_in_the_middle_of_an_epoch_neither_repeats_nor_ski
     assert first != second
 
 
-def test_a_stop_in_the_middle_of_a_step_cannot_change_the_layout(tmp_path: Path) -> None:
-    run = run_of("stage 1", gradient_accumulation_steps=2)
-    stop(run, tmp_path, at=3)
-    for other in (replace(run, world=3), run_of("stage 2", gradient_accumulation_steps=2)):
+@pytest.mark.parametrize("change", ["ranks", "stage", "accumulation steps", "weights alone"])
+def test_a_stop_in_the_middle_of_a_step_begins_the_step_again_in_another_layout(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = replace(run_of("stage 1", gradient_accumulation_steps=2), rows=12)
+    other, load = {
+        "ranks": (replace(run, world=3), {}),
+        "stage": (replace(run_of("stage 2", gradient_accumulation_steps=2), rows=12), {}),
+        "accumulation steps": (replace(run_of("stage 1", gradient_accumulation_steps=3), rows=12), {}),
+        "weights alone": (replace(run, world=3), {"load_module_only": True}),
+    }[change]
+    stop(run, tmp_path / "at the end", at=2)
+    assert "in the middle of an accumulation" not in caplog.text
+    stop(run, tmp_path / "in the middle", at=3)
+    assert "saved in the middle of an accumulation, after 1 of 2 micro-batches" in caplog.text
+    caplog.clear()
+    again = resume(other, tmp_path / "in the middle", at=2, until=8, dirty=1, **load)
+    if not load:
+        assert caplog.text.count("micro-batches from number 2 (counted from 0) are repeated") == 1
+        assert "from sample 8 on" in caplog.text
+    expected = resume(other, tmp_path / "at the end", at=2, until=8, dirty=1, **load)
+    assert [state.losses for state in again] == [state.losses for state in expected]
+    assert [state.counters for state in again] == [state.counters for state in expected]
+    assert differences(again, expected) == []
 
-        def rank(other: Run = other) -> tuple[str, bool]:
-            engine = engine_of(replace(other, seed=1))
-            micro_steps(engine, other, 0, 2)
-            before = state_of(engine)
-            with pytest.raises(CheckpointError) as caught:
-                engine.load_checkpoint(tmp_path)
-            is_same = differences([before], [state_of(engine)]) == []
-            micro_steps(engine, other, 2, 2)
-            engine.destroy()
-            return caught.value.code, is_same
 
-        assert run_ranks(other.world, rank) == [("checkpoint-open-gradients", True)] * other.world
+def test_the_loader_repeats_the_samples_of_a_step_that_begins_again(tmp_path: Path) -> None:
+    straight = read_data(tmp_path, 2, 2, 10, saves=9)  # two of them are a step
+    resumed = read_data(tmp_path, 1, 4, 2, loads=True)
+    assert resumed == straight[8:]

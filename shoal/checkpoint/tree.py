@@ -7,7 +7,10 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,6 +62,13 @@ def encode(value: Any, tensors: dict[str, torch.Tensor] | None, path: str, *, wh
         return {_MARK: "tensor", "name": _put(value.detach(), tensors, path)}
     if isinstance(value, torch.dtype):
         return {_MARK: "dtype", "value": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {_MARK: "device", "value": str(value)}
+    if isinstance(value, Path):
+        return {_MARK: "path", "value": str(value)}
+    if isinstance(value, Namespace | SimpleNamespace):
+        mark = "namespace" if isinstance(value, Namespace) else "simple namespace"
+        return {_MARK: mark, "values": encode(vars(value), tensors, path, what=what)}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("__") for key in value):
             return {key: encode(item, tensors, f"{path}/{key}", what=what) for key, item in value.items()}
@@ -92,7 +102,7 @@ def _refused(value: Any, more: str, path: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"{what} holds a {type(value).__module__}.{type(value).__qualname__}{more}, which a checkpoint cannot store.",
         where=path,
-        do="keep numbers, text, lists, dicts and tensors; of an object, its state_dict().",
+        do="keep numbers, text, lists, dicts, tensors and argparse.Namespace; of an object, its state_dict().",
         code="checkpoint-state",
     )
 
@@ -120,6 +130,13 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         return float(value["value"])
     if mark == "dtype":
         return dtype_of(value["value"])
+    if mark == "device":
+        return torch.device(value["value"])
+    if mark == "path":
+        return Path(value["value"])
+    if mark in ("namespace", "simple namespace"):
+        values = decode(value["values"], tensor)
+        return Namespace(**values) if mark == "namespace" else SimpleNamespace(**values)
     if mark == "map":
         return {decode(key, tensor): decode(item, tensor) for key, item in value["items"]}
     kind = _SEQUENCES.get(mark) if isinstance(mark, str) else None

@@ -92,6 +92,7 @@ def run(
     ] = 5,
 ) -> None:
     """Start a script on several local ranks, one process each."""
+    from shoal.cli.job import default_ranks
     from shoal.launch import LocalJob, run_local
     from shoal.launch.environment import LOG_LEVEL
     from shoal.launch.script import check_script
@@ -102,9 +103,9 @@ def run(
 
         if not module and is_command(script):
             become_command(script, given, ranks)
-        job = job_as_deepspeed(script, given, is_module=module, ranks=ranks or _default_ranks())
+        job = job_as_deepspeed(script, given, is_module=module, ranks=ranks or default_ranks())
     else:
-        job = LocalJob([sys.executable, *(["-m"] if module else []), script, *given], ranks or _default_ranks())
+        job = LocalJob([sys.executable, *(["-m"] if module else []), script, *given], ranks or default_ranks())
     check_script(script, is_module=module)
     job = replace(job, stop_seconds=stop_seconds)
     if verbose:
@@ -202,16 +203,22 @@ def train(
         Path | None, typer.Option(help="A DeepSpeed-style JSON file; options given here override it.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run. Default: runs/DATE-TIME.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights, the order of data, and sampling.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that --out contains.")] = False,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the weights, the order of data, and sampling. Default: 0.")
+    ] = None,
     validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between validations.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Prompt of the sample that is generated at the end.")] = None,
-    sample_tokens: Annotated[int, typer.Option(min=0, help="Number of tokens to generate at the end; 0: none.")] = 400,
-    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature.")] = 0.8,
+    sample_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Number of tokens to generate at the end; 0: none. Default: 400.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature. Default: 0.8.")] = None,
     save_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between checkpoints; 0: no checkpoints. Default: one at the end.")
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(help="Resume the run in this folder, on any number of ranks, at any stage.")
+        str | None,
+        typer.Option(help="Resume the run in this folder with its options; those given here replace them."),
     ] = None,
     verbose: Annotated[bool, _VERBOSE] = False,
 ) -> None:
@@ -231,7 +238,7 @@ def train(
         top_k=top_k,
         text=tuple(text or ()),
         tokenizer=None if tokenizer is None else str(tokenizer),
-        ranks=ranks or _default_ranks(),
+        ranks=ranks,
         stage=stage,
         pp=pp,
         pipeline_schedule=pipeline_schedule,
@@ -260,7 +267,7 @@ def train(
         verbose=verbose,
         command=shlex.join(["shoal", *sys.argv[1:]]),
     )
-    raise typer.Exit(start(job))
+    raise typer.Exit(start(job, overwrites=overwrite))
 
 
 @app.command("report", cls=UsageCommand)
@@ -269,10 +276,3 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a run, which n
     from shoal.observe.report import write_report
 
     print(write_report(folder))
-
-
-def _default_ranks() -> int:
-    """One rank per visible GPU, or a single one without."""
-    import torch
-
-    return max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 1)

@@ -39,7 +39,7 @@ class TrainJob:
     top_k: int | None = None
     text: tuple[str, ...] = ()
     tokenizer: str | None = None
-    ranks: int = 1
+    ranks: int | None = None
     pp: int | None = None
     pipeline_schedule: str | None = None
     virtual_stages: int | None = None
@@ -58,11 +58,11 @@ class TrainJob:
     clip: float | None = None
     config: str | None = None
     out: str | None = None
-    seed: int = 0
+    seed: int | None = None
     validate_every: int | None = None
     prompt: str | None = None
-    sample_tokens: int = 400
-    temperature: float = 0.8
+    sample_tokens: int | None = None
+    temperature: float | None = None
     save_every: int | None = None
     resume: str | None = None
     verbose: bool = False
@@ -126,6 +126,13 @@ class TrainJob:
             )
         per_token = min(_DEFAULT_TOP_K, self.experts) if self.top_k is None else self.top_k
         return dataclasses.replace(shape, num_experts=self.experts, experts_per_token=per_token)
+
+
+def default_ranks() -> int:
+    """One rank per visible GPU, or a single one without."""
+    import torch
+
+    return max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 1)
 
 
 def checkpoint_folder(run: Path) -> Path:

@@ -3,28 +3,58 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 import tempfile
 from datetime import datetime
 from pathlib import Path
 
-from shoal.cli.job import JOB_FILE, TrainJob, checkpoint_folder, describe_shape, read_config, run_folder
+from shoal.checkpoint.directory import list_checkpoints
+from shoal.checkpoint.storage import open_storage
+from shoal.cli.job import (
+    CHECKPOINTS,
+    JOB_FILE,
+    TrainJob,
+    checkpoint_folder,
+    default_ranks,
+    describe_shape,
+    read_config,
+    run_folder,
+)
+from shoal.comm.environment import read_launch
 from shoal.errors import UsageError
 from shoal.launch import LocalJob, read_environment, run_local
+from shoal.observe.report import METRICS_FILE, REPORT_FILE, RUN_FILE
 
 _SHAPE = ("model", "parameters", "layers", "hidden", "heads", "vocab", "sequence", "experts", "top_k")
+_LIMITS = ("steps", "minutes")
+_OF_ONE_COMMAND = ("resume", "out", "verbose", "command")  # a resumed run does not take these from the earlier command
+_WRITTEN = (JOB_FILE, CHECKPOINTS, METRICS_FILE, RUN_FILE, REPORT_FILE, "csv", "tensorboard")
 
 
-def start(job: TrainJob) -> int:
+def start(job: TrainJob, *, overwrites: bool = False) -> int:
     """Train on as many local ranks as asked for, or as one of a launcher's ranks; return the exit code.
+
+    Args:
+        overwrites: remove the run that is in the folder; otherwise it is an error.
 
     Raises: UsageError, ModelError, ConfigError: what can be known to be wrong is said before a rank is started.
     """
+    changes: list[str] = []
     if job.resume is not None:
-        job = _with_saved(job, job.resume)
+        job, changes = _with_saved(job, job.resume)
     if job.out is None:
         job = dataclasses.replace(job, out=str(Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}"))
+    job = dataclasses.replace(job, ranks=job.ranks or default_ranks())
     _check(job)
+    launch = read_launch()
+    if launch is None or launch.rank == 0:
+        _make_room(job, overwrites=overwrites)
+        if changes:
+            print(f"--resume {job.resume}: {', '.join(changes)}")
+    if job.resume is not None and (why := _why_it_is_over(job, run_folder(job.resume))):
+        print(f"--resume {job.resume}: nothing is left to do, {why}. Give a larger --steps or --minutes to go on.")
+        return 0
     if read_environment().is_launched or job.ranks == 1:
         from shoal.cli.training import train
 
@@ -33,7 +63,7 @@ def start(job: TrainJob) -> int:
     folder = Path(str(job.out))
     job.save(folder / JOB_FILE)
     program = (sys.executable, "-m", "shoal.cli.training", str(folder / JOB_FILE))
-    outcome = run_local(LocalJob(program, job.ranks, rank_0_keeps_terminal=True))
+    outcome = run_local(LocalJob(program, job.ranks or 1, rank_0_keeps_terminal=True))
     if outcome.report:
         print(f"\n{outcome.report}", file=sys.stderr)
     return outcome.exit_code
@@ -45,14 +75,51 @@ def _saved_job(resume: str) -> TrainJob | None:
     return TrainJob.load(path) if path.is_file() else None
 
 
-def _with_saved(job: TrainJob, resume: str) -> TrainJob:
-    """The job with the folder, model, tokenizer and text of the run that it resumes, where no option gives them."""
+def _with_saved(job: TrainJob, resume: str) -> tuple[TrainJob, list[str]]:
+    """The job with the options of the run that it resumes, where the command line gives none; and what it changes."""
     out = str(run_folder(resume)) if job.out is None else job.out
     if (saved := _saved_job(resume)) is None:
-        return dataclasses.replace(job, out=out)
-    names = () if job.model is not None or job.parameters is not None else _SHAPE
-    taken = {name: getattr(saved, name) for name in (*names, "tokenizer") if getattr(job, name) is None}
-    return dataclasses.replace(job, **taken, text=job.text or saved.text, out=out)
+        return dataclasses.replace(job, out=out), []
+    options = {name: value for name, value in dataclasses.asdict(job).items() if name not in _OF_ONE_COMMAND}
+    given = {name: value for name, value in options.items() if value is not None and value != ()}
+    replaced = {*given, *(_LIMITS if given.keys() & {*_LIMITS} else ())}
+    if given.keys() & {"model", "parameters"}:
+        replaced |= {*_SHAPE}
+    kept = {name: getattr(saved, name) for name in options if name not in replaced}
+    changes = []
+    for name, value in given.items():
+        if (before := getattr(saved, name)) != value and name not in _SHAPE:
+            instead = "the default" if before is None or before == () else before
+            changes.append(f"--{name.replace('_', '-')} {value} in place of {instead}")
+    return dataclasses.replace(job, **kept, out=out), changes
+
+
+def _why_it_is_over(job: TrainJob, run: Path) -> str:
+    """Why the run has no step left; empty: it has, or there is no whole checkpoint to read it from."""
+    found = list_checkpoints(open_storage(checkpoint_folder(run)))
+    if not found or (manifest := found[0].manifest) is None:
+        return ""
+    if job.steps is not None and manifest.step >= job.steps:
+        return f"the run is at step {manifest.step:,} of {job.steps:,}"
+    elapsed = manifest.client_state.get("elapsed", 0.0)
+    if job.seconds is not None and elapsed >= job.seconds:
+        return f"the run has trained for {elapsed / 60:.1f} of {job.seconds / 60:.1f} minutes"
+    return ""
+
+
+def _make_room(job: TrainJob, *, overwrites: bool) -> None:
+    """Remove an earlier run from the folder of a new one. Raises: UsageError: it may not be removed."""
+    folder = Path(str(job.out))
+    present = [folder / name for name in _WRITTEN if (folder / name).exists()]
+    if not present or (job.resume is not None and folder.resolve() == run_folder(job.resume).resolve()):
+        return
+    if not overwrites:
+        raise UsageError(
+            f"--out {str(folder)!r} already contains a run ({', '.join(path.name for path in present)}).",
+            do=f"name another folder, continue that run with --resume {folder}, or replace it with --overwrite.",
+        )
+    for path in present:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _check(job: TrainJob) -> None:

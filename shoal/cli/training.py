@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -68,6 +68,8 @@ _LOWEST = 0.1  # of the peak learning rate, at the end
 _PROMPT_TOKENS = 48  # of the validation text, where the user gives text and no prompt
 _DEFAULT_PROMPT = "The function returns"
 _SAMPLE_TOP_K = 40
+_DEFAULT_SAMPLE_TOKENS = 400
+_DEFAULT_TEMPERATURE = 0.8
 
 
 @dataclass
@@ -122,6 +124,8 @@ class _Run:
         self.started = datetime.now(UTC)
         self.folder = Path(str(job.out))
         self.is_writer = world.rank == 0
+        self.seed = job.seed or 0
+        self.sample_tokens = _DEFAULT_SAMPLE_TOKENS if job.sample_tokens is None else job.sample_tokens
         self.tokenizer: Tokenizer = load_tokenizer(job.tokenizer)
         self.shape = job.shape(self.tokenizer.vocab_size)
         self.progress = TrainingProgress(enabled=self.is_writer)
@@ -178,9 +182,9 @@ class _Run:
         if self.engine.skipped_steps:
             self.messages.append(f"{self.engine.skipped_steps} steps were skipped: their gradients were not finite.")
         is_whole = not isinstance(self.engine, PipelineEngine)
-        if job.sample_tokens and not is_whole:
+        if self.sample_tokens and not is_whole:
             self.messages.append("No sample: with pipeline stages no rank has the whole model.")
-        prompt, sample = self._sample(job.sample_tokens) if job.sample_tokens and is_whole else ("", "")
+        prompt, sample = self._sample() if self.sample_tokens and is_whole else ("", "")
         self.ledger = self.engine.memory_report()
         self.monitor.close()
         if self.is_writer:
@@ -188,7 +192,7 @@ class _Run:
             self._conclude(prompt, sample, write_report(self.folder))
 
     def _make_engine(self) -> tuple[Engine, Iterator[Any]]:
-        torch.manual_seed(self.job.seed)
+        torch.manual_seed(self.seed)
         parallel, pipeline = self.config.get("parallel", {}), self.config.get("pipeline", {})
         if max(*(parallel.get(axis, 1) for axis in ("tp", "pp", "ep")), pipeline.get("stages", 1)) > 1:
             with torch.device("meta"):  # each rank makes its layers, or its part of each, only
@@ -214,9 +218,7 @@ class _Run:
         if not self.is_writer:
             return Monitor()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.job.save(self.folder / JOB_FILE)
-        if self.job.resume is None:
-            (self.folder / METRICS_FILE).unlink(missing_ok=True)
+        replace(self.job, ranks=self.world.size).save(self.folder / JOB_FILE)
         return Monitor(
             [
                 JsonLinesWriter(self.folder / METRICS_FILE),
@@ -271,12 +273,27 @@ class _Run:
         self.progress.say(f"saved {checkpoint_folder(self.folder)}/global_step{self.saved_step}")
 
     def _resume(self, run: Path) -> None:
+        groups = self.engine.optimizer.param_groups
+        own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         path, state = self.engine.load_checkpoint(checkpoint_folder(run))
         self.budget.elapsed = float(state.get("elapsed", 0.0))
         self.first_validation = float(state.get("first_validation", math.nan))
         self.tokens = int(state.get("tokens", 0))
         self.saved_step = self.engine.global_steps
-        self.progress.say(f"resuming from {path}, step {self.engine.global_steps}")
+        for group, values in zip(groups, own, strict=True):
+            group.update(values)
+        self._set_rates()
+        self.progress.say(f"resuming from {path}, step {self.engine.global_steps}; learning rate {self._schedule()}")
+
+    def _set_rates(self) -> None:
+        """To those of this run's options at its step: a checkpoint has set the rates that it was saved with."""
+        schedule, groups = self.engine.lr_scheduler, self.engine.optimizer.param_groups
+        if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
+            schedule.base_lrs = [group["initial_lr"] for group in groups]
+            for group in groups:
+                group["lr"] = group["initial_lr"] * self.budget.multiplier(schedule.last_epoch)
+        elif schedule is not None:
+            schedule.load_state_dict(schedule.state_dict())
 
     def _is_validation_due(self, step: int) -> bool:
         """By steps if the user has said so, else by tenths of the run; its end is validated in any case."""
@@ -382,21 +399,21 @@ class _Run:
         per_rank = count // size
         return spread[rank * per_rank : (rank + 1) * per_rank] if per_rank else spread
 
-    def _sample(self, num_tokens: int) -> tuple[str, str]:
+    def _sample(self) -> tuple[str, str]:
         """A prompt and how the model goes on. All ranks take part and write the same."""
         prompt = self.job.prompt or ("" if self.job.text else _DEFAULT_PROMPT)
         if prompt:
             given = torch.tensor(list(self.tokenizer.encode(prompt)), dtype=torch.int64)
         else:
             given = self.validation[0][0][:_PROMPT_TOKENS]
-        self.progress.say(f"generating a sample of {num_tokens} tokens ...")
-        generator = torch.Generator(self.engine.device).manual_seed(self.job.seed)
+        self.progress.say(f"generating a sample of {self.sample_tokens} tokens ...")
+        generator = torch.Generator(self.engine.device).manual_seed(self.seed)
         model = cast(GPT, self.engine.module)
         with shoal.sequence_parallel(None):  # every rank has the whole text
             written = model.generate(
                 given.to(self.engine.device)[None],
-                num_tokens,
-                temperature=self.job.temperature,
+                self.sample_tokens,
+                temperature=_DEFAULT_TEMPERATURE if self.job.temperature is None else self.job.temperature,
                 top_k=_SAMPLE_TOP_K,
                 generator=generator,
             )[0].tolist()
@@ -418,7 +435,7 @@ class _Run:
                 "length": self.budget.length(),
                 "learning rate": self._schedule(),
                 "text": ", ".join(self.job.text) or "Python's documentation",
-                "seed": self.job.seed,
+                "seed": self.seed,
             },
             model={
                 **asdict(self.shape),

@@ -265,6 +265,59 @@ def test_a_resumed_run_has_the_model_and_text_of_the_run(tmp_path: Path) -> None
     assert TrainJob.load(tmp_path / "run" / "job.json").experts == 2
 
 
+def logged(folder: Path, name: str) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line[name]) for line in lines if name in line]
+
+
+def test_a_resumed_run_keeps_its_options_and_says_what_the_command_line_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 40)
+    run = tmp_path / "run"
+    job = TrainJob(
+        layers=1, hidden=16, sequence=12, text=(str(text),), sample_tokens=0, out=str(run), stage=1, micro_batch=2,
+        accumulation=2, clip=0.5, learning_rate=0.01, schedule="constant", seed=3, steps=4,
+    )  # fmt: skip
+    assert start(replace(job, out=str(tmp_path / "whole"))) == 0
+    assert start(replace(job, steps=2)) == 0
+    capsys.readouterr()
+    assert start(TrainJob(resume=str(run), steps=4)) == 0
+    assert f"--resume {run}: --steps 4 in place of 2\n" in capsys.readouterr().out
+    for name in ("train/loss", "train/learning_rate", "train/gradient_norm"):
+        assert logged(run, name) == logged(tmp_path / "whole", name)
+    kept = json.loads((run / "run.json").read_text())
+    assert kept["config"] == json.loads((tmp_path / "whole" / "run.json").read_text())["config"]
+
+    before = (run / "metrics.jsonl").read_text()
+    for again in (TrainJob(resume=str(run)), TrainJob(resume=str(run), steps=3)):
+        assert start(again) == 0
+        assert "nothing is left to do, the run is at step 4 of " in capsys.readouterr().out
+    assert (run / "metrics.jsonl").read_text() == before
+
+    assert start(TrainJob(resume=str(run), steps=6, learning_rate=0.02)) == 0
+    said = capsys.readouterr().out
+    assert "--steps 6 in place of 4, --learning-rate 0.02 in place of 0.01" in said
+    assert "learning rate 0.02, constant after" in said
+    assert logged(run, "train/learning_rate")[4:] == [(5, 0.02), (6, 0.02)]
+    assert TrainJob.load(run / "job.json").accumulation == 2
+
+
+def test_an_earlier_run_is_replaced_only_when_the_user_says_so(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 40)
+    run = tmp_path / "run"
+    job = TrainJob(layers=1, hidden=16, sequence=12, text=(str(text),), sample_tokens=0, out=str(run), steps=2)
+    assert start(job) == 0
+    with pytest.raises(UsageError, match=r"(?s)already contains a run \(job.json, checkpoints.*--overwrite"):
+        start(job)
+    assert [step for step, _ in logged(run, "train/loss")] == [1, 2]
+    assert start(replace(job, steps=1), overwrites=True) == 0
+    assert [step for step, _ in logged(run, "train/loss")] == [1]
+    assert [path.name for path in (run / "checkpoints").glob("global*")] == ["global_step1"]
+
+
 def test_an_error_of_shoals_own_is_a_message_without_a_traceback() -> None:
     result = subprocess.run([sys.executable, "-m", "shoal", "report", "no/such"], capture_output=True, text=True)
     assert result.returncode == 2

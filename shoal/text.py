@@ -47,15 +47,15 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int | None:
-    """A number of bytes as people write it; None: it is none.
+    """A number of bytes as people write it, with a unit; None: it is none.
 
-    >>> parse_bytes("1.5 GiB"), parse_bytes("40GB"), parse_bytes("512"), parse_bytes("much")
-    (1610612736, 40000000000, 512, None)
+    >>> parse_bytes("1.5 GiB"), parse_bytes("40GB"), parse_bytes("512B"), parse_bytes("512"), parse_bytes("much")
+    (1610612736, 40000000000, 512, None, None)
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)\s*", text, re.IGNORECASE)
     if match is None:
         return None
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index((match[2] or " ").upper()))
 
 
 def format_count(count: float) -> str:

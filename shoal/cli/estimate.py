@@ -109,7 +109,7 @@ def _memory_nbytes(text: str) -> int:
 
     found = parse_bytes(text)
     if found is None:
-        raise UsageError(f"--memory {text!r} is not a size.", do="write it as 80GB or 24GiB.")
+        raise UsageError(f"--memory {text!r} is not a size with a unit.", do="write it as 80GB or 24GiB.")
     return found
 
 

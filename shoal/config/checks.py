@@ -60,7 +60,7 @@ def check_together(config: Schema, found: Normalised) -> list[Problem]:
     budget = config.activation_checkpointing.memory_budget
     where = "activation_checkpointing.memory_budget"
     if isinstance(budget, str) and parse_bytes(budget) is None:
-        problem(where, f"{shown(budget)} is not a number of bytes.", 'write it as "4GiB", or as a number.')
+        problem(where, f"{shown(budget)} is not a size with a unit.", 'write it as "4GiB", or as a number.')
     if budget is not None and config.compile.enabled:
         problem(where, "beside compile.enabled: what compiled blocks save is not counted.", "leave one of them out.")
     if budget is not None and config.parallel.pp not in ("auto", 1):

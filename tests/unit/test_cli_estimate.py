@@ -94,6 +94,7 @@ def test_the_disk_is_a_row_where_it_is_asked_for() -> None:
         (["json:no_such"], "cannot be called"),
         (["os:getcwd"], "returned a str"),
         (["tiny", "--memory", "much"], "is not a size"),
+        (["tiny", "--memory", "80"], "'80' is not a size with a unit"),
         (["tiny", "--precision", "int4"], "expected bf16"),
     ],
 )

@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal import comm, errors, zero
+    from shoal import comm, data, errors, zero
+    from shoal import models as models
+    from shoal import optim as optim
+    from shoal import parallel as parallel
     from shoal.checkpoint.loading_hf import load_hf
     from shoal.comm.world import init_distributed
     from shoal.compat.engine import DeepSpeedEngine as Engine
@@ -48,6 +51,7 @@ __all__ = [
     "check_streams",
     "checkpointing",
     "comm",
+    "data",
     "dry_run",
     "dry_run_pipeline",
     "errors",
@@ -75,22 +79,24 @@ _MODULES = {
     "sequence_parallel": "shoal.parallel.sequence.context",
 }
 _RENAMED = {"Engine": ("shoal.compat.engine", "DeepSpeedEngine")}
-_PARTS = ("comm", "errors", "zero")
+_PARTS = ("comm", "data", "errors", "models", "optim", "parallel", "zero")
 _RENAMED_PARTS = {"checkpointing": "shoal.parallel.recompute"}
 
 
-def __getattr__(name: str) -> Any:
-    """Import a part at its first use (PEP 562)."""
-    if name in _PARTS:
-        return import_module(f"shoal.{name}")
-    if name in _RENAMED_PARTS:
-        return import_module(_RENAMED_PARTS[name])
-    if name in _RENAMED:
-        module, original = _RENAMED[name]
-        return vars(import_module(module))[original]
-    if name in _MODULES:
-        return vars(import_module(_MODULES[name]))[name]
-    raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take every misspelt name for one of these
+
+    def __getattr__(name: str) -> Any:
+        """Import a part at its first use (PEP 562)."""
+        if name in _PARTS:
+            return import_module(f"shoal.{name}")
+        if name in _RENAMED_PARTS:
+            return import_module(_RENAMED_PARTS[name])
+        if name in _RENAMED:
+            module, original = _RENAMED[name]
+            return vars(import_module(module))[original]
+        if name in _MODULES:
+            return vars(import_module(_MODULES[name]))[name]
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

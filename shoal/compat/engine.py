@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -43,13 +43,15 @@ class DeepSpeedEngine(DeepSpeedGradients):
     loaded_checkpoint_mp_world_size = None
     use_ds_comm = False
 
-    def __getattr__(self, name: str) -> Any:
-        refuse(name)
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            refuse_pipeline_call(name)
-            raise
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            refuse(name)
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                refuse_pipeline_call(name)
+                raise
 
     @property
     def optimizer(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -12,11 +12,16 @@ from torch import nn
 from shoal.comm.world import current_world, init_distributed
 from shoal.compat.engine import DeepSpeedEngine
 from shoal.compat.given_mesh import given_degrees
+from shoal.compat.optimizer import DeepSpeedShardedOptimizer
 from shoal.compat.pipeline_engine import DeepSpeedPipelineEngine
+from shoal.data import Loader
 from shoal.engine.initialize import check_model
 from shoal.engine.initialize import initialize as initialize_engine
 from shoal.errors import ConfigError
 from shoal.zero.init import suspended
+
+MaybeNone: TypeAlias = Any  # not checked for None, as typeshed does: the config decides whether there is one
+Initialized: TypeAlias = tuple[DeepSpeedEngine, DeepSpeedShardedOptimizer | MaybeNone, Loader | MaybeNone, Any]
 
 
 def initialize(
@@ -33,7 +38,7 @@ def initialize(
     config: str | pathlib.Path | dict[str, Any] | None = None,
     mesh_param: Any = None,
     config_params: str | pathlib.Path | dict[str, Any] | None = None,
-) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+) -> Initialized:
     """Shard a model for training. DeepSpeed's signature and return values.
 
     Args:

@@ -22,8 +22,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.comm.world import current_world, init_distributed
+from shoal.compat.engine import DeepSpeedEngine
 from shoal.compat.environment import launched_ranks
-from shoal.engine.engine import Engine
 from shoal.engine.settings import wide_buffers_of
 from shoal.errors import UsageError
 from shoal.zero import GatheredParameters
@@ -160,7 +160,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
     Communicates: an all_gather per unit, once.
     Memory: all parameters, on every rank.
     """
-    if not isinstance(model, Engine):
+    if not isinstance(model, DeepSpeedEngine):
         with GatheredParameters(model.parameters()):
             yield model
         return

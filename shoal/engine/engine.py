@@ -7,8 +7,8 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -54,9 +54,16 @@ from shoal.parallel.sequence.context import (
 from shoal.parallel.sequence.rotary import follow_longest_sequence
 from shoal.sharding.param_group import ParameterGroup
 from shoal.simulation.check import LastingCheck
+from shoal.text import did_you_mean
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.step_status import GlobalStatus
+
+
+@cache
+def _hint(engine: type, name: str) -> str:
+    """The public names of the engine that are like ``name``, as a clause."""
+    return did_you_mean(name, [known for known in dir(engine) if not known.startswith("_")], limit=1)
 
 
 class Engine(nn.Module):
@@ -155,14 +162,23 @@ class Engine(nn.Module):
             OWNERS.put(parameter, self.access)
         CLIPPING.add(self.access, accumulation, trains=sharding.step is not None)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or name.startswith("__"):
-                raise
-        return getattr(module, name)
+    if not TYPE_CHECKING:  # a type checker would take every misspelt name for an attribute of the model
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                module = self.__dict__.get("_modules", {}).get("module")
+                if module is None or name.startswith("__"):
+                    raise
+            try:
+                return getattr(module, name)
+            except AttributeError as error:
+                if hasattr(type(module), name):  # a property of the model raised it
+                    raise
+                hint = _hint(type(self), name)
+                text = f"the engine and its model ({type(module).__name__}) have no attribute {name!r}{hint}"
+                raise AttributeError(text, name=name, obj=self) from error
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         """Raises: UsageError: an engine holds communicators and hooks, and cannot be copied or pickled."""
@@ -552,6 +568,8 @@ class Engine(nn.Module):
     @training_dataloader.setter
     def training_dataloader(self, loader: Any) -> None:
         self.run_state.training_dataloader = loader
+        if not self.accumulation.micro_in_step:
+            self.run_state.begin_step()
 
     @property
     def global_steps(self) -> int:

@@ -28,6 +28,7 @@ from shoal.compat.deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_modules_by_suffix,
 )
 from shoal.compat.engine import DeepSpeedEngine as Engine
+from shoal.compat.engine_names import value_at
 from shoal.compat.given_mesh import TP_SIZES
 from shoal.compat.initialize import initialize as shoal_initialize
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer
@@ -112,17 +113,18 @@ def initialize(
     _mark_leaves(engine)
     _ignore_order_of_steps(optimizer)
     engine.follows_deepspeed = True
-    is_managed = engine.properties.config.managed_gradient_accumulation
+    resolved = engine.properties.config
+    is_managed = resolved.managed_gradient_accumulation
     engine.accumulation.refuses_direct = not is_managed and engine.zero_optimization_stage() == 0
     made = engine.sharded_optimizer
     if made is not None and optimizer is None:
-        mark(made, engine.properties.config)
-    is_wrapped = engine.zero_optimization_stage() > 0 or engine.fp16_enabled() or engine.bfloat16_enabled()
+        mark(made, resolved)
+    is_wrapped = engine.zero_optimization_stage() > 0 or resolved.fp16.enabled or resolved.bf16.enabled
     if isinstance(made, DeepSpeedShardedOptimizer) and not is_wrapped:
         take_class(made)
     engine.checkpointing.beside = partial(prepare, cast(Engine, weakref.proxy(engine)))
     engine.checkpointing.allows_missing = True
-    if engine.properties.config.checkpoint.async_save and engine.zero_optimization_stage() < 3:
+    if resolved.checkpoint.async_save and engine.zero_optimization_stage() < 3:
         say_on_rank_0(
             engine.global_rank,
             "checkpoint.async_save: mp_rank_00_model_states.pt holds no module; zero_to_fp32.py gives the weights",
@@ -158,7 +160,8 @@ def _refuse_what_deepspeed_refuses(engine: Engine, optimizer: Any) -> None:
     """Raises: AssertedConfigError, RefusedFormatsError: what works in Shoal and is asked for in vain under DeepSpeed's
     name.
     """
-    stage, size = engine.zero_optimization_stage(), engine.zero_allgather_bucket_size()
+    zero = engine.properties.config.zero_optimization
+    stage, size = zero.stage, value_at(engine.properties.config, "zero_optimization.allgather_bucket_size")
     if stage in (1, 2) and size % 2:
         raise AssertedConfigError(
             f"allgather_bucket_size must be a multiple of nccl_start_alignment_factor, which is 2, got {size}.",
@@ -191,7 +194,8 @@ def _refuse_what_deepspeed_refuses(engine: Engine, optimizer: Any) -> None:
     is_another = isinstance(optimizer, torch.optim.Optimizer) and not isinstance(
         optimizer, DeepSpeedCPUAdam | DeepSpeedCPUAdagrad | DeepSpeedCPULion
     )
-    if is_asked_for and is_another and engine.zero_offload_optimizer() is not None:
+    offload = zero.offload_optimizer
+    if is_asked_for and is_another and offload is not None and offload.device != "none":
         raise AssertedConfigError(
             f"an optimizer on the host must be DeepSpeedCPUAdam, as the config asks; got {type(optimizer).__name__}.",
             where="zero_force_ds_cpu_optimizer",

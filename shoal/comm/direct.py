@@ -45,6 +45,7 @@ from shoal.comm.finished import (
 from shoal.comm.memory_group import GroupCall, Mark, MemoryGroup
 from shoal.comm.protocol import Work
 from shoal.comm.sums import RankOrderedSum, is_same_memory
+from shoal.comm.waiting import LongWait
 from shoal.errors import CommError
 
 _LEAVE_SECONDS = 5.0  # for which close() waits for peers that still read this rank's memory
@@ -430,7 +431,7 @@ class DirectCommunicator:
     def _advance(self, work: DirectWork, is_done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
         group = self._group
         attempt = 0
-        deadline = 0.0
+        wait = LongWait()
         while True:
             ticket = group.ticket()
             if is_done():
@@ -441,9 +442,12 @@ class DirectCommunicator:
             if is_done():
                 return
             if attempt == 0:
-                deadline = time.monotonic() + group.timeout
-            elif attempt % 16 == 0 and time.monotonic() > deadline:
-                raise self._timeout(work, missing())
+                wait = LongWait()
+            elif attempt % 16 == 0:
+                if wait.seconds > group.timeout:
+                    raise self._timeout(work, missing())
+                if {*range(self.rank)} <= {*missing()}:  # of the ranks that wait in this call, the first one says so
+                    wait.report(lambda waits: self._waiting(work, missing(), waits))
             group.check(missing() if attempt % 16 == 8 else ())
             group.pause(ticket, attempt)
             attempt += 1
@@ -465,14 +469,20 @@ class DirectCommunicator:
     def _own_coordinate(self) -> int:
         return self._coordinates[self.rank]
 
-    def _timeout(self, work: DirectWork, missing: list[int]) -> CommError:
+    def _waiting(self, work: DirectWork, missing: list[int], waits: str) -> str:
+        """A sentence on a wait: who waits where, for whom, and what every rank issued last."""
         calls = zip(self._coordinates, self._group.last_calls(), strict=True)
         lines = "; ".join(f"rank {rank}: {text}" for rank, text in calls)
         ranks = [self._coordinates[peer] for peer in missing]
         waited_for = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}" if ranks else "its peers to read it"
+        return (
+            f"rank {self._own_coordinate} on axis {self.axis!r} {waits} in {work.call} (call {work.number}) for"
+            f" {waited_for}. Last issued on this axis: {lines}"
+        )
+
+    def _timeout(self, work: DirectWork, missing: list[int]) -> CommError:
         return CommError(
-            f"rank {self._own_coordinate} on axis {self.axis!r} waited {self._group.timeout:g} s in {work.call} "
-            f"(call {work.number}) for {waited_for}. Last issued on this axis: {lines}",
+            self._waiting(work, missing, f"waited {self._group.timeout:g} s"),
             do="see what the ranks that are behind were doing; if they were slow, give init_distributed more time.",
             code="comm-timeout",
         )

@@ -38,6 +38,7 @@ from shoal.comm.finished import (
 )
 from shoal.comm.protocol import Work
 from shoal.comm.sums import RankOrderedSum, is_same_memory
+from shoal.comm.waiting import WaitWatch
 from shoal.errors import CommError
 
 _TAG_MASK = (1 << 28) - 1  # with two more bits, tags stay positive 32-bit numbers
@@ -54,6 +55,7 @@ class GlooPending:
     def __init__(self, first_error: FirstError) -> None:
         self.works: dict[GlooWork, None] = {}
         self.first_error = first_error
+        self.watch = WaitWatch()
 
     def send_until(self, waited: GlooWork) -> None:
         """Do the first round of every work up to ``waited``."""
@@ -150,7 +152,7 @@ class GlooWork:
     def _compare(self) -> None:
         """Compare the calls in the peers' headers, which arrive before the data, with this one."""
         for peer, receive, header in self.headers:
-            self._comm.await_all([receive], self)
+            self._comm.await_all([receive], self, peer)
             theirs = header[:_TEXT_BYTES].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
             if theirs.encode() != self.what.encode()[:_TEXT_BYTES]:
                 raise CommError(
@@ -349,14 +351,23 @@ class GlooCommunicator:
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
-    def await_all(self, requests: list[Any], work: GlooWork) -> None:
-        """Raises: RankFailedError: a peer failed; CommError: a time-out, or a lost connection without a report."""
+    def await_all(self, requests: list[Any], work: GlooWork, peer: int | None = None) -> None:
+        """Wait for requests to ``peer``, or to several.
+
+        Raises: RankFailedError: a peer failed; CommError: a time-out, or a lost connection without a report.
+        """
+        self.pending.watch.current = lambda waits: (
+            f"rank {self.rank} on axis {self.axis!r} {waits} in {work.what} for"
+            + (" its peers' data" if peer is None else f" rank {peer}, which has not issued it")
+        )
         try:
             for request in requests:
                 if request is not None:
                     request.wait()
         except RuntimeError as error:
             raise self._explained(error, work) from error
+        finally:
+            self.pending.watch.current = None
 
     def _issue(
         self,

@@ -31,6 +31,7 @@ from shoal.comm.allocator import SharedAllocator, make_file, map_file
 from shoal.comm.failure import MAX_TRACEBACK_CHARACTERS, FailureReports, clip
 from shoal.comm.futex import WakeWord
 from shoal.comm.memory_group import GroupCall, Mark
+from shoal.comm.waiting import LongWait
 from shoal.errors import CommError, RankFailedError, RankLeftError
 from shoal.process import started
 
@@ -103,14 +104,15 @@ class LocalPeers:
 
         Raises: RankFailedError: a rank failed meanwhile; CommError: no rank set it within ``timeout`` seconds.
         """
-        start = time.monotonic()
+        wait = LongWait()
         pause = 0.0005
         while not self._store.check([key]):
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
             if pause == 0.05 and (failure := self._failures.find()) is not None:
                 raise failure
-            if time.monotonic() - start > timeout:
+            wait.report(lambda waits: f"rank {self.rank} {waits} at start-up for {key!r}, which another rank sets")
+            if wait.seconds > timeout:
                 raise CommError(
                     f"rank {self.rank} waited {timeout:g} s at start-up for {key!r}",
                     do="check that every rank was started and creates the same axes in the same order.",

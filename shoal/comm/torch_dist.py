@@ -106,6 +106,7 @@ class ProcessTransport:
     def close(self) -> None:
         if self._watch is not None:
             self._watch.stop()
+        self._gloo_pending.watch.stop()
         self._gloo.clear()
         for group in self._nccl.values():
             with contextlib.suppress(RuntimeError):  # it may be aborted already
@@ -147,4 +148,5 @@ class ProcessTransport:
             raise self._failures.explain(error, f"joining {len(ranks)} ranks on axis {axis!r} over Gloo") from error
         communicator = GlooCommunicator(axis, group, self._failures, self._gloo_pending)
         self._gloo.append(communicator)
+        self._gloo_pending.watch.start()
         return communicator

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from shoal.comm import waiting
 from shoal.comm.failure import FailureReports, FailureWatch, FirstError
 from shoal.comm.protocol import Communicator, Work
 from shoal.comm.threads import run_ranks
@@ -95,6 +98,60 @@ def test_processes_wait_for_one_timeout_in_all(gloo: Gloo, shared_memory: bool) 
     assert 0.9 * TIMEOUT_SECONDS <= seconds < NUM_WORKS / 2 * TIMEOUT_SECONDS
     assert codes == ["comm-timeout"] * NUM_WORKS
     assert closing < 2.0
+
+
+def kept_log() -> tuple[logging.Handler, list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shoal").addHandler(handler)
+    return handler, lines
+
+
+def wait_for_a_slow_rank(store: Any, comm: Communicator) -> list[str]:
+    """Rank 1 comes late to a collective. Returns: what was logged here meanwhile."""
+    handler, lines = kept_log()
+    comm.barrier(label="start")
+    if comm.rank == 1:
+        store.wait(["logged"])
+    work = comm.all_reduce(torch.ones(4), label="late")
+    if comm.rank == 0:
+        threading.Thread(target=lambda: (until(lambda: bool(lines)), store.set("logged", "1"))).start()
+    assert torch.equal(work.wait(), torch.full((4,), 2.0))
+    logging.getLogger("shoal").removeHandler(handler)
+    return lines
+
+
+def until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def wait_in_a_process(rank: int, size: int, shared_memory: bool) -> list[str]:
+    waiting.SILENT_SECONDS = 0.3
+    store = PrefixStore(f"test/slow/{shared_memory}", dist.distributed_c10d._get_default_store())
+    transport = ProcessTransport(store, rank, size, torch.device("cpu"), 60.0, shared_memory=shared_memory)
+    world = World(rank, size, rank, torch.device("cpu"), "gloo", transport)
+    try:
+        return wait_for_a_slow_rank(store, world.communicator("dp", Mesh.of(size)))
+    finally:
+        world.close()
+        waiting.SILENT_SECONDS = 30.0
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_rank_that_waits_long_says_for_whom_and_in_which_call(gloo: Gloo, shared_memory: bool) -> None:
+    first, second = gloo(2, wait_in_a_process, shared_memory)
+    assert re.match(r"rank 0 on axis 'dp' has been waiting for \d s in all_reduce 'late' of 4 .*for rank 1", first[0])
+    assert second == []
+
+
+def test_a_rank_that_is_a_thread_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "SILENT_SECONDS", 0.3)
+    store = dist.HashStore()
+    lines = run_ranks(2, lambda: wait_for_a_slow_rank(store, current_dp()))[0]
+    assert "in all_reduce 'late' of 4 x float32 (call 1) for rank 1. Last issued on this axis: rank 0:" in lines[0]
 
 
 def test_after_a_failed_rank_every_wait_raises_its_traceback_at_once() -> None:

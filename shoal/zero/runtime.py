@@ -417,13 +417,13 @@ class ShardedModel:
         """Has backward left ``unit`` for good, as far as every rank can tell alike?
 
         A unit that runs others gets gradients while they do; the root, and one whose parameters others read, until the
-        pass ends.
+        pass ends. Of a module whose output is that of a module inside it, backward enters the inner one first.
         """
-        contents = self._contents.get(unit.name, ())
         if (
             unit is entering
             or unit.name == ROOT
-            or entering.name in contents
+            or entering.name in self._contents.get(unit.name, ())
+            or unit.name in self._contents.get(entering.name, ())
             or any(unit in other.shared for other in self._readers)
         ):
             return False

@@ -98,6 +98,36 @@ def test_a_step_moves_2_psi_at_stages_0_to_2_and_less_than_3_psi_at_stage_3_and_
         assert [entry.nbytes for entry in entries if entry.kind == "control"] == [32 * (world - 1)]
 
 
+class InARow(nn.Sequential):
+    """The model's output is that of its last block."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(VOCABULARY + 3, 64), *(nn.Linear(64, 64, bias=False) for _ in range(3)))
+
+
+@pytest.mark.parametrize("names", [["1", "2", "3"], ["2", "3"]])
+def test_where_the_models_output_is_a_units_backward_reduces_that_unit_too(names: list[str]) -> None:
+    def job() -> list[list[tuple[str, str, str]]]:
+        engine = start(InARow, config(3, units={"names": names}))
+        found: list[list[tuple[str, str, str]]] = []
+        for step in range(3):
+            tokens, _ = batch(step, current_world().rank, 2)
+            with current_world().recorder.recording() as entries:
+                engine.backward(engine(tokens).square().mean())
+                assert all(parameter.grad is None for parameter in engine.module.parameters())
+            found.append(calls(entries))
+            with current_world().recorder.recording() as entries:
+                engine.step()
+            found.append(calls(entries))
+        engine.destroy()
+        return found
+
+    for found in run_ranks(2, job):
+        reduced = [("dp", "reduce_scatter", unit) for unit in (*reversed(names), "root")]
+        assert [call for call in found[-2] if call[1] == "reduce_scatter"] == reduced
+        assert found[-1] == [CONTROL]
+
+
 def test_one_rank_moves_nothing() -> None:
     for stage in (0, 1, 2, 3):
         assert [data_bytes(entries) for entries in third_step(1, stage)] == [0]

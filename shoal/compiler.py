@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 def is_imported() -> bool:
-    """Has this process compiled something, or imported the compiler?"""
+    """True if this process has compiled something, or imported the compiler."""
     return "torch._dynamo" in sys.modules
 
 

@@ -24,7 +24,7 @@ logger = logging.getLogger("shoal")
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Is this a tensor of a dry run, which has a shape but no values?"""
+    """True for a tensor of a dry run, which has a shape but no values."""
     return isinstance(tensor, FakeTensor)
 
 
@@ -118,7 +118,7 @@ class Device:
 
     @staticmethod
     def is_out_of_memory(error: BaseException) -> bool:
-        """Did this error come from an allocator that has no more?"""
+        """True if this error came from an allocator that has no memory left."""
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
         return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
@@ -186,7 +186,7 @@ def _warn_unpinned(reason: str) -> None:
 
 
 def in_backward() -> bool:
-    """Is autograd running a backward pass in this thread?"""
+    """True if autograd is running a backward pass in this thread."""
     return backward_pass() is not None
 
 

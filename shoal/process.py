@@ -37,7 +37,7 @@ def boot() -> str:
 
 
 def has_process(pid: int) -> bool:
-    """May a process have this number now? A process that cannot be asked counts as there."""
+    """True if a process may have this number now. A process that cannot be asked counts as there."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -66,11 +66,11 @@ class FileOwner:
 
     @property
     def is_here(self) -> bool:
-        """Can this kernel say whether the process has ended?"""
+        """True if this kernel can say whether the process has ended."""
         return (self.host, self.machine, self.boot) == (socket.gethostname(), _machine(), boot())
 
     def is_gone(self, *, is_lock_free: bool = False) -> bool:
-        """Has the process certainly ended?
+        """True if the process has certainly ended.
 
         Args:
             is_lock_free: no process holds the lock on the owner file.

@@ -17,7 +17,7 @@ NATIVE: Mapping[str, Mapping[Format, frozenset[str]]] = {
 
 
 def has_instructions_for(format: Format, cpuinfo: Path | None = None) -> bool | None:
-    """Does the processor multiply matrices of this format natively? None: the platform does not say.
+    """True if the processor multiplies matrices of this format natively. None: the platform does not say.
 
     Args:
         cpuinfo: the file that lists its flags; None: Linux's.

@@ -109,7 +109,7 @@ def simulated(accelerator: Simulation) -> Iterator[None]:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Has ``device`` streams, and memory apart from the host's?"""
+    """True if ``device`` has streams, and memory other than the host's."""
     return device.type != "cpu" or _OF_THREAD.simulation is not None
 
 
@@ -119,7 +119,7 @@ def streams_of(device: torch.device) -> Streams | None:
 
 
 def is_in_host_memory(tensor: torch.Tensor) -> bool:
-    """Does the tensor lie in the host's memory, and not in an accelerator's?"""
+    """True if the tensor is in the host's memory, and not in an accelerator's."""
     if tensor.device.type != "cpu":
         return False
     return _OF_THREAD.simulation is None or _OF_THREAD.simulation.is_host(tensor)

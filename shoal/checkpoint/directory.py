@@ -277,7 +277,7 @@ def _resumable(storage: Storage) -> list[str]:
 
 
 def is_deepspeeds(storage: Storage, folder: str) -> bool:
-    """Is it a checkpoint that DeepSpeed itself saved, or its universal format?"""
+    """True if DeepSpeed itself saved the checkpoint, or if it has DeepSpeed's universal format."""
     names = storage.names(folder)
     return any(map(_BESIDE.fullmatch, names)) and not any(map(is_our_file, names))
 
@@ -303,29 +303,29 @@ def deepspeeds_folder(storage: Storage, tag: str) -> str | None:
 
 
 def is_only_deepspeeds(storage: Storage, folder: str) -> bool:
-    """Is it a checkpoint of DeepSpeed's, with nothing else in the folder?"""
+    """True if the folder holds a checkpoint of DeepSpeed's and nothing else."""
     names = storage.names(folder)
     return is_deepspeeds(storage, folder) and all(name == UNIVERSAL or _BESIDE.fullmatch(name) for name in names)
 
 
 def is_name(tag: str) -> bool:
-    """Is it the name of a folder, and not the way to another one?"""
+    """True if it is the name of a folder, and not a path to another one."""
     return tag not in (".", "..") and not re.search(r"[/\\\0]", tag)
 
 
 def is_ours(storage: Storage, folder: str) -> bool:
-    """Does the folder hold nothing but files that a save of Shoal's writes, and at least one?"""
+    """True if the folder holds only files that a save of Shoal's writes, and at least one."""
     names = storage.names(folder)
     return any(map(is_our_file, names)) and all(is_our_file(name) or _BESIDE.fullmatch(name) for name in names)
 
 
 def is_deepspeeds_file(name: str) -> bool:
-    """Is it a file of DeepSpeed's layout, as a save under its name leaves them beside ours?"""
+    """True for a file of DeepSpeed's layout, which a save under its name writes in addition to Shoal's."""
     return _BESIDE.fullmatch(name) is not None
 
 
 def is_our_file(name: str) -> bool:
-    """Is it a name that a save of Shoal's gives to a file inside a checkpoint?"""
+    """True if a save of Shoal's gives this name to a file inside a checkpoint."""
     return _OUR_FILE.fullmatch(name) is not None
 
 

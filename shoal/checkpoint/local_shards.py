@@ -277,7 +277,7 @@ class LocalShards:
 
 
 def is_elementwise(value: Any, parameter: nn.Parameter) -> bool:
-    """Is it one element per element of the part?"""
+    """True if it has one element per element of the part."""
     return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == parameter.numel()
 
 

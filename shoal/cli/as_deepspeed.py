@@ -37,7 +37,7 @@ def job_as_deepspeed(script: str, arguments: Sequence[str], *, is_module: bool, 
 
 
 def is_command(script: str) -> bool:
-    """Is it a program (``accelerate``, ``torchrun``, ``deepspeed``), and not a file in the current folder?"""
+    """True for a program (``accelerate``, ``torchrun``, ``deepspeed``) that is not a file in the current folder."""
     is_known = script in PROGRAMS or _program(script) is not None
     return os.sep not in script and not Path(script).exists() and is_known
 

@@ -79,7 +79,7 @@ def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: 
 
 
 def wants_tracebacks(environment: Mapping[str, str] | None = None) -> bool:
-    """Does SHOAL_TRACEBACK ask for the whole traceback of Shoal's own errors?"""
+    """True if SHOAL_TRACEBACK asks for the whole traceback of Shoal's own errors."""
     return (os.environ if environment is None else environment).get(TRACEBACK, "0") not in ("", "0")
 
 

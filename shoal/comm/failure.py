@@ -232,7 +232,7 @@ class ExceptHook:
 
 
 def _is_from_script(error: BaseException) -> bool:
-    """Was the error raised because of another one, in code that is neither this package's nor a library's?"""
+    """True if another error caused it, in code that is neither this package's nor a library's."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is None:
         return False

@@ -42,7 +42,7 @@ class MemoryGroup(Protocol):
     size: int
     capacity: int  # calls that may be open at once
     timeout: float  # seconds without progress after which a wait raises
-    must_drain_to_close: bool  # do peers lose access to this rank's memory when it leaves?
+    must_drain_to_close: bool  # True if peers lose access to this rank's memory when it leaves
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor that peers can read."""
@@ -87,7 +87,7 @@ class MemoryGroup(Protocol):
         ...
 
     def has_left(self, peer: int) -> bool:
-        """Has ``peer`` ended, in good order or not? It then reads nothing any more."""
+        """True if ``peer`` has ended, normally or not. It then reads nothing any more."""
         ...
 
     def last_calls(self) -> list[str]:

@@ -43,7 +43,7 @@ class NextRank:
         self._open.add(self)
 
     def has_ended(self) -> bool:
-        """Has the next rank's process ended without a goodbye? Blocks for at most a few seconds, at the start."""
+        """True if the next rank's process ended without closing its connection. Blocks for a few seconds at most."""
         if self._is_over:
             return False
         try:

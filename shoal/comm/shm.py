@@ -144,7 +144,7 @@ class LocalPeers:
                 raise RankFailedError(int(failed), traceback)
 
     def is_dead(self, rank: int) -> bool:
-        """Has the process of ``rank`` ended? Looked up at most every quarter of a second."""
+        """True if the process of ``rank`` has ended. Looked up at most every quarter of a second."""
         now = time.monotonic()
         if rank in self._dead:
             return True
@@ -408,7 +408,7 @@ def vote(store: Store, name: str, num_ranks: int, *, is_fit: bool) -> None:
 
 
 def is_supported() -> bool:
-    """Does this machine keep stores in order, and does it have anonymous files?"""
+    """True if this machine keeps stores in order and has anonymous files."""
     return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create") and Path("/proc/self/fd").exists()
 
 

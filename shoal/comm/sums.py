@@ -91,7 +91,7 @@ def _sum_into(
 
 
 def _is_pair_exact(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, *, accumulate: bool) -> bool:
-    """Does torch's own bf16 addition give the same bits, in half the time?
+    """True if torch's own bf16 addition gives the same bits, in half the time.
 
     It adds in fp32 and rounds once; a power of two then changes the exponent alone, whose range is fp32's. (fp16
     could overflow before it is scaled down.)
@@ -107,7 +107,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Do both tensors lie at one address? In a dry run there are no addresses: then only if they are one object."""
+    """True if both tensors are at one address. In a dry run, which has none: only if they are one object."""
     if one is other:
         return True
     if isinstance(one, FakeTensor) or isinstance(other, FakeTensor):

@@ -47,7 +47,7 @@ class PinHandle:
         return self._tensors.pop(address, None) is not None
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Is it page-locked, or made by this handle?"""
+        """True if it is page-locked, or made by this handle."""
         storage = buffer.untyped_storage().data_ptr()
         return buffer.is_pinned() or any(t.untyped_storage().data_ptr() == storage for t in self._tensors.values())
 

@@ -37,7 +37,7 @@ def stage_of(optimizer: ShardedOptimizer) -> int:
 
 
 def has_dtype(optimizer: ShardedOptimizer, dtype: torch.dtype) -> bool:
-    """Does the wrapper update parameters of that format?"""
+    """True if the wrapper updates parameters of that format."""
     return any(group.buffer.dtype == dtype for group in optimizer.sharded_step.groups)
 
 

@@ -130,7 +130,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer):
 
     @property
     def pipeline(self) -> bool:
-        """Is pipelined reading or writing enabled?"""
+        """True if pipelined reading or writing is enabled."""
         return self.pipeline_read or self.pipeline_write
 
 
@@ -184,7 +184,7 @@ class DeepSpeedZeroConfig:
 
     @property
     def overlap_comm(self) -> bool:
-        """Would DeepSpeed reduce gradients during the backward pass?"""
+        """True if DeepSpeed would reduce gradients during the backward pass."""
         return self.checked.stage == 3 if self.checked.overlap_comm is None else self.checked.overlap_comm
 
     @property

@@ -62,7 +62,7 @@ def section_of(given: Mapping[str, Any]) -> Elasticity:
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Does the config enable elasticity?"""
+    """True if the config enables elasticity."""
     return bool((ds_config.get("elasticity") or {}).get("enabled", False))
 
 

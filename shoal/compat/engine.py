@@ -215,7 +215,7 @@ class DeepSpeedEngine(DeepSpeedGradients):
 
     @property
     def has_moe_layers(self) -> bool:
-        """Does the model have layers of experts?"""
+        """True if the model has layers of experts."""
         return bool(self.num_experts)
 
     @property

@@ -83,7 +83,7 @@ class DeepSpeedGradients(Engine):
         super().set_gradient_accumulation_boundary(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Does the optimizer step after the current micro-batch?
+        """True if the optimizer steps after the current micro-batch.
 
         False under DeepSpeed's name with ``managed_gradient_accumulation: false``: only ``step()`` is a boundary.
         """
@@ -92,7 +92,7 @@ class DeepSpeedGradients(Engine):
 
     @property
     def _is_in_block(self) -> bool:
-        """Does the script call from inside ``no_sync()`` or ``coalesce_grad_reduction()``?"""
+        """True if the script calls from inside ``no_sync()`` or ``coalesce_grad_reduction()``."""
         return not self.sharded.reducer.is_syncing
 
     def _refuse(self, problem: str, do: str) -> None:
@@ -107,8 +107,8 @@ class DeepSpeedGradients(Engine):
 
     @property
     def gradient_average(self) -> bool:
-        """Are gradients the mean over the ranks, as the configuration has it? Set to false: their sum, from the next
-        backward pass on. Set it on every rank alike.
+        """True if gradients are the mean over the ranks, as the configuration has it. Set to false: their sum, from
+        the next backward pass on. Set it on every rank alike.
         """
         return self._is_averaging
 

@@ -25,7 +25,7 @@ PROGRAMS = os.path.join(os.path.dirname(os.path.realpath(__file__)), "programs")
 
 
 def is_asked_for(variables: Mapping[str, str] | None = None) -> bool:
-    """Does the environment ask for the alias?"""
+    """True if the environment asks for the alias."""
     return (os.environ if variables is None else variables).get(SWITCH) == "1"
 
 
@@ -71,7 +71,7 @@ def restore(before: Mapping[str, str | None]) -> None:
 
 
 def is_first_rank() -> bool:
-    """Is this the process that logs for all ranks?"""
+    """True in the process that logs for all ranks."""
     return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) in ("", "0")
 
 

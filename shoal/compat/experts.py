@@ -21,13 +21,13 @@ Parameters = list[nn.Parameter]
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Does the model have layers of experts, and how many experts has the first? (False, 0) without."""
+    """True and the first layer's number of experts if the model has layers of experts, else (False, 0)."""
     first = next((held.num_experts for _, _, held in modules_with_experts(m)), None)
     return first is not None, first or 0
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Is it marked as an expert's (``allreduce`` is False), so that data-parallel ranks do not share it?"""
+    """True if it is marked as an expert's (``allreduce`` is False), so that data-parallel ranks do not share it."""
     return hasattr(param, "allreduce") and not param.allreduce
 
 

@@ -166,7 +166,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Is ``import deepspeed`` Shoal?"""
+    """True if ``import deepspeed`` imports Shoal."""
     return _installed.finder is not None
 
 

@@ -35,7 +35,7 @@ SLURM = "slurm"
 
 
 def is_several(options: argparse.Namespace, pool: Mapping[str, Sequence[Slot]]) -> bool:
-    """Does the job take more than this machine?"""
+    """True if the job runs on more than this machine."""
     return options.num_nodes > 1 or options.node_rank >= 0 or bool(options.world) or len(pool) > 1
 
 
@@ -77,7 +77,7 @@ def pool_of(options: argparse.Namespace, wanted: Mapping[str, Sequence[Slot]]) -
 
 
 def is_slurm(options: argparse.Namespace) -> bool:
-    """Does srun start the ranks?"""
+    """True if srun starts the ranks."""
     return str(options.launcher).lower() == SLURM and not options.no_ssh
 
 

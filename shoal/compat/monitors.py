@@ -27,7 +27,7 @@ class DeepSpeedMonitorConfig:
 
     @property
     def enabled(self) -> bool:
-        """Is any writer enabled?"""
+        """True if any writer is enabled."""
         return is_monitored(self)
 
 

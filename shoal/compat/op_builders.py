@@ -25,7 +25,7 @@ class OpBuilder:
         return f"deepspeed.ops.{FOLDERS.get(self.NAME, 'comm')}.{self.name}_op"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Does Shoal have the operator's function?"""
+        """True if Shoal has the operator's function."""
         return self.IS_THERE
 
     def load(self, verbose: bool = True) -> Any:

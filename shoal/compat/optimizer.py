@@ -71,7 +71,7 @@ class DeepSpeedShardedOptimizer(DeepSpeedOptimizer, ShardedOptimizer):
         return self.loss_scale
 
     def needs_scaler(self) -> bool:
-        """Is the loss to be scaled before it goes back? (``engine.backward`` and ``engine.scale`` do so.)"""
+        """True if the loss must be scaled before backward (``engine.backward`` and ``engine.scale`` do so)."""
         return self._status.scaler is not None
 
     @property
@@ -86,7 +86,7 @@ class DeepSpeedShardedOptimizer(DeepSpeedOptimizer, ShardedOptimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Is the loss scale dynamic?"""
+        """True if the loss scale is dynamic."""
         return self._status.is_dynamic
 
     @property

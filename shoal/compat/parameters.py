@@ -28,7 +28,7 @@ from shoal.zero.sharded_at_init import ShardedAtInit
 
 
 class ZeroParamStatus(Enum):
-    """Is a parameter whole on this rank?"""
+    """True if a parameter is whole on this rank."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

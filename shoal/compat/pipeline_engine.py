@@ -30,17 +30,17 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
 
     @property
     def is_pipe_parallel(self) -> bool:
-        """Are there several pipeline stages?"""
+        """True if there are several pipeline stages."""
         return self._num_pipeline_ranks > 1
 
     @property
     def is_data_parallel(self) -> bool:
-        """Do several ranks see other samples?"""
+        """True if several ranks have different samples."""
         return self.axes.batch.size > 1
 
     @property
     def is_model_parallel(self) -> bool:
-        """Is each layer split over ranks?"""
+        """True if each layer is split over ranks."""
         return self.axes.tp is not None
 
     def reset_activation_shape(self) -> None:

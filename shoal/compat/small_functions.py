@@ -103,7 +103,7 @@ def get_state_devices(model: Engine, state: OffloadStateTypeEnum) -> set[torch.d
 
 
 def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Can the optimizer run on shards?"""
+    """True if the optimizer can run on shards."""
     try:
         check(optimizer)
     except OptimizerError:
@@ -181,7 +181,7 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Is the installed torch within the bounds, both included?"""
+    """True if the installed torch is within the bounds, both included."""
     installed = _numbers(torch.__version__)
     low, high = _numbers(min_version), _numbers(max_version)
     return (not low or installed[: len(low)] >= low) and (not high or installed[: len(high)] <= high)
@@ -347,7 +347,7 @@ def get_current_level() -> int:
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Does the logger write lines of this level? Raises: LogLevelError: no such level, or no text."""
+    """True if the logger writes lines of this level. Raises: LogLevelError: no such level, or no text."""
     if not isinstance(max_log_level_str, str):
         raise LogLevelError(f"{max_log_level_str!r} is not a string.", do=f"use one of: {', '.join(log_levels)}.")
     return get_current_level() <= get_log_level_from_string(max_log_level_str)

@@ -237,7 +237,7 @@ def _takes_auto(key: Key) -> bool:
 
 
 def _takes_null(key: Key) -> bool:
-    """Does null mean a choice? Among choices it means ``"none"``."""
+    """True if null means a choice. Among choices it means ``"none"``."""
     kinds = members(key.annotation)
     return key.kind == "leaf" and any(
         kind is Any or kind is type(None) or "none" in getattr(kind, "__args__", ()) for kind in kinds

@@ -77,7 +77,7 @@ class Key:
         return _within(in_words(self.annotation), self.bounds)
 
     def accepts(self, value: object) -> bool:
-        """Does the key, a leaf, accept the value?"""
+        """True if the key, a leaf, accepts the value."""
         try:
             self._adapter.validate_python(value)
         except ValidationError:

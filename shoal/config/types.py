@@ -101,7 +101,7 @@ def type_problems(section: Section, name: str, params: Mapping[str, Any]) -> Ite
 
 
 def _is_offered(section: Section, name: str) -> bool:
-    """May an error propose the type?"""
+    """True if an error may propose the type."""
     if section == "scheduler":
         return name not in NOT_FROM_JSON
     if name in OPTIMIZERS:

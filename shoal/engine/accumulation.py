@@ -133,7 +133,7 @@ class Accumulation:
     # the boundary
 
     def is_boundary(self) -> bool:
-        """Does the optimizer step after the current micro-batch?"""
+        """True if the optimizer steps after the current micro-batch."""
         if self.boundary is not None:
             return self.boundary
         return not self.is_managed or self.micro_in_step + 1 >= self.num_micro
@@ -222,7 +222,7 @@ class Accumulation:
 
     @property
     def is_loss_known(self) -> bool:
-        """Was every loss of the step seen, on this rank or another?"""
+        """True if every loss of the step was seen, on this rank or another."""
         return bool(self.losses) or self.is_loss_elsewhere
 
     def _check_tokens(self, num_tokens: NumTokens | None, *, is_averaged: bool) -> None:

@@ -123,7 +123,7 @@ class ClippingCheck:
             )
 
     def _is_untrained(self, parameter: torch.Tensor) -> bool:
-        """Has the parameter a gradient of this rank alone?"""
+        """True if the parameter's gradient is this rank's alone."""
         owner = OWNERS.get(parameter)
         return parameter.grad is not None and owner in self._untrained and owner is not None and owner.comm.size > 1
 

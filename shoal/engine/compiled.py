@@ -22,7 +22,7 @@ class CompiledModel:
         self._by_config: list[nn.Module] = []
 
     def __bool__(self) -> bool:
-        """Was the forward compiled, as a whole or by blocks?"""
+        """True if the forward was compiled, as a whole or by blocks."""
         return bool(self._by_config) or self._module._compiled_call_impl is not None
 
     def compile_module(self, backend: Any, options: Mapping[str, Any]) -> None:

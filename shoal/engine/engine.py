@@ -298,7 +298,7 @@ class Engine(nn.Module):
         return loss
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Does the optimizer step after the current micro-batch?"""
+        """True if the optimizer steps after the current micro-batch."""
         return self.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -511,7 +511,7 @@ class Engine(nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """Was the model's forward compiled, as a whole or by blocks?"""
+        """True if the model's forward was compiled, as a whole or by blocks."""
         return bool(self.compiled)
 
     # properties
@@ -609,7 +609,7 @@ class Engine(nn.Module):
 
     @property
     def is_watched(self) -> bool:
-        """Do changes that ``GatheredParameters`` would lose raise an error?"""
+        """True if changes that ``GatheredParameters`` would lose raise an error."""
         return bool(self.properties.config.zero_optimization.enable_sanity_checks)
 
     @property
@@ -658,7 +658,7 @@ class Engine(nn.Module):
         return self._norm
 
     def was_step_applied(self) -> bool:
-        """Did the last ``step()`` change the parameters?"""
+        """True if the last ``step()`` changed the parameters."""
         return self._was_step_applied
 
     @property

@@ -186,7 +186,7 @@ class ExpertBalance:
         )
 
     def _move(self, wanted: list[tuple[_BalancedLayer, Placement]]) -> bool:
-        """Were the experts moved?"""
+        """True if the experts were moved."""
         ep = self._axes.ep
         assert ep is not None
         self._sharding.wait()

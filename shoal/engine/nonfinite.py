@@ -37,7 +37,7 @@ class NonFinite:
         self._num_bad_losses = 0  # in a row
 
     def judge(self, status: GlobalStatus, step: int, *, is_loss_known: bool) -> bool:
-        """Is the step to be applied?
+        """True if the step is to be applied.
 
         Raises: NonFiniteError: on every rank; the parameters are untouched.
         Communicates: two names per rank, when the gradients are not finite.

@@ -59,7 +59,7 @@ class Offloaded:
         return frozenset(KINDS[name] for name in self.names) if self.is_host_separate else frozenset()
 
     def is_away(self, name: str) -> bool:
-        """Is that kind of state offloaded?"""
+        """True if that kind of state is offloaded."""
         return name in self.names
 
     def require(self, call: str) -> None:

@@ -326,11 +326,11 @@ class PipelineEngine(Engine):
     # stages
 
     def is_first_stage(self) -> bool:
-        """Has this rank the first pipeline stage?"""
+        """True if this rank has the first pipeline stage."""
         return 0 in self.module.stages
 
     def is_last_stage(self) -> bool:
-        """Has this rank the last pipeline stage?"""
+        """True if this rank has the last pipeline stage."""
         return self._is_last_here
 
     @property

@@ -136,7 +136,7 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
 
 
 def has_main_parameters(config: Config) -> bool:
-    """Have 16-bit parameters main parameters in fp32?"""
+    """True if 16-bit parameters have main parameters in fp32."""
     fp16, bf16 = config.fp16, config.bf16
     is_narrow = config.precision.master_dtype in ("fp16", "bf16")
     return not (

@@ -61,7 +61,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def heap_is_set(variables: Mapping[str, str] | None = None) -> bool:
-    """Is it set already how glibc's heap keeps freed memory?
+    """True if it is set already how glibc's heap keeps freed memory.
 
     >>> heap_is_set({"MALLOC_TRIM_THRESHOLD_": "0"}), heap_is_set({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=on"})
     (True, False)

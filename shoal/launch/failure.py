@@ -71,7 +71,7 @@ class RankError:
 
     @property
     def is_own(self) -> bool:
-        """Is it an error of Shoal's own?"""
+        """True for an error of Shoal's own."""
         return bool(self.error) and _OWN_ERROR.match(self.error[0]) is not None
 
     @property

@@ -233,7 +233,7 @@ def _check_devices(num_ranks: int) -> None:
 
 
 def _check_port(job: LocalJob) -> None:
-    """Is the port free at which this machine is to listen for the other ranks?"""
+    """True if the port at which this machine is to listen for the other ranks is free."""
     if job.place is not None:
         port = job.place.port if job.place.node_rank == 0 else None
     else:

@@ -43,7 +43,7 @@ class Rounds(RendezvousHandler):
         return NAME
 
     def is_closed(self) -> bool:
-        """Is the job over?"""
+        """True if the job is over."""
         return self._inner.is_closed()
 
     def set_closed(self) -> None:

@@ -107,7 +107,7 @@ class DiskStore:
         return old
 
     def can_fetch_ahead(self, nbytes: int) -> bool:
-        """May so many bytes be read ahead of their use?"""
+        """True if this many bytes may be read ahead of their use."""
         if self._max_ahead is None:
             return True
         while self._writes and self._writes[0][0].is_done:

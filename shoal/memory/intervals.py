@@ -60,5 +60,5 @@ class Intervals:
         return left.ranges
 
     def covers(self, start: int, stop: int) -> bool:
-        """Is every byte of the range in the set?"""
+        """True if every byte of the range is in the set."""
         return start >= stop or any(low <= start and stop <= high for low, high in self.ranges)

@@ -63,7 +63,7 @@ class CollectiveLog:
         self.records: Records = {}
 
     def wants(self, kind: str, label: str = "") -> bool:
-        """Is such a collective recorded?"""
+        """True if a collective of this kind is recorded."""
         names = {kind, _SAME.get(kind, kind), label}
         return self.is_on and (self.takes_all or not names.isdisjoint({_SAME.get(n, n) for n in self.kinds}))
 

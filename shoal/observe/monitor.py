@@ -276,7 +276,7 @@ def _name_of(value: float) -> str:
 
 
 def is_monitored(config: Any) -> bool:
-    """Do the config's sections ask for a monitor? (Only rank 0 has it.)"""
+    """True if the config's sections ask for a monitor. (Only rank 0 has it.)"""
     return any(s.enabled for s in (config.tensorboard, config.csv_monitor, config.wandb, config.comet, config.mlflow))
 
 

@@ -162,7 +162,7 @@ def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
 
 
 def _is_known(kind: type) -> bool:
-    """Is it a known class, or derived from one with a changed constructor and additional names only?"""
+    """True for a known class, or one derived from it with a changed constructor and additional names only."""
     known = next((base for base in kind.__mro__ if base in KNOWN), None)
     if known is None:
         return False
@@ -279,13 +279,13 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
 
 
 def has_own_groups(optimizer: torch.optim.Optimizer) -> bool:
-    """Does it contain an optimizer with other groups than its own? (A wrapper shares the groups of what it wraps.)"""
+    """True if it contains an optimizer with other groups than its own. (A wrapper shares those of what it wraps.)"""
     own = {id(group) for group in optimizer.param_groups}
     return any(id(group) not in own for each in inner_optimizers(optimizer) for group in each.param_groups)
 
 
 def takes_sparse_only(optimizer: torch.optim.Optimizer) -> bool:
-    """Does it refuse a gradient that is not a sparse tensor?"""
+    """True if it refuses a gradient that is not a sparse tensor."""
     return isinstance(optimizer, torch.optim.SparseAdam)
 
 

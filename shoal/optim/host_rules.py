@@ -101,7 +101,7 @@ class Rule:
 
     @property
     def needs_scratch(self) -> bool:
-        """Does the kernel need a second scratch tensor?"""
+        """True if the kernel needs a second scratch tensor."""
         return self.kind == "Lion"
 
     @property
@@ -247,7 +247,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> RuleName | None:
 
 
 def _is_plain(group: Mapping[str, Any]) -> bool:
-    """Are the hyperparameters of a group without ``fused`` Python numbers? Arithmetic with tensors rounds otherwise."""
+    """True if the hyperparameters of a group without ``fused`` are Python numbers. Tensors round differently."""
     numbers = (group["lr"], *group.get("betas", ()))
     is_graph = bool(group.get("capturable") or group.get("differentiable"))
     return not is_graph and not any(isinstance(number, torch.Tensor) for number in numbers)

@@ -202,7 +202,7 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Was ``configure`` called in this world, or did an engine configure it?"""
+    """True if ``configure`` was called in this world, or an engine configured it."""
     return current_recompute() is not _registry.unconfigured
 
 

@@ -126,7 +126,7 @@ def find_modules(
 
 
 def matches_a_module(model: nn.Module, wanted: str) -> bool:
-    """Does ``wanted``, as ``recompute_blocks`` takes it, name a module of the model?"""
+    """True if ``wanted``, as ``recompute_blocks`` takes it, names a module of the model."""
     modules = {name: module for name, module in model.named_modules() if name}
     return any(type(module).__name__ == wanted for module in modules.values()) or bool(fnmatch.filter(modules, wanted))
 

@@ -99,7 +99,7 @@ class Form:
 
     @property
     def can_move(self) -> bool:
-        """Has each element an address of its own, so that a copy can have the same strides?"""
+        """True if each element has an address of its own, so that a copy can have the same strides."""
         span = 1
         for stride, size in sorted((t, s) for t, s in zip(self.stride, self.size, strict=True) if t and s > 1):
             if stride < span:
@@ -269,5 +269,5 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Is this strided memory and nothing else? (No DTensor, no sparse tensor, no nested one.)"""
+    """True for strided memory and nothing else (no DTensor, no sparse tensor, no nested one)."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested

@@ -112,7 +112,7 @@ class PipelineModule(StageModule):
 
     @property
     def is_whole(self) -> bool:
-        """Has this rank all layers, until ``keep_stages``?"""
+        """True if this rank has all layers, until ``keep_stages``."""
         return self._whole is not None
 
     def keep_stages(

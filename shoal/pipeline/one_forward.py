@@ -372,7 +372,7 @@ def _chosen(key: str, value: Any, at: str, leaf: Any) -> Any:
 
 
 def _is_cache(value: Any) -> bool:
-    """Is it a cache of keys and values of Transformers', to which a recomputation would append once more?"""
+    """True for a cache of keys and values of Transformers', to which a recomputation would append once more."""
     return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
 
 

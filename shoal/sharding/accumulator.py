@@ -113,7 +113,7 @@ class Accumulator:
 
     @property
     def is_on_host(self) -> bool:
-        """Is the sum on the host alone?"""
+        """True if the sum is on the host alone."""
         return self._host is not None
 
     def new_part(self) -> torch.Tensor:

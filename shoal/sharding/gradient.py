@@ -69,7 +69,7 @@ class GradientBuffer:
     the whole. In ``no_sync`` also a whole tensor of the sum's dtype, until the next reduction.
     """
 
-    is_sparse = False  # does it hold the rows that were looked up, not the table?
+    is_sparse = False  # True if it holds the rows that were looked up, not the table
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class GradientBuffer:
         self.axes = axes
         self.is_view = is_view
         self.adds_in_place = False  # autograd adds later micro-batches into the sum: ``parameter.grad`` is a view of it
-        self.is_attached = False  # is every ``parameter.grad`` such a view?
+        self.is_attached = False  # True if every ``parameter.grad`` is such a view
         dtype = policy.accumulate_dtype or parameters.dtype
         self._sum_dtype = sum_dtype or dtype
         self.state = GradientState.NONE
@@ -98,8 +98,8 @@ class GradientBuffer:
         self.num_reductions = 0  # ever begun: distinguishes one step's gradient from the next one's
         self._staging = staging
         staging.register(self.layout)
-        self.is_alone = parameters.comm.size == 1 and len(axes) == 1  # is there one rank?
-        self.is_whole = self.is_alone or not row.is_gradient_sharded  # is the accumulator the whole buffer?
+        self.is_alone = parameters.comm.size == 1 and len(axes) == 1  # True if there is one rank
+        self.is_whole = self.is_alone or not row.is_gradient_sharded  # True if the accumulator is the whole buffer
         self._is_whole_at_step = not row.gradient_at_step.is_sharded
         self.accumulator = Accumulator(parameters, staging, dtype, is_whole=self.is_whole)
         self._unsynced = UnsyncedGradient(self.layout, parameters.full.device)
@@ -152,7 +152,7 @@ class GradientBuffer:
     # from parameter.grad
 
     def has_unreduced(self) -> bool:
-        """Is there a gradient that no reduction has seen?"""
+        """True if there is a gradient that no reduction has seen."""
         return self._unsynced.flat is not None or self._has_new()
 
     def _has_new(self) -> bool:
@@ -449,7 +449,7 @@ class GradientBuffer:
 
     @property
     def is_moved(self) -> bool:
-        """Is a gradient of the step under way in host memory?"""
+        """True if a gradient of the step under way is in host memory."""
         return self._moved is not None
 
     @property

@@ -74,7 +74,7 @@ class ParameterSpec:
 
     @property
     def is_part(self) -> bool:
-        """Is it less than the whole tensor?"""
+        """True if it is less than the whole tensor."""
         return self.shape != self.global_shape
 
     @property

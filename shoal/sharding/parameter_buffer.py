@@ -38,7 +38,7 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def is_placeholder(data: torch.Tensor) -> bool:
-    """Is ``data`` one element of memory, shown in a larger shape?"""
+    """True if ``data`` is one element of memory, expanded to a larger shape."""
     return data.numel() > 1 and not any(data.stride())
 
 
@@ -187,7 +187,7 @@ class ParameterBuffer(FlatBuffer):
 
     @property
     def is_on_disk(self) -> bool:
-        """Is the shard stored on a disk?"""
+        """True if the shard is stored on a disk."""
         return self._disk_buffer is not None
 
     @property
@@ -369,7 +369,7 @@ class ParameterBuffer(FlatBuffer):
             self._disk.fetch(self._disk_buffer, self._owned_nbytes(used))
 
     def can_fetch_ahead(self) -> bool:
-        """Is there a free buffer to read the shard ahead of its use?"""
+        """True if there is a free buffer to read the shard ahead of its use."""
         return self._disk is None or self._disk.can_fetch_ahead(self.nbytes_of_shard)
 
     def pin_shard(self, *, is_overwritten: bool = False, ranges: Sequence[tuple[int, int]] | None = None) -> None:

@@ -147,7 +147,7 @@ def partition(
 
 
 def names_a_unit(model: nn.Module, rules: UnitRules) -> bool:
-    """Do all classes and names of the rules occur in the model?"""
+    """True if all classes and names of the rules occur in the model."""
     try:
         _named_by_user(dict(model.named_modules()), rules)
     except ModelError:

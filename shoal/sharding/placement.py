@@ -82,12 +82,12 @@ class Placement:
 
     @property
     def is_sharded(self) -> bool:
-        """Does each rank along some axis hold only a range?"""
+        """True if each rank along some axis holds only a range."""
         return any(spread is SHARD for _, spread in self.axes)
 
     @property
     def is_partial(self) -> bool:
-        """Is a sum over some axis still due?"""
+        """True if a sum over some axis is still due."""
         return any(spread is PARTIAL for _, spread in self.axes)
 
     def __str__(self) -> str:

@@ -69,7 +69,7 @@ class Row:
 
     @property
     def is_gradient_sharded(self) -> bool:
-        """Does each rank keep only its range of the gradient between micro-batches?"""
+        """True if each rank keeps only its range of the gradient between micro-batches."""
         return self.gradient_between.is_sharded
 
     def cells(self) -> list[str]:

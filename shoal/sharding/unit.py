@@ -119,11 +119,11 @@ class Unit:
 
     @property
     def is_released(self) -> bool:
-        """Is it neither gathered nor being gathered?"""
+        """True if it is neither gathered nor being gathered."""
         return self.state in (UnitState.SHARDED, UnitState.ON_DISK, UnitState.FETCHING)
 
     def holds(self, used: Used | None) -> bool:
-        """Are these blocks gathered, or being gathered?"""
+        """True if these blocks are gathered, or being gathered."""
         return not self.is_released and _union(self._gathered, used) == self._gathered
 
     def start_fetch(self, *, from_hpz: bool = False, used: Used | None = None) -> None:
@@ -139,7 +139,7 @@ class Unit:
             group.buffer.start_fetch(from_hpz=from_hpz, used=used)
 
     def can_fetch_ahead(self) -> bool:
-        """Is there room to read the shard ahead of its use?"""
+        """True if there is room to read the shard ahead of its use."""
         return all(group.buffer.can_fetch_ahead() for group in self.groups)
 
     def start_gather(self, *, from_hpz: bool = False, used: Used | None = None) -> None:
@@ -274,7 +274,7 @@ class Unit:
 
     @property
     def is_complete(self) -> bool:
-        """Has every trained parameter its gradient of this pass?"""
+        """True if every trained parameter has its gradient of this pass."""
         return all(self._has_grad)
 
     def start_pass(self) -> None:
@@ -283,7 +283,7 @@ class Unit:
         self.is_reduced = False
 
     def reduces(self, *, at_step: bool) -> bool:
-        """Does a pass reduce the unit? A whole accumulator waits for the last micro-batch before the step."""
+        """True if a pass reduces the unit. A whole accumulator waits for the last micro-batch before the step."""
         return at_step or any(not gradient.is_whole for gradient in self.gradients)
 
     def accumulate(self) -> None:

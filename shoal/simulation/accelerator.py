@@ -395,7 +395,7 @@ class SimulatedAccelerator:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> bool:
-        """Does the host wait for an operation between its memory and the device's?"""
+        """True if the host waits for an operation between its memory and the device's."""
         on_host = [storage for _, storage in found if storage.is_host]
         if not on_host:
             return False

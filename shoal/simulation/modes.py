@@ -48,7 +48,7 @@ class _Operators(TorchDispatchMode):
         watcher.notice_deaths()
         effects = effects_of(func)
         before = []
-        if effects.is_custom and FakeTensor not in types:  # its schema was written by hand: is it true?
+        if effects.is_custom and FakeTensor not in types:  # its schema was written by hand and may be wrong
             reads = accessed(effects, args, kwargs)[0]
             before = [(tensor, tensor.clone()) for tensor in reads if tensor.layout is torch.strided]
         result = func(*args, **kwargs)

@@ -209,7 +209,7 @@ class ExpertsIfUsed:
     place: int | None = None
 
     def used(self) -> Used | None:
-        """Which of them does the forward that runs use? None: they do not run."""
+        """For each of them, True if the forward that runs uses it. None: they do not run."""
         return None if self.held.usage is None else self.held.usage.used(self.place)
 
 

@@ -70,7 +70,7 @@ class DeferredGathers:
 
     @property
     def is_pending(self) -> bool:
-        """Is there a unit to wait for?"""
+        """True if there is a unit to wait for."""
         return any(unit.state is UnitState.GATHERING for unit in self._units.values())
 
     def defer(self, gathers: Sequence[tuple[ParameterGroup, Work]]) -> None:

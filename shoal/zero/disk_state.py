@@ -230,6 +230,6 @@ def _views(numel: int, fields: Sequence[Field], memory: torch.Tensor) -> dict[st
 
 
 def _is_same_range(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Do both begin at the same place of one storage? Tensors of a dry run have no addresses."""
+    """True if both begin at the same place of one storage. Tensors of a dry run have no addresses."""
     is_same_storage = one.untyped_storage()._cdata == other.untyped_storage()._cdata
     return is_same_storage and one.storage_offset() == other.storage_offset()

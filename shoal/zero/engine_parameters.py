@@ -161,7 +161,7 @@ class EngineParameters(ParameterOwner):
     # values
 
     def knows(self, parameter: torch.Tensor) -> bool:
-        """Does the engine train it?"""
+        """True if the engine trains it."""
         return id(parameter) in self._home
 
     def _find(self, parameter: nn.Parameter) -> tuple[ParameterGroup, int, Segment | None]:
@@ -261,7 +261,7 @@ class EngineParameters(ParameterOwner):
         return self._full(group, slot, segment, owned)
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
-        """Did a backward pass reach it since the last step?"""
+        """True if a backward pass has reached it since the last step."""
         return self._has_gradient(self._find(parameter)[0])
 
     def _has_gradient(self, group: ParameterGroup) -> bool:

@@ -28,7 +28,7 @@ class _ParameterVersion:
 
     @property
     def is_changed(self) -> bool:
-        """Was it changed, and not in a block inside that broadcasts changes?"""
+        """True if it was changed, and not in an inner block that broadcasts changes."""
         is_same = self.parameter.data_ptr() == self.pointer and self.parameter._version == self.version
         return not is_same and self.owner.num_written == self.num_written
 

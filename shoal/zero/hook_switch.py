@@ -20,7 +20,7 @@ from shoal.zero.order import UnitOrder
 
 
 class Switch:
-    """Do the hooks act?"""
+    """True if the hooks act."""
 
     def __init__(self) -> None:
         self.is_on = True
@@ -46,7 +46,7 @@ class Coordinator:
         self._order = order
 
     def is_invalid_trace(self) -> bool:
-        """Is no order known?"""
+        """True if no order is known."""
         return not self._order.is_known
 
     def _invalidate_trace(self) -> None:

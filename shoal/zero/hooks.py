@@ -116,7 +116,7 @@ class HookSet:
 
 
 def accumulates_into(parameters: Iterable[nn.Parameter]) -> bool:
-    """Will the backward pass that runs in this thread accumulate a gradient into some of these parameters?
+    """True if the backward pass in this thread will accumulate a gradient into some of these parameters.
 
     ``autograd.grad`` on inputs will not.
     """

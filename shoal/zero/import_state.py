@@ -71,7 +71,7 @@ def _fill(step: ShardedStep, group: ParameterGroup, slot: int, wide: dict[str, t
 
 
 def _is_elementwise(key: str, value: Any, parameter: nn.Parameter) -> bool:
-    """Has it one number for each of the parameter's? Of a 0-d one only the name tells."""
+    """True if the state has one element per parameter element. A 0-d state is recognised by its name."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
     return value.dim() > 0 or key not in _OF_A_PARAMETER

@@ -263,7 +263,7 @@ def _tensor_of(module: nn.Module, key: str) -> torch.Tensor:
 
 
 def _is_unfilled(tensor: torch.Tensor, version: int) -> bool:
-    """Has nothing written to the tensor since ``version``? Writes through ``.data`` do not change the version."""
+    """True if nothing has written to the tensor since ``version``. Writes through ``.data`` do not change it."""
     if tensor._version != version or not tensor.numel():
         return False
     return not tensor.is_floating_point() or bool(tensor.detach().isnan().any())

@@ -156,7 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Was the last step left out because a gradient was not finite?"""
+        """True if the last step was skipped because a gradient was not finite."""
         return self._status.overflow
 
     @overflow.setter

@@ -23,7 +23,7 @@ class UnitOrder:
         self.departures = 0
         self._prefetch_numel = prefetch_numel
         self._max_live_numel = max_live_numel
-        self._recorded: dict[str, list[tuple[Unit, bool]]] = {}  # with: was it in backward?
+        self._recorded: dict[str, list[tuple[Unit, bool]]] = {}  # True if it was in backward
         self._visited: list[tuple[Unit, bool]] = []
         self._key = ""
         self._is_following = False
@@ -43,7 +43,7 @@ class UnitOrder:
 
     @property
     def is_known(self) -> bool:
-        """Has any pass been recorded, or is one being recorded?"""
+        """True if any pass has been recorded, or is being recorded."""
         return bool(self._recorded or self._visited)
 
     def forget(self) -> None:
@@ -75,7 +75,7 @@ class UnitOrder:
             return []
         chosen: list[Unit] = []
         numel = 0
-        has_used = False  # is one chosen that is gathered if it is used?
+        has_used = False  # True if one is chosen that is gathered if it is used
         for unit, in_backward in self._recorded[self._key][len(self._visited) :]:
             if in_backward != self._visited[-1][1]:
                 break

@@ -84,7 +84,7 @@ class ParameterOwner(ABC):
 
     @abstractmethod
     def is_sharded(self, parameter: torch.Tensor) -> bool:
-        """Does each rank hold only its shard between uses?"""
+        """True if each rank holds only its shard between uses."""
 
     @abstractmethod
     def state_of(self, parameter: torch.Tensor) -> ParameterState: ...
@@ -95,7 +95,7 @@ class ParameterOwner(ABC):
 
     @abstractmethod
     def num_shards(self, parameter: torch.Tensor) -> int:
-        """How many ranks hold a shard of it?"""
+        """The number of ranks that hold a shard of it."""
 
     @abstractmethod
     def load(self, parameter: nn.Parameter, read: Callable[[int, int], torch.Tensor]) -> None:
@@ -122,7 +122,7 @@ class _Owners:
         self._of_other_stages.update(dict.fromkeys(parameters))
 
     def is_elsewhere(self, parameter: torch.Tensor) -> bool:
-        """Is the parameter on other pipeline stages alone?"""
+        """True if only other pipeline stages have the parameter."""
         return parameter in self._of_other_stages
 
     def put(self, parameter: torch.Tensor, owner: ParameterOwner) -> None:

@@ -84,7 +84,7 @@ class _Calls:
         return any(not call.is_done for call in self.started)
 
     def is_left(self, forwards: set[int]) -> bool:
-        """Has backward begun in every call of these forwards?"""
+        """True if backward has begun in every call of these forwards."""
         own = [call for call in self.watched if call.forward in forwards]
         return bool(own) and not self.num_pinned and all(call.is_started for call in own)
 
@@ -192,7 +192,7 @@ class ShardedModel:
 
     @property
     def in_pass(self) -> bool:
-        """Is a backward pass under way?"""
+        """True if a backward pass is under way."""
         return self._pass is not None
 
     def _follow_stream(self) -> None:
@@ -347,7 +347,7 @@ class ShardedModel:
                 unit.start_fetch(from_hpz=is_backward, used=self._next_used(unit, is_backward))
 
     def _is_expected(self, unit: Unit, is_backward: bool) -> bool:
-        """Is it known that the next use of ``unit`` gathers it?"""
+        """True if it is known that the next use of ``unit`` gathers it."""
         return _uses_any(self._next_used(unit, is_backward))
 
     def _next_used(self, unit: Unit, is_backward: bool) -> Used | None:
@@ -414,7 +414,7 @@ class ShardedModel:
             self._gather(unit, call.used)
 
     def _is_left(self, unit: Unit, entering: Unit, current: _Pass) -> bool:
-        """Has backward left ``unit`` for good, as far as every rank can tell alike?
+        """True if backward has left ``unit`` for good, as far as every rank can tell alike.
 
         A unit that runs others gets gradients while they do; the root, and one whose parameters others read, until the
         pass ends. Of a module whose output is that of a module inside it, backward enters the inner one first.

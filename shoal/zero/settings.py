@@ -47,7 +47,7 @@ class Precision:
         return self.gradient if sent is None else replace(self.gradient, reduce_dtype=sent)
 
     def has_wider_main(self, dtype: torch.dtype) -> bool:
-        """Have main parameters more digits than parameters of ``dtype``?"""
+        """True if main parameters have more digits than parameters of ``dtype``."""
         return dtype in (torch.float16, torch.bfloat16) and self.main not in (None, dtype)
 
     def main_of(self, dtype: torch.dtype) -> torch.dtype:
@@ -83,11 +83,11 @@ class ZeroSettings:
     is_host_separate: bool | None = None  # is host memory other memory than the device's? None: unless that is a CPU
 
     def is_offloaded(self, tier: Tier, device: torch.device) -> bool:
-        """Must bytes of ``tier`` in host memory be copied before ``device`` can compute with them?"""
+        """True if bytes of ``tier`` in host memory must be copied before ``device`` can compute with them."""
         return tier is not Tier.DEVICE and self.has_separate_host(device)
 
     def has_separate_host(self, device: torch.device) -> bool:
-        """Is host memory other memory than the device's?"""
+        """True if host memory is other memory than the device's."""
         return is_accelerator(device) if self.is_host_separate is None else self.is_host_separate
 
     def tiers(self, units: Sequence[UnitMemory]) -> Sequence[Tiers]:

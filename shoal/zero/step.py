@@ -103,7 +103,7 @@ class ShardedStep:
 
     @property
     def is_whole_tensor(self) -> bool:
-        """Does the optimizer need whole parameters (LAMB, Muon)?"""
+        """True if the optimizer needs whole parameters (LAMB, Muon)."""
         return self._is_whole_tensor
 
     @property

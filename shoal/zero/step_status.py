@@ -47,7 +47,7 @@ class GlobalStatus:
 
     @property
     def is_finite(self) -> bool:
-        """Are all losses and gradients finite? A loss may be NaN though its gradient is not."""
+        """True if all losses and gradients are finite. A loss may be NaN though its gradient is not."""
         return math.isfinite(self.norm) and not self.bad_loss_ranks
 
 

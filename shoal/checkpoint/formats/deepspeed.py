@@ -321,7 +321,7 @@ def _described(name: str, layout: TensorParallelLayout, module: ModelFile) -> st
 
 
 def _check_copies(parts: list[_RankFiles], names: Iterable[str]) -> None:
-    """Are the weights that all ranks have whole the same? They may differ by rounding, and one rank's are taken then.
+    """True if the weights that all ranks have whole are the same. If they differ by rounding, one rank's are taken.
 
     Raises: CheckpointError: they are not.
     """

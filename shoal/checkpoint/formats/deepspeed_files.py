@@ -248,7 +248,7 @@ class Turns:
         self._count = 0
 
     def take(self) -> bool:
-        """Is the next file this rank's?"""
+        """True if the next file is this rank's."""
         self._count += 1
         return self._verify and (self._count - 1) % self._size == self._rank
 
@@ -324,7 +324,7 @@ def _tag_folder(root: Path, tag: str | None) -> Path:
 
 
 def is_inside(name: str) -> bool:
-    """Does it name something in a folder, and nothing outside of it?"""
+    """True if it names something inside a folder, and nothing outside of it."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 

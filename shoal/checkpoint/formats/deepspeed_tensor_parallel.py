@@ -158,7 +158,7 @@ class TensorParallelLayout:
         return PartJoin(shape, self._num_parts, (PartBlock(rank, shape, (0, _strides(shape)), (0, _strides(shape))),))
 
     def describes(self, name: str) -> bool:
-        """Does a pattern or the map of the file name this parameter? The parts of others are joined along dim 0."""
+        """True if a pattern or the map of the file names this parameter. The parts of others are joined along dim 0."""
         subs = (_values(entry).get("patterns") or () for entry in self._information.get(_SUB_PARAMS) or ())
         is_in_map = f"^{re.escape(name)}$" in self._maps
         return (
@@ -281,7 +281,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _lies_inside(block: PartBlock, part_numel: int, whole_numel: int) -> bool:
-    """Does it lie in a part and in a whole of so many elements?"""
+    """True if it lies in a part and in a whole of this many elements."""
     is_empty = 0 in block.shape
     for (offset, strides), numel in ((block.in_part, part_numel), (block.in_whole, whole_numel)):
         last = offset + sum((size - 1) * stride for size, stride in zip(block.shape, strides, strict=True))

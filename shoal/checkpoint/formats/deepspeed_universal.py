@@ -216,5 +216,5 @@ def _value_of(held: Any, shape: Sequence[int], path: Path) -> Any:
 
 
 def _is_cut(value: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Is it without its last rows? Those that fill up a vocabulary are left out by DeepSpeed, which reads zeros."""
+    """True if the last rows are missing. DeepSpeed omits the rows that pad a vocabulary, and reads zeros."""
     return value.dim() == len(shape) > 1 and value.shape[1:] == tuple(shape[1:]) and value.shape[0] < shape[0]

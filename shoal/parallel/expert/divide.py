@@ -121,7 +121,7 @@ def _set_ranks(name: str, held: ExpertsHeld, comm: Communicator | None, size: in
 
 
 def wants_split(model: nn.Module) -> bool:
-    """Was a layer built for experts that are split over the tensor-parallel ranks?"""
+    """True if a layer was built for experts that are split over the tensor-parallel ranks."""
     return any(held.wants_split for _, _, held in modules_with_experts(model))
 
 

@@ -42,7 +42,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Te
 
 
 def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Does torch's grouped kernel take these tensors? It wants strides and addresses that are multiples of 16 bytes."""
+    """True if torch's grouped kernel takes these tensors: strides and addresses are multiples of 16 bytes."""
     if _grouped_mm is None or capability(rows) < (9, 0) or not rows.dtype == weight.dtype == torch.bfloat16:
         return False
     return len(rows) > 0 and not (rows.shape[1] % 8 or weight.shape[2] % 8 or weight.data_ptr() % 16)

@@ -175,7 +175,7 @@ class ExpertsHeld:
 
     @property
     def has_split_sequence(self) -> bool:
-        """Do the tensor-parallel ranks hold different tokens of one sequence?"""
+        """True if the tensor-parallel ranks hold different tokens of one sequence."""
         return self.region is not None and self.region.splits_sequence
 
     @property

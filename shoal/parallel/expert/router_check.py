@@ -17,6 +17,6 @@ class RouterCheck:
         self._sum = total if before is None or before.device != total.device else before + total
 
     def is_bad(self) -> bool:
-        """Was some weight not finite since the last call? Order: blocks the host."""
+        """True if some weight was not finite since the last call. Order: blocks the host."""
         total, self._sum = self._sum, None
         return total is not None and not bool(total.isfinite())

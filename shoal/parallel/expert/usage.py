@@ -24,7 +24,7 @@ class ExpertUsage:
 
     @property
     def is_running(self) -> bool:
-        """Do the experts run?"""
+        """True if the experts run."""
         return self._used is not None
 
     @contextmanager
@@ -49,7 +49,7 @@ class ExpertUsage:
             self._used = before
 
     def used(self, place: int | None = None) -> tuple[bool, ...] | None:
-        """Does the forward that runs use each expert? None: the experts do not run.
+        """For each expert, True if the forward that runs uses it. None: the experts do not run.
 
         Args:
             place: of one expert, which is asked for alone; None: all of them.

@@ -178,7 +178,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions)
 
 
 def _repeats_keys(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> bool:
-    """Would torch's function copy a head of keys for each head of queries, and hold all scores?"""
+    """True if torch's function would copy a head of keys for each head of queries, and hold all scores."""
     is_grouped = query.shape[1] != key.shape[1] and options.mask is None
     return is_grouped and isinstance(kernel_for(query, value), EfficientKernel | PlainKernel)
 

@@ -51,7 +51,7 @@ class RingPlan:
 
     @property
     def is_direct(self) -> bool:
-        """Does a rank receive the keys alone that its queries attend to?"""
+        """True if a rank receives only the keys that its queries attend to."""
         return self.exchange == "ring" and (self.window is not None or self.documents is not None)
 
     @property

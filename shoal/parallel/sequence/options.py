@@ -15,7 +15,7 @@ from shoal.parallel.sequence.documents import Documents
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of row, head, query and key: may it attend?
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of row, head, query and key: True where it may attend
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # of a score, row, head, query and key
 
 
@@ -36,12 +36,12 @@ class AttentionOptions:
 
     @property
     def is_flexible(self) -> bool:
-        """Are scores or masks given by functions, as torch's flex attention takes them?"""
+        """True if scores or masks are given by functions, as torch's flex attention takes them."""
         return self.score_mod is not None or self.block_mask is not None
 
     @property
     def are_torchs(self) -> bool:
-        """Has torch's ``scaled_dot_product_attention`` all of them?"""
+        """True if torch's ``scaled_dot_product_attention`` has all of them."""
         own = (self.documents, self.window, self.softcap, self.sinks)
         return not self.is_flexible and all(value is None for value in own)
 

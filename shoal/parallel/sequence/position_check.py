@@ -26,14 +26,14 @@ _POOLS = "returns nothing of each position: each rank pools its own part of the 
 
 
 def takes_tokens(model: Any) -> bool:
-    """Is it a model of Transformers that is called with ``input_ids`` alone?"""
+    """True for a model of Transformers that is called with ``input_ids`` alone."""
     config = getattr(model, "config", None)
     is_known = hasattr(config, "get_text_config") and callable(getattr(model, "get_input_embeddings", None))
     return is_known and not getattr(config, "is_encoder_decoder", False) and "input_ids" in _arguments(model)
 
 
 def shifts_labels_here(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Does each rank shift its own part of the labels? The label of its last position is then lost."""
+    """True if each rank shifts its own part of the labels. The label of its last position is then lost."""
     given = {name for name, value in arguments.items() if value is not None}
     return getattr(model, "loss_type", None) == "ForCausalLM" and "labels" in given and "shift_labels" not in given
 

@@ -118,7 +118,7 @@ class Stack:
         self._is_in_parent, self._num_spans, self._num_single = True, int(begin > 0), 0
 
     def _is_split_before(self, begin: int) -> bool:
-        """Have earlier pipeline stages, which call the layers before ``begin``, left the sequence split?"""
+        """True if earlier pipeline stages, which call the layers before ``begin``, left the sequence split."""
         return begin > 0 and self._order[-1] not in self._order[:begin]
 
     def _leave_parent(self, module: nn.Module, args: Any, output: Any) -> None:

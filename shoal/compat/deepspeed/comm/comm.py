@@ -290,7 +290,7 @@ def reset_log() -> None:
 
 
 def has_comm_data() -> bool:
-    """Was any collective timed?"""
+    """True if any collective was timed."""
     return _logger().has_data()
 
 

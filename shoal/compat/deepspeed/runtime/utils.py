@@ -108,7 +108,7 @@ def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
 
 
 def is_model_parallel_parameter(p: Any) -> bool:
-    """Is it marked as one part of a tensor-parallel parameter?"""
+    """True if it is marked as one part of a tensor-parallel parameter."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 

@@ -25,7 +25,7 @@ from shoal.zero.parameter_owner import OWNERS
 
 
 def _is_frozen(parameter: nn.Parameter) -> bool:
-    """Is it a frozen parameter of an engine?"""
+    """True for a frozen parameter of an engine."""
     owner = OWNERS.get(parameter)
     return isinstance(owner, EngineParameters) and not owner.knows(parameter)
 

@@ -14,7 +14,7 @@ from shoal.errors import ModelError
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Is it marked?"""
+    """True if it is marked."""
     return bool(getattr(model, "_z3_leaf", False))
 
 

@@ -1,10 +1,23 @@
-"""Every causal family of Transformers as a small model, and its training with and without Shoal."""
+"""Every causal family of Transformers as a small model, and its training with and without Shoal.
+
+python -m tests.families --write docs/reference/model-families.md    trains them all and writes the page
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import copy
 import inspect
+import json
 import logging
+import multiprocessing
+import os
+import pathlib
+import re
+import resource
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +28,7 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.errors import ShoalError
 
-VOCABULARY, LENGTH, ROWS, STEPS = 64, 16, 2, 3
+VOCABULARY, LENGTH, ROWS, STEPS = 64, 16, 2, 2
 OPTIMIZER = {"lr": 1e-2, "eps": 0.1, "weight_decay": 0.01}  # a large eps: an update is in proportion to the gradient
 # Of a parameter's movement. A rounding that crosses the kink of a ReLU moves single elements by up to 1e-3 of it; what
 # is computed wrongly differs by 1e-2 and more.
@@ -166,7 +179,7 @@ class _Warnings(logging.Handler):
 
 
 def outcome(model: nn.Module, layout: str) -> str:
-    """``equal``, ``refused`` with a clear error, ``said`` by a warning or a note; or what went wrong."""
+    """``equal``, ``refused: `` and a clear error, ``said: `` and a warning or a note; or what went wrong."""
     is_pipeline = layout.startswith("pp")
     num_batches = 2 if layout in ("stage 3", "ep 2", "pp 2") else 1
     expected = trained_alone(model, num_batches, has_labels=is_pipeline)
@@ -178,9 +191,10 @@ def outcome(model: nn.Module, layout: str) -> str:
     try:
         found = trained_by_shoal(model, LAYOUTS[layout])
     except ShoalError as error:
-        return "refused" if error.code != "comm-timeout" else f"hung: {error}"
+        return f"refused: {error.what}" if error.code != "comm-timeout" else f"hung: {error}"
     except Exception as error:
-        return "said" if handler.found or getattr(error, "__notes__", ()) else f"{type(error).__name__}: {error}"
+        said = [*handler.found, *getattr(error, "__notes__", ())]
+        return f"said: {said[0]}" if said else f"{type(error).__name__}: {error}"
     finally:
         logger.removeHandler(handler)
     missing = expected.keys() - found.keys()
@@ -195,5 +209,172 @@ def outcome(model: nn.Module, layout: str) -> str:
     }
     worst = max(errors, key=lambda name: errors[name])
     if handler.found:
-        return "said" if errors[worst] > EXACT else f"equal, and warned: {handler.found[0]}"
+        return f"said: {handler.found[0]}" if errors[worst] > EXACT else f"equal, and warned: {handler.found[0]}"
     return "equal" if errors[worst] < BOUND else f"{worst} differs by {errors[worst]:.1e}"
+
+
+def names() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+
+
+@contextlib.contextmanager
+def attention_over_ranks() -> Iterator[None]:
+    """Transformers knows the attention ``shoal`` inside the block."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    from shoal.parallel.sequence.huggingface import register
+
+    tables: list[Any] = [each._global_mapping for each in (AttentionMaskInterface, AttentionInterface)]
+    before = [dict(table) for table in tables]
+    register()
+    try:
+        yield
+    finally:
+        for table, kept in zip(tables, before, strict=True):
+            table.clear()
+            table.update(kept)
+
+
+# The page of model families.
+
+PAGE = """# Model families of Transformers
+
+Made by `python -m tests.families --write docs/reference/model-families.md` with Transformers {version}; do not edit it.
+
+A small model of each causal family is trained for {steps} steps of AdamW in fp32 on two ranks, and each parameter is
+compared with that of plain PyTorch on one. How to set the axes: [parallelism](../how-to/parallelism.md).
+
+- *yes*: equal, within {bound:.1%} of the parameter's movement.
+- *named* and a number: the model does not fit the axis, and the engine says so by a warning, or by a note on the
+  model's own error. *refused* and a number: by a Shoal error. The numbers are of the messages below.
+- *wrong* and a number: other values, or an error that is not Shoal's.
+- *no experts*: the family has no experts, and `ep` is refused.
+- *random*: the model itself trains differently each time. *not tried*: over {seconds} seconds of one core.
+
+| | {columns} |
+| --- | {rules} |
+{summary}
+
+| family | {columns} |
+| --- | {rules} |
+{rows}
+
+## Messages
+
+{messages}
+
+## Families without a small model
+
+{without}
+"""
+COLUMNS = {"stage 3": "ZeRO 3", "tp 2": "`tp`", "tp 2 sequence": "`tp`, sequence parallel", "sp 2": "`sp`"}
+COLUMNS |= {"cp 2": "`cp`", "pp 2": "`pp`", "ep 2": "`ep`"}
+WORDS = {"equal": "yes", "refused": "refused", "said": "named", "random": "random", "not tried": "not tried"}
+SECONDS = 40  # of one core, for one family
+
+
+def _write_results(family: str, path: str) -> None:
+    """Append one line of JSON for each layout; runs in a process of its own, which may be killed."""
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    warnings.simplefilter("ignore")
+    logging.disable(logging.INFO)
+
+    def write(layout: str, result: str) -> None:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps([family, layout, result]) + "\n")
+
+    with attention_over_ranks():
+        try:
+            model = build(family)
+        except CannotBeSmallError as error:
+            write("", str(error))
+            return
+        for layout in COLUMNS:
+            write(layout, outcome(model, layout))
+        write("end", "")
+
+
+def _cell(result: str, messages: list[str]) -> str:
+    if "has no expert layer" in result:
+        return "no experts"
+    kind, _, text = result.partition(": ")
+    if not text:
+        return WORDS.get(kind, kind)
+    text = re.sub(r"\s+", " ", re.sub(r"\b[A-Z]\w*For\w+\b", "the model", text)).strip()
+    text = re.split(r"(?<=[a-z\)\]]\.) ", text)[0][:400].replace("|", "\\|").replace("<", "\\<")
+    if text not in messages:
+        messages.append(text)
+    return f"{WORDS.get(kind, 'wrong')} {messages.index(text) + 1}"
+
+
+def page(results: list[tuple[str, str, str]]) -> str:
+    import transformers
+
+    found: dict[str, dict[str, str]] = {}
+    for family, layout, result in results:
+        found.setdefault(family, {})[layout] = result
+    messages: list[str] = []
+    rows = {
+        family: [_cell(of.get(layout, "not tried"), messages) for layout in COLUMNS]
+        for family, of in sorted(found.items())
+        if "" not in of
+    }
+    words = ["yes", "named", "refused", "wrong", "no experts", "random", "not tried"]
+    counts = [[sum(row[at].startswith(word) for row in rows.values()) for at in range(len(COLUMNS))] for word in words]
+    return PAGE.format(
+        version=transformers.__version__,
+        steps=STEPS,
+        bound=BOUND,
+        seconds=SECONDS,
+        columns=" | ".join(COLUMNS.values()),
+        rules=" | ".join("---" for _ in COLUMNS),
+        summary="\n".join(
+            f"| {word} | {' | '.join(map(str, of))} |" for word, of in zip(words, counts, strict=True) if any(of)
+        ),
+        rows="\n".join(f"| {family} | {' | '.join(row)} |" for family, row in rows.items()),
+        messages="\n".join(f"{index}. {text}" for index, text in enumerate(messages, 1)) or "None.",
+        without="\n".join(
+            f"- {family}: {of[''].splitlines()[0][:160]}" for family, of in sorted(found.items()) if "" in of
+        )
+        or "None.",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", required=True, type=pathlib.Path, help="the page")
+    parser.add_argument(
+        "--results",
+        type=pathlib.Path,
+        default=pathlib.Path("build/families.jsonl"),
+        help="one line for each family and layout; families whose lines are complete are not trained again",
+    )
+    parser.add_argument("--only", nargs="*", help="these families, again; default: those without results")
+    arguments = parser.parse_args()
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    arguments.results.touch()
+
+    def results() -> list[tuple[str, str, str]]:
+        return [json.loads(line) for line in arguments.results.read_text(encoding="utf-8").splitlines()]
+
+    done = {family for family, layout, _ in results() if layout in ("", "end")}
+    for family in arguments.only or [name for name in names() if name not in done]:
+        child = multiprocessing.get_context("fork").Process(
+            target=_write_results, args=(family, os.fspath(arguments.results))
+        )
+        child.start()
+        child.join(10 * SECONDS)  # other work of the machine may slow it
+        child.kill()
+        child.join()
+        if child.exitcode:
+            with arguments.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([family, "end", ""]) + "\n")
+        arguments.write.write_text(page(results()), encoding="utf-8")
+        print(family, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -256,7 +256,7 @@ class SavedTensors:
 def input_changed(tensor: torch.Tensor) -> UsageError:
     """The error for a saved tensor that was changed."""
     return UsageError(
-        f"an input of a recomputed segment was changed in place after the segment ran ({tensor.dtype}, "
+        f"an input or saved output of a recomputed segment was changed in place after the segment ran ({tensor.dtype}, "
         f"shape {tuple(tensor.shape)}). The recomputation would not give what the forward pass gave.",
         do="write x = x + y instead of x += y for an input of a recomputed segment, or pass x.clone() to it.",
         code="recompute-input-changed",

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.errors import ConfigError, UsageError
-from shoal.parallel.recompute import Recompute, RecomputeSettings
+from shoal.parallel.recompute import Recompute, RecomputeSettings, recompute_blocks
 from shoal.parallel.saved_tensors import Form
 from shoal.parallel.selective import operations_of
 from shoal.sharding.placement import Tier
@@ -283,6 +283,53 @@ def test_a_policy_says_what_is_not_run_again(policy: Any, products: int, tanhs: 
         made.checkpoint(block, torch.randn(ROWS, HIDDEN)).sum().backward()
     assert operations.seen.count("addmm") == products
     assert operations.seen.count("tanh") == tanhs
+
+
+class Careless(nn.Module):
+    """Writes into tensors, its products' outputs among them, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor, scale: float, mask: None) -> torch.Tensor:
+        with torch.no_grad():
+            means = torch.empty(ROWS, 1)
+            torch.mm(x, torch.full((HIDDEN, 1), 1 / HIDDEN), out=means)
+        y = self.up(x)
+        y += means
+        y.view(-1).mul_(2)
+        y = torch.relu_(self.down(torch.tanh(y) * torch.rand_like(y)))
+        return x + y * torch.rand_like(y)
+
+
+def test_a_policy_does_not_save_what_an_operation_does_beside_its_output() -> None:
+    model = Chain(0)
+    model.blocks = nn.ModuleList([Careless(), Careless()])
+    x = torch.randn(ROWS, HIDDEN)
+    plain = run(model, x)
+    made = Recompute(RecomputeSettings(operations=operations_of(["mm", "addmm", "view", "rand_like"])))
+    recomputed = recompute_blocks(model, Careless, recompute=made)
+    assert_same(run(model, x), plain)
+    recomputed.remove()
+
+
+def test_an_output_that_a_policy_saves_serves_one_backward_pass_and_may_not_be_changed_after_the_segment() -> None:
+    made = Recompute(RecomputeSettings(operations=operations_of("matmul")))
+    weight = torch.randn(HIDDEN, HIDDEN, requires_grad=True)
+    loss = made.checkpoint(lambda x: torch.tanh(x @ weight), torch.randn(ROWS, HIDDEN)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(UsageError, match="recompute-policy-twice"):
+        loss.backward()
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        product = x @ weight
+        return product, torch.tanh(product)
+
+    product, activation = made.checkpoint(both, torch.randn(ROWS, HIDDEN))
+    product += 1
+    with pytest.raises(UsageError, match="recompute-input-changed"):
+        activation.sum().backward()
 
 
 def test_a_policy_that_does_not_exist_is_an_error() -> None:

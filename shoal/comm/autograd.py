@@ -81,6 +81,11 @@ def all_to_all_uneven(
     return _apply(_AllToAllUneven, tensor, comm, list(out_splits), list(source_splits), label)
 
 
+def is_gather(node: Any, comm: Communicator) -> bool:
+    """True if a node of autograd's graph is a :func:`gather` over ``comm``."""
+    return getattr(type(node), "_forward_cls", None) is _Gather and node.comm is comm
+
+
 # A compiler calls it as it is: it would trace the waiting for other ranks.
 @untraced
 def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:

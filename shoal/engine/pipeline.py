@@ -434,6 +434,7 @@ class _EngineCompute:
         loss = engine.module.loss(output, batch)
         if not torch.is_grad_enabled():
             return loss
+        engine._check_loss(loss)
         num_tokens = count_tokens(labels_of(batch)) if engine.accumulation.counts_tokens else None
         return engine.accumulation.scaled(loss, "engine", num_tokens=num_tokens)
 

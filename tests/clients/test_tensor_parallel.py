@@ -147,6 +147,22 @@ def test_sequence_parallelism_changes_no_value(family: str) -> None:
     compare(build(family), forward, 4, sequence_parallel=True)
 
 
+def with_routers_and_hidden_states(model: nn.Module) -> Outputs:
+    """The loss has the routers' loss, whose padded tokens do not count, and a statistic of every hidden state."""
+    routers = {"output_router_logits": True} if hasattr(model.config, "router_aux_loss_coef") else {}
+    output = model(input_ids=TOKENS, attention_mask=MASK, labels=TOKENS, output_hidden_states=True, **routers)
+    hidden = {f"hidden {place}": each for place, each in enumerate(output.hidden_states)}
+    found = {f"router {place}": each for place, each in enumerate(output.get("router_logits") or ())}
+    statistic = sum(each.std(1).mean() for each in hidden.values())
+    return {**hidden, **found, "loss": output.loss + output.get("aux_loss", 0) + statistic}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss", "gpt2", "bert"])
+def test_under_sequence_parallelism_the_model_returns_whole_sequences(family: str, size: int) -> None:
+    compare(build(family), with_routers_and_hidden_states, size, sequence_parallel=True)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama-tied-biases", "bloom"])
 def test_the_loss_of_split_logits_is_the_loss(family: str) -> None:
     compare(build(family), loss_alone, 2, loss_parallel=True)

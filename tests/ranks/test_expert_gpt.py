@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.config.experts import ExpertParallel
@@ -102,6 +103,41 @@ def test_losses_and_parameters_equal_those_of_one_process(
     size: int, stage: int, micro: int, parallel: dict[str, int]
 ) -> None:
     assert_trains_as_alone(size, stage, micro, parallel=parallel)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"tp": 2, "ep": 4}, {"sp": 2}, {"cp": 2}], ids=str)
+def test_the_losses_of_routers_are_of_the_whole_sequences_that_ranks_split(parallel: dict[str, Any]) -> None:
+    size = max(parallel.values())
+
+    def part(step: int, rank: int) -> list[torch.Tensor]:
+        return [each[:, :4] for each in batch(step, rank, size // 2)]
+
+    model = make(gpt)
+    optimizer = sgd(model.parameters())
+    for step in range(STEPS):
+        for rank in range(size // 2):
+            (model(*part(step, rank)) / (size // 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    def rank() -> dict[str, torch.Tensor]:
+        parts = {"tp_sequence_parallel": True} if "tp" in parallel else {}
+        ours = make(gpt)
+        engine = start_with(ours, config(1, parallel={**parallel, **parts}), sgd)
+        context = engine.sequence_context
+        for step in range(STEPS):
+            arguments = part(step, engine.axes.batch.rank)
+            if context is not None:
+                engine.module.attend_by(shoal.attention)
+                arguments = [*map(context.shard, arguments), context.positions(4)]
+            engine.backward(engine(*arguments))
+            engine.step()
+        return engine.module_state_dict()
+
+    for found in run_ranks(size, rank):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("order", GRADIENT_ORDERS, ids=" ".join)

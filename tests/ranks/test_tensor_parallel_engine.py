@@ -432,3 +432,125 @@ def test_a_grid_is_refused_beside_what_is_of_one_dim_and_on_ranks_that_are_none(
                 train(initialize(make(gpt), config(1, size, parallel=more)), range(1))
 
         run_ranks(size, job)
+
+
+class Residual(torch.nn.Module):
+    """A feed-forward layer that keeps a statistic of its output in ``aux``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(12, 24), torch.nn.Linear(24, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(torch.nn.functional.gelu(self.up(x)))
+        self.aux = x.square().mean()
+        return x
+
+
+class Collecting(torch.nn.Module):
+    """A model whose loss has a statistic of the blocks.
+
+    Args:
+        kind: where the statistic is from: "aux", the blocks' attributes; "hook", what a forward hook collects; "list",
+            the hidden states between them; "returned", those that a module around the blocks returns; "exit": the last
+            block is left out, and positions are added to the output of the one before.
+    """
+
+    class Blocks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Residual() for _ in range(3))
+
+        def forward(self, x: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            hidden = []
+            for layer in self.layers[:num_layers]:
+                x = layer(x)
+                hidden.append(x)
+            return x, hidden
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embedding = torch.nn.Embedding(VOCABULARY, 12)
+        self.positions = torch.nn.Parameter(torch.randn(LENGTH, 12))
+        self.head = torch.nn.Linear(12, VOCABULARY)
+        self.blocks = self.Blocks()
+        self.collected: list[torch.Tensor] = []
+        if kind == "hook":
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, args, output: self.collected.append(output.square().mean()))
+
+    @property
+    def layers(self) -> Any:
+        return self.blocks.layers
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.collected.clear()
+        x, hidden = self.embedding(tokens), []
+        if self.kind in ("list", "exit"):
+            for layer in self.layers[: 2 if self.kind == "exit" else 3]:
+                x = layer(x)
+                hidden.append(x)
+            x = x + self.positions
+        else:
+            x, hidden = self.blocks(x, 3)
+        loss = torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+        if self.kind == "aux":
+            return loss + sum(layer.aux for layer in self.layers)
+        if self.kind == "hook":
+            return loss + sum(self.collected)
+        return loss + sum(each.std(1).mean() for each in hidden)
+
+
+COLLECTING: dict[str, Any] = {
+    "tp_sequence_parallel": True,
+    "tp_plan": {
+        **dict.fromkeys(("embedding", "head"), "replicate"), "blocks.layers.*.up": "column",
+        "blocks.layers.*.down": "row",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", ["aux", "hook", "returned"])
+def test_a_loss_of_what_blocks_compute_of_a_part_of_the_sequence_is_an_error_or_right(kind: str, stage: int) -> None:
+    expected = alone(lambda: Collecting(kind), 1)
+
+    def job() -> None:
+        engine = initialize(make(lambda: Collecting(kind)), config(stage, 2, parallel=COLLECTING))
+        if kind == "returned":
+            train(engine, range(STEPS))
+            assert_equal(engine.module_state_dict(), expected)
+            return
+        with pytest.raises(UsageError, match="are of this rank's part of the sequence") as caught:
+            train(engine, range(1))
+        assert "where: blocks.layers.2.down" in str(caught.value)
+
+    run_ranks(2, job)
+
+
+@pytest.mark.parametrize("kind", ["list", "exit"])
+def test_a_split_sequence_in_the_module_around_the_layers_is_an_error_before_the_models(kind: str) -> None:
+    """The layers' list is the model's own, whose forward reads the hidden states itself."""
+
+    class Flat(Collecting):
+        def __init__(self) -> None:
+            super().__init__(kind)
+            layers = self.blocks.layers
+            del self.blocks
+            self.list = layers
+
+        @property
+        def layers(self) -> Any:
+            return self.list
+
+    plan = {name.replace("blocks.layers", "list"): style for name, style in COLLECTING["tp_plan"].items()}
+
+    def job() -> None:
+        parallel = {**COLLECTING, "tp_plan": plan}
+        engine = initialize(make(Flat), config(1, 2, parallel=parallel))
+        what = {"list": "part of the sequence", "exit": "list.0 was called, and list.2, .* was not called after it"}
+        with pytest.raises(UsageError, match=what[kind]):
+            train(engine, range(1))
+
+    run_ranks(2, job)

@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional
 
 from shoal.parallel.expert.capacity import capacity_of, kept_by_score, positions
+from shoal.parallel.sequence.context import sum_over_sequence
 
 
 class GateResult(NamedTuple):
@@ -156,9 +157,16 @@ def _counts(index: torch.Tensor, num_experts: int, is_counted: torch.Tensor | No
 
 
 def _balance(gates: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """By expert, its mean probability times its share of the tokens; 0 without tokens. Shape: [experts]."""
+    """By expert, its mean probability times its share of the tokens; 0 without tokens. Shape: [experts].
+
+    In training the share is of whole sequences, of which this rank may hold a part. The mean over the ranks, which
+    averaging gradients takes, is then that of whole sequences too.
+    """
     num_tokens = max(len(gates), 1)
-    return gates.sum(dim=0) / num_tokens * (counts.float() / num_tokens)
+    share = torch.cat([counts.float(), counts.new_tensor([num_tokens], dtype=torch.float32)])
+    if gates.requires_grad:
+        share = sum_over_sequence(share, "tokens of experts")
+    return gates.sum(dim=0) / num_tokens * (share[:-1] / share[-1])
 
 
 def _normalized(weights: torch.Tensor) -> torch.Tensor:

@@ -178,6 +178,15 @@ class ExpertsHeld:
         """True if the tensor-parallel ranks hold different tokens of one sequence."""
         return self.region is not None and self.region.splits_sequence
 
+    def of_all_tokens(self, rows: Tensor) -> Tensor:
+        """One row for each token of the whole sequence, for a statistic; every rank computes the same from them.
+
+        Communicates: where the tensor-parallel ranks split the sequence, an all-gather.
+        """
+        if self.region is None or not self.region.splits_sequence:
+            return rows
+        return autograd.gather(rows, self.region.comm, label="router's rows of all tokens")
+
     @property
     def gathers_tokens(self) -> Communicator | None:
         """The ranks whose tokens each of them needs: each has a part of every expert."""

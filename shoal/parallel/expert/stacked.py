@@ -18,7 +18,8 @@ from shoal.parallel.expert.bias import bias_of
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.grouped import grouped_linear
 from shoal.parallel.expert.held import ExpertsHeld, SplitDim
-from shoal.parallel.expert.losses import router_z_loss, switch_loss
+from shoal.parallel.expert.losses import router_z_loss, switch_loss, tokens_per_expert
+from shoal.parallel.sequence.context import sum_over_sequence
 
 
 class StackedExperts(nn.Module):
@@ -93,6 +94,14 @@ class ExpertFeedForward(nn.Module):
         chosen = (probabilities if bias is None else probabilities + bias).topk(self.experts_per_token).indices
         weights = probabilities.gather(-1, chosen)  # [tokens, k], as chosen
         weights = weights / weights.sum(-1, keepdim=True)
-        out = run_experts(rows, chosen, weights.to(rows.dtype), self.experts, self.experts.experts_held)
-        loss = self.auxiliary_loss * switch_loss(probabilities, chosen) + self.z_loss * router_z_loss(logits)
+        held = self.experts.experts_held
+        out = run_experts(rows, chosen, weights.to(rows.dtype), self.experts, held)
+        # Of whole sequences: of which tensor-parallel ranks hold parts, and those of ``sp`` and ``cp``, over which the
+        # loss is averaged, so that only the counts differ from those of one rank.
+        probabilities, chosen = held.of_all_tokens(probabilities), held.of_all_tokens(chosen)
+        counts = tokens_per_expert(chosen, logits.shape[-1]).float()
+        if logits.requires_grad:
+            counts = sum_over_sequence(counts, "tokens of experts")
+        balance = switch_loss(probabilities, chosen, counts)
+        loss = self.auxiliary_loss * balance + self.z_loss * router_z_loss(held.of_all_tokens(logits))
         return out.view_as(hidden), loss

@@ -252,6 +252,22 @@ def _gathered(tensor: Tensor, comm: Communicator, lengths: tuple[int, ...], dim:
     return torch.cat([part.narrow(dim, 0, length) for part, length in zip(full.unbind(0), lengths, strict=True)], dim)
 
 
+@untraced
+def sum_over_sequence(numbers: Tensor, label: str) -> Tensor:
+    """The sum over the ranks of the context that is set, which hold other tokens of the same sequences; no gradient.
+
+    Communicates: an all-reduce over ``sp``, and one over ``cp``.
+    """
+    context = current_sequence_context()
+    if context is None or context.is_alone:
+        return numbers
+    numbers = numbers.detach().clone()
+    for comm in (context.sp, context.cp):
+        if comm is not None and comm.size > 1:
+            comm.all_reduce(numbers, label=label).drain()
+    return numbers
+
+
 class _Setting:
     """The context that is set, for this process or for one thread of it.
 

@@ -180,7 +180,9 @@ class _Splitter:
         for split in self.heads:
             split.apply()
         for stack in self.stacks:
-            stack.register(self.modules[stack.name.rpartition(".")[0]])
+            parents = [self.modules[parent] for parent in _parents(stack.name)]
+            # Among several lists a tensor's length does not tell whose part it is: each has one module's outputs.
+            stack.register(parents[0], parents[1:] if len(self.stacks) == 1 else [])
         named = self.model.named_parameters(remove_duplicate=False)
         parts = {name: replace(self.parts[id(p)], name=name) for name, p in named if id(p) in self.parts}
         return TensorParallelModel(parts, self._partial() - frozenset(parts), self.plan, self.region_of)
@@ -347,7 +349,7 @@ class _Splitter:
         """Raise where a linear layer has no style, and no module around it is left whole, or ``stays_whole``."""
 
         def is_covered(name: str) -> bool:
-            parents = [name[:end] for end, letter in enumerate(f"{name}.") if letter == "."]
+            parents = [name, *_parents(name)[:-1]]
             if any(getattr(self.modules[parent], "stays_whole", False) for parent in parents):
                 return True
             return any(self.styles[parent].kind != "prepare_input" for parent in parents if parent in self.styles)
@@ -389,6 +391,12 @@ def keep_part(parameter: nn.Parameter, part: Callable[[torch.Tensor], torch.Tens
     parameter.data = part(data).clone(memory_format=torch.contiguous_format)
     if gradient is not None:
         parameter.grad = part(gradient).clone(memory_format=torch.contiguous_format)
+
+
+def _parents(name: str) -> list[str]:
+    """The names of the modules around a module, from the inside to the whole model."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in reversed(range(len(parts)))]
 
 
 def has_dropout(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ class Stack:
 
     In a forward of the module around them, the first call of the first layer splits its input, and the next call of the
     last layer gathers its output. A layer that is called outside of this span splits its input and gathers its output.
+    What else the modules around them return of each token (hidden states, logits of routers) is gathered too.
 
     Args:
         forks: whether random numbers are drawn between the first layer's input and the last layer's output.
@@ -84,6 +85,7 @@ class Stack:
         self._num_spans = 0  # in this forward of the module around the layers
         self._num_single = 0
         self._order: list[int] = []  # ids of the layers
+        self._part: tuple[int, ...] = ()  # of the last output: [B, L of this rank], or [L of this rank]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stack:
         return self
@@ -92,14 +94,17 @@ class Stack:
         """Whether a module or parameter is inside one of the layers."""
         return name.startswith(f"{self.name}.")
 
-    def register(self, parent: nn.Module) -> None:
-        """Register the hooks on the layers, and on the module around them."""
+    def register(self, parent: nn.Module, outer: Sequence[nn.Module]) -> None:
+        """Register the hooks on the layers, on the module around them, and on those around it."""
         first, last = self._layers[0], self._layers[-1]
         self._order = [id(layer) for layer in self._layers]  # a pipeline stage drops some
         for layer in {id(layer): layer for layer in self._layers}.values():
             self._register_on(layer, is_first=layer is first, is_last=layer is last)
+        self._region.stacks.append(self.name)
         parent.register_forward_pre_hook(untraced(self._enter_parent))
         parent.register_forward_hook(untraced(self._leave_parent), always_call=True)
+        for module in outer:
+            module.register_forward_hook(untraced(self._leave_outer))
 
     def _register_on(self, layer: nn.Module, *, is_first: bool, is_last: bool) -> None:
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -116,20 +121,53 @@ class Stack:
         is_inside = self._region.splits_sequence and self._is_split_before(begin)
         self._region.is_split, self._is_single = is_inside, False
         self._is_in_parent, self._num_spans, self._num_single = True, int(begin > 0), 0
+        self._part, self._region.unfinished = (), None
 
     def _is_split_before(self, begin: int) -> bool:
         """True if earlier pipeline stages, which call the layers before ``begin``, left the sequence split."""
         return begin > 0 and self._order[-1] not in self._order[:begin]
 
-    def _leave_parent(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave_parent(self, module: nn.Module, args: Any, output: Any) -> Any:
         is_open, self._region.is_split, self._is_in_parent = self._region.is_split, False, False
-        if is_open and output is not None and self._region.splits_sequence:
-            raise UsageError(
+        if not self._region.splits_sequence:
+            return None
+        if is_open:
+            self._region.unfinished = UsageError(
                 f"{self.name}.0 was called, and {self.name}.{len(self._layers) - 1}, whose output would be gathered,"
                 " was not called after it: the sequence is still split over the tensor parallel ranks.",
                 do="call the last layer, or turn sequence parallelism off.",
                 code="tensor-parallel",
             )
+            if output is not None:  # None: the module raises an error
+                raise self._region.unfinished
+        return self._leave_outer(module, args, output)
+
+    def _leave_outer(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._whole(output) if self._part and self._region.splits_sequence else None
+
+    def _whole(self, output: Any) -> Any:
+        """``output``, in which tensors that have this rank's part of the sequence are gathered."""
+        if isinstance(output, torch.Tensor):
+            return self._gather_part(output) if output.is_floating_point() else output
+        if isinstance(output, MutableMapping):  # a ModelOutput of Transformers too
+            for name, value in list(output.items()):
+                output[name] = self._whole(value)
+            return output
+        if type(output) in (tuple, list):
+            values = [self._whole(value) for value in output]
+            is_same = all(one is other for one, other in zip(values, output, strict=True))
+            return output if is_same else type(output)(values)
+        return output
+
+    def _gather_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of [B, L of this rank, width], or [B * L of this rank, width] as routers have, gathered."""
+        *rows, length = self._part
+        label = f"{self.name} out"
+        if tensor.dim() == len(self._part) + 1 and tensor.shape[:-1] == self._part:
+            return self._region.gather_sequence(tensor, label)
+        if rows and length > 1 and tensor.dim() == 2 and tensor.shape[0] == rows[0] * length:
+            return self._region.gather_sequence(tensor.unflatten(0, self._part), label).flatten(0, 1)
+        return tensor
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool) -> Any:
         is_recomputed = in_backward() and not self._is_in_parent
@@ -159,9 +197,10 @@ class Stack:
         self._region.fork.end()
         if output is None:  # the layer raised an error
             return None
-        if isinstance(output, torch.Tensor):
-            return self._region.gather_sequence(output, f"{self.name} out")
-        return type(output)([self._region.gather_sequence(output[0], f"{self.name} out"), *output[1:]])
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        self._part = tuple(hidden.shape[:-1])
+        whole = self._region.gather_sequence(hidden, f"{self.name} out")
+        return whole if isinstance(output, torch.Tensor) else type(output)([whole, *output[1:]])
 
 
 def replace_input(

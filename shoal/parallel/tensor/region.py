@@ -63,6 +63,8 @@ class TensorRegion:
 
     Attributes:
         is_split: whether the layers that run now have a split sequence; of sequence parallelism only.
+        stacks: the names of the lists of layers between which the sequence is split.
+        unfinished: what is wrong with the last forward, where it split the sequence and did not gather it.
     """
 
     def __init__(self, comm: Communicator, *, splits_sequence: bool = False) -> None:
@@ -73,6 +75,8 @@ class TensorRegion:
         # By the tensors that entered whole, as long as these exist.
         self._gathered: MutableMapping[torch.Tensor, GatheredInput] = WeakTensorKeyDictionary()
         self.is_split = False
+        self.stacks: list[str] = []
+        self.unfinished: UsageError | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRegion:
         return self  # a copy of the model communicates as the model does

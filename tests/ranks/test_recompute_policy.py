@@ -1,4 +1,4 @@
-"""``activation_checkpointing.policy`` where blocks communicate: the same bits as without recomputation."""
+"""Recomputed blocks that communicate, by each policy: the same bits as without recomputation."""
 
 from __future__ import annotations
 
@@ -27,6 +27,21 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ep inside tp": ("experts", 2, {**EP, "parallel": {"ep": 2, "tp": 2}}),
     "tp": ("dense", 2, {"parallel": {"tp": 2}}),
     "tp, sequence parallel": ("dense", 2, {"parallel": {"tp": 2, "tp_sequence_parallel": True}}),
+    "tp, overlapped": ("dense", 2, {"parallel": {"tp": 2}, "tensor_parallel": {"tp_overlap_comm": True}}),
+    "tp, sequence parallel and overlapped": (
+        "dense",
+        2,
+        {"parallel": {"tp": 2, "tp_sequence_parallel": True}, "tensor_parallel": {"tp_overlap_comm": True}},
+    ),
+    "tp, overlapped, stage 3": (
+        "dense",
+        4,
+        {
+            "parallel": {"tp": 2},
+            "tensor_parallel": {"tp_overlap_comm": True},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        },
+    ),
     "sp": ("dense", 2, {"parallel": {"sp": 2}}),
     "cp": ("dense", 2, {"parallel": {"cp": 2}}),
     "cp of experts": ("experts", 2, {"parallel": {"cp": 2}}),
@@ -59,9 +74,9 @@ def train(name: str, settings: dict[str, Any], section: dict[str, Any]) -> tuple
 LISTED = ["mm", "addmm", "bmm", "cat", "clone", "_to_copy"]
 
 
-@pytest.mark.parametrize("policy", ["matmul", LISTED], ids=["matmul", "list"])
+@pytest.mark.parametrize("policy", ["block", "matmul", LISTED], ids=["block", "matmul", "list"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_policy_saves_the_same_outputs_on_all_ranks_of_blocks_that_communicate(layout: str, policy: Any) -> None:
+def test_recomputed_blocks_that_communicate_give_the_same_bits(layout: str, policy: Any) -> None:
     name, num_ranks, settings = LAYOUTS[layout]
     plain = run_ranks(num_ranks, train, name, settings, {})
     again = run_ranks(num_ranks, train, name, settings, {"modules": ["Block"], "policy": policy})

@@ -58,10 +58,12 @@ GATED_PLAN["router"] = "replicate"
 
 
 def twice(forward: Forward) -> Forward:
-    """The columns that read one input are known from the second call on."""
+    """The columns that read one input are known from the second call on, once the first one's backward has run."""
 
     def both(model: nn.Module) -> Outputs:
-        return {"loss": forward(model)["loss"] + 2 * forward(model)["loss"]}
+        forward(model)["loss"].backward()
+        model.zero_grad()
+        return forward(model)
 
     return both
 
@@ -94,8 +96,9 @@ def test_overlapped_layers_compute_the_same_and_communicate_the_same_bytes(
         for call in chunked:
             in_chunks[call.label] += call.nbytes
         # Plain columns gather their input again in backward; overlapped ones, from the second forward on, keep it.
+        # Those of the first layer, whose input has no gradient, stay plain.
         for label in [label for label in nbytes if label.endswith(" again backward")]:
-            assert in_chunks[label] in (0, nbytes[label] // 2)
+            assert in_chunks[label] in ((nbytes[label],) if label.startswith("layers.0.") else (0, nbytes[label] // 2))
             del nbytes[label], in_chunks[label]
         assert in_chunks == nbytes
         counts = Counter(call.label for call in chunked)

@@ -13,6 +13,7 @@ those of the plain layers; a weight's gradient that is computed in chunks is a s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.comm.protocol import Communicator
+from shoal.device import in_backward
 from shoal.parallel.tensor.products import cast_for_autocast, weight_gradient
 from shoal.parallel.tensor.region import TensorRegion
 from shoal.sharding.parameter_buffer import is_placeholder
@@ -61,11 +63,16 @@ def column_linears(
     return whole, outputs
 
 
+class _Call:
+    """A call of a module; its graph keeps it."""
+
+
 class InputColumns:
     """The columns that read the input of one module: computed when it enters the region, from the second time on.
 
-    Which columns they are is found in each forward: those that get the very tensor that ``enter`` returned. Under
-    autocast each is computed by itself.
+    Which columns they are is found in each forward: those that get the very tensor that ``enter`` returned. What is
+    computed at entry changes only when no backward pass of an earlier call is to come, which may recompute that call
+    and has to do as it did. Under autocast, and of an input without a gradient, each column is computed by itself.
 
     Args:
         name: of the module.
@@ -75,6 +82,8 @@ class InputColumns:
         self._prefix = f"{name}." if name else ""
         self._region = region
         self._readers: list[str] = []
+        self._computed: list[str] = []  # those of the readers that are computed at entry now
+        self._waiting = weakref.WeakSet[_Call]()  # for their backward pass
         self._input: torch.Tensor | None = None
         self._outputs: dict[str, torch.Tensor] = {}
 
@@ -83,15 +92,23 @@ class InputColumns:
 
     def enter(self, module: nn.Module, x: torch.Tensor, label: str) -> torch.Tensor:
         """The input whole."""
-        region, weights = self._region, self._weights(module)
-        if not weights or torch.is_autocast_enabled(x.device.type):
+        region, weights = self._region, self._weights(module, self._computed)
+        if not self._waiting:
+            weights = self._weights(module, self._readers)
+            self._computed = list(self._readers) if weights else []
+        is_constant = torch.is_grad_enabled() and not x.requires_grad
+        if not weights or is_constant or torch.is_autocast_enabled(x.device.type):
             self._input = region.enter(x, label)
-            return self._input
-        region.check_split(label)
-        self._input, outputs = column_linears(
-            x, weights, region.comm, splits_sequence=region.splits_sequence, label=label
-        )
-        self._outputs = dict(zip(self._readers, outputs, strict=True))
+        else:
+            region.check_split(label)
+            self._input, outputs = column_linears(
+                x, weights, region.comm, splits_sequence=region.splits_sequence, label=label
+            )
+            self._outputs = dict(zip(self._computed, outputs, strict=True))
+        if self._input.grad_fn is not None and not in_backward():
+            call = _Call()
+            self._waiting.add(call)
+            self._input.grad_fn.register_hook(lambda *_: self._waiting.discard(call))
         return self._input
 
     def take(self, name: str, input: torch.Tensor) -> torch.Tensor | None:
@@ -107,10 +124,10 @@ class InputColumns:
         self._readers = [name for name in self._readers if name not in self._outputs]
         self._input, self._outputs = None, {}
 
-    def _weights(self, module: nn.Module) -> list[torch.Tensor]:
+    def _weights(self, module: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
         """[M, K] each; none where ZeRO gathers some of them later than the module's input."""
         weights = []
-        for name in self._readers:
+        for name in names:
             column = module.get_submodule(name.removeprefix(self._prefix))
             weight: torch.Tensor = column.weight  # type: ignore[assignment]  # nn.Module's attributes are unions
             if is_placeholder(weight.data):

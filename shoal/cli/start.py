@@ -27,6 +27,7 @@ from shoal.launch import LocalJob, read_environment, run_local
 from shoal.observe.report import METRICS_FILE, REPORT_FILE, RUN_FILE
 
 _SHAPE = ("model", "parameters", "layers", "hidden", "heads", "vocab", "sequence", "experts", "top_k")
+_STOP_SECONDS = 60  # for a save after Ctrl-C; a second Ctrl-C ends the ranks at once
 _LIMITS = ("steps", "minutes")
 _OF_ONE_COMMAND = ("resume", "out", "verbose", "command")  # a resumed run does not take these from the earlier command
 _WRITTEN = (JOB_FILE, CHECKPOINTS, METRICS_FILE, RUN_FILE, REPORT_FILE, "csv", "tensorboard")
@@ -63,7 +64,7 @@ def start(job: TrainJob, *, overwrites: bool = False) -> int:
     folder = Path(str(job.out))
     job.save(folder / JOB_FILE)
     program = (sys.executable, "-m", "shoal.cli.training", str(folder / JOB_FILE))
-    outcome = run_local(LocalJob(program, job.ranks or 1, rank_0_keeps_terminal=True))
+    outcome = run_local(LocalJob(program, job.ranks or 1, rank_0_keeps_terminal=True, stop_seconds=_STOP_SECONDS))
     if outcome.report:
         print(f"\n{outcome.report}", file=sys.stderr)
     return outcome.exit_code

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import signal
 import sys
 import time
 import traceback
@@ -46,6 +47,7 @@ from shoal.data import (
 )
 from shoal.device import Device
 from shoal.engine.pipeline import PipelineEngine
+from shoal.engine.stop_signal import StopSignal
 from shoal.errors import NonFiniteError, ShoalError
 from shoal.models import GPT, GPTConfig
 from shoal.observe.expert_load import load_events
@@ -169,13 +171,14 @@ class _Run:
         if self.job.resume is None:
             self.first_validation = self._validate(0)
         self._save()  # a run that dies can be reported too
+        stop = StopSignal((signal.SIGINT, signal.SIGTERM))
         try:
             with self.progress:
-                self._train()
-        except KeyboardInterrupt:
-            if self.world.size > 1:
-                raise
-            self.messages.append(f"Stopped by the user after {self.engine.global_steps} steps.")
+                number = self._train(stop)
+        finally:
+            stop.restore()
+        if number:
+            self._stop(number)
         self.last_validation = self._validate(self.engine.global_steps)
         if job.save_every != 0:
             self._save_checkpoint()
@@ -227,15 +230,30 @@ class _Run:
             ]
         )
 
-    def _train(self) -> None:
-        """Steps until the budget is used up. Every rank takes the same number: rank 0's clock decides."""
+    def _stop(self, number: int) -> None:
+        """Save the step that a signal has ended the training at, write the report, and end the process."""
+        if self.job.save_every != 0:
+            self._save_checkpoint()
+        self.messages.append(f"Stopped by {signal.Signals(number).name} after {self.engine.global_steps} steps.")
+        if self.is_writer:
+            self._save()
+            write_report(self.folder)
+        how = f" Continue with: shoal train --resume {self.folder}" if self.job.save_every != 0 else ""
+        self.progress.say(f"{self.messages[-1]}{how}")
+        sys.exit(128 + number)
+
+    def _train(self, stop: StopSignal) -> int:
+        """Steps until the budget is used up, or some rank gets a signal. Every rank takes the same number of steps:
+        rank 0's clock decides. Returns: the signal; 0: there was none.
+        """
         log_every = 1 if self.engine.device.type == "cpu" else 10
         last = time.perf_counter()
         began = last - self.budget.elapsed
         losses = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         num_steps = 0
         step = self.engine.global_steps
-        while self.budget.fraction(step) < 1.0:
+        number = 0
+        while not number and self.budget.fraction(step) < 1.0:
             losses += self._step()
             step += 1
             num_steps += 1
@@ -244,7 +262,9 @@ class _Run:
             if step % log_every and step != self.budget.steps:
                 continue
             now = time.perf_counter()
-            loss, self.budget.elapsed, num_tokens = self._agree(losses / num_steps, now - began, self.num_tokens)
+            loss, self.budget.elapsed, num_tokens, number = self._agree(
+                losses / num_steps, now - began, self.num_tokens, stop.number
+            )
             if not math.isfinite(loss) and not self.engine.skipped_steps:
                 raise NonFiniteError(
                     f"the loss of step {step} is {loss}.",
@@ -257,11 +277,12 @@ class _Run:
             self.progress.show(reading, self.budget.fraction(step))
             losses.zero_()
             num_steps, self.num_tokens, last = 0, 0, now
-            if self._is_validation_due(step):
+            if not number and self._is_validation_due(step):
                 self._validate(step)
                 last = time.perf_counter()
                 began += last - now  # validation is not training time
         self.seconds = self.budget.elapsed
+        return number
 
     def _save_checkpoint(self) -> None:
         """A checkpoint of this step, once."""
@@ -344,18 +365,21 @@ class _Run:
             return tokens, targets
         return context.shard(tokens), context.shard(targets), context.positions(tokens.shape[1], device)
 
-    def _agree(self, loss: torch.Tensor, elapsed: float, num_tokens: int = 0) -> tuple[float, float, int]:
-        """The mean loss, rank 0's clock in seconds, and the tokens of all data-parallel ranks.
+    def _agree(
+        self, loss: torch.Tensor, elapsed: float, num_tokens: int = 0, signal_number: int = 0
+    ) -> tuple[float, float, int, int]:
+        """The mean loss, rank 0's clock in seconds, the tokens of all data-parallel ranks, the signal that one has got.
 
-        Communicates: one exchange of three numbers.
+        Communicates: one exchange of four numbers.
         """
-        mine = torch.stack([loss, torch.full_like(loss, elapsed), torch.full_like(loss, num_tokens)])
+        mine = torch.stack([loss, *(torch.full_like(loss, value) for value in (elapsed, num_tokens, signal_number))])
         of_all = self.comm.exchange(mine, label="log").wait().tolist()
         num_copies = len(of_all) // self.engine.axes.batch.size  # ranks with the same samples
         return (
             sum(row[0] for row in of_all) / len(of_all),
             of_all[0][1],
             int(sum(row[2] for row in of_all)) // num_copies,
+            int(max(row[3] for row in of_all)),
         )
 
     def _read(self, step: int, loss: float, tokens_per_second: float) -> Reading:

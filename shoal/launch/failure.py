@@ -184,6 +184,19 @@ def _first_failed(ended: Sequence[EndedRank], errors: dict[int, RankError]) -> E
     return min(ended, key=key)
 
 
+def where_interrupted(log_dir: Path, num_ranks: int) -> dict[int, str]:
+    """The place in the user's code where Ctrl-C ended each rank; empty: it ended because a peer had."""
+    found = {}
+    for rank in range(num_ranks):
+        stderr = stderr_of(rank, log_dir)
+        error = read_error(stderr.read_text(errors="replace")) if stderr is not None else RankError()
+        if error.error[:1] == ("KeyboardInterrupt",):
+            found[rank] = error.place
+        elif error.error and error.is_of_a_lost_peer:
+            found[rank] = ""
+    return found
+
+
 def stderr_of(local_rank: int, log_dir: Path) -> Path | None:
     """The file of the last attempt."""
     found = {

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,12 @@ from typing import Any
 from shoal.errors import UsageError
 from shoal.launch.cores import BoundCores
 from shoal.launch.environment import read_environment
-from shoal.launch.failure import EndedRank, describe, stderr_of
+from shoal.launch.failure import EndedRank, describe, stderr_of, where_interrupted
 from shoal.launch.output import RankOutput
 
 CHILD = Path(__file__).with_name("child.py")
 _MEETING_SECONDS = 900  # until all machines of a job are there
+_MOST_PLACES = 2  # of a job that was interrupted, as a report shows them
 _LAST_CALL_SECONDS = 10  # for more machines, once there are as many as an elastic job needs
 
 
@@ -135,9 +136,7 @@ def run_local(job: LocalJob) -> Outcome:
         *("--", *job.program),
     ]
     try:
-        # Without restarts, TorchElastic's own report of a failure would repeat what the outcome says.
-        quiet = _quiet_torchelastic() if job.elastic is None else nullcontext()
-        with output, quiet:
+        with output, _quiet_torchelastic():
             try:
                 elastic_launch(config, sys.executable)(*arguments)
             except ChildFailedError as error:
@@ -147,10 +146,13 @@ def run_local(job: LocalJob) -> Outcome:
                     here, stderr = failure.local_rank, stderr_of(failure.local_rank, log_dir)
                     ended.append(EndedRank(rank, here, failure.exitcode, stderr, output.shown(here)))
                 return Outcome(*describe(ended, whole=read_environment().wants_tracebacks))
+            except SignalException as error:
+                interrupted = where_interrupted(log_dir, job.num_ranks)
+                output.end(withheld=list(interrupted))
+                report = f"shoal: stopped by {error.sigval.name}; all {job.num_ranks} ranks have ended."
+                places = sorted({f"\n  rank {rank} was at {place}" for rank, place in interrupted.items() if place})
+                return Outcome(128 + int(error.sigval), report + "".join(places[:_MOST_PLACES]))
         return Outcome(0)
-    except SignalException as error:
-        report = f"shoal: stopped by {error.sigval.name}; all {job.num_ranks} ranks have ended."
-        return Outcome(128 + int(error.sigval), report)
     finally:
         shutil.rmtree(log_dir, ignore_errors=True)
 
@@ -251,11 +253,13 @@ def _check_port(job: LocalJob) -> None:
 
 @contextmanager
 def _quiet_torchelastic() -> Iterator[None]:
-    """Suppress TorchElastic's own report of a failure."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Suppress TorchElastic's messages, which repeat what the outcome says. Each of its loggers has its own level."""
+    known = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    levels = {logger: logger.level for logger in map(logging.getLogger, known)}
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,3 +61,53 @@ def test_training_on_two_ranks_with_zero_3_learns_and_reports(tmp_path: Path) ->
     held = {row[0]: float(row[3]) for row in record["ledger"]}
     assert held["optimizer state"] == 4.0
     assert (tmp_path / "out" / "report.html").exists()
+
+
+def interrupted(*args: str, folder: Path, is_ready: Callable[[], bool]) -> tuple[int, str]:
+    """The exit code and the output of a command at whose terminal Ctrl-C is pressed."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "shoal", *args], cwd=folder, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as job:  # fmt: skip
+        deadline = time.monotonic() + 90
+        while not is_ready() and time.monotonic() < deadline and job.poll() is None:
+            time.sleep(0.05)
+        os.killpg(job.pid, signal.SIGINT)
+        output, _ = job.communicate(timeout=30)
+    return job.returncode, output
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_says_in_a_few_lines_where_each_rank_was(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(
+        "import os, time\nopen(os.environ['RANK'], 'w').close()\n\ndef wait():\n    time.sleep(60)\n\nwait()\n"
+    )
+    ready = [tmp_path / "0", tmp_path / "1"]
+    code, output = interrupted(
+        "run", "--ranks", "2", "waits.py", folder=tmp_path, is_ready=lambda: all(path.exists() for path in ready)
+    )
+    assert code == 130
+    assert output.strip().splitlines() == [
+        "shoal: stopped by SIGINT; all 2 ranks have ended.",
+        "  rank 0 was at waits.py:5, in wait: time.sleep(60)",
+        "  rank 1 was at waits.py:5, in wait: time.sleep(60)",
+    ]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_training_saves_its_last_step_at_ctrl_c(ranks: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    code, output = interrupted(
+        *("train", "--ranks", ranks, "--model", "nano", "--sequence", "32", "--text", "text.txt", "--minutes", "2"),
+        *("--out", "out"),
+        folder=tmp_path,
+        is_ready=lambda: metrics.exists() and "train/loss" in metrics.read_text(),
+    )
+    assert code == 130, output
+    last = json.loads(metrics.read_text().splitlines()[-1])["step"]
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").glob("global*")] == [f"global_step{last}"]
+    assert f"Stopped by SIGINT after {last} steps. Continue with: shoal train --resume out" in output
+    assert (tmp_path / "out" / "report.html").exists()
+    assert "Traceback" not in output

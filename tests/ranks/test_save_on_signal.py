@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.engine.stop_signal import StopSignal
 
 SCRIPT = """
 import os, signal, sys, time
@@ -94,6 +95,23 @@ def test_after_destroy_signals_do_what_they_did_before() -> None:
     assert signal.getsignal(signal.SIGTERM) != before
     engine.destroy()
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_that_a_launcher_passes_on_counts_once_and_a_later_one_takes_its_course(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        stop = StopSignal((signal.SIGINT,))
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (stop.number, came) == (signal.SIGINT, [])
+        monkeypatch.setattr("shoal.engine.stop_signal._SAME_SECONDS", 0.0)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert came == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_two_ranks_whose_launcher_is_told_to_stop_leave_a_checkpoint_of_one_step(tmp_path: Path) -> None:

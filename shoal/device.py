@@ -190,6 +190,11 @@ def in_backward() -> bool:
     return backward_pass() is not None
 
 
+def in_transform() -> bool:
+    """True inside of torch.func's transforms (``grad``, ``vmap``, ...), which differentiate by themselves."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def backward_pass() -> int | None:
     """The backward pass that runs in this thread, by number; one that runs inside another has its own."""
     number = torch._C._current_graph_task_id()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shoal.config.batch import MICRO
-from shoal.device import in_backward
+from shoal.device import in_backward, in_transform
 from shoal.engine.accumulation import Accumulation, NumTokens, check_for_backward, check_for_scale
 from shoal.engine.attention_check import AttentionCheck
 from shoal.engine.checkpointing import Checkpointing
@@ -202,8 +202,10 @@ class Engine(nn.Module):
         self._check_alive()
         self.offloaded.require("forward()")
         use_sequence_context(self._attention_context)
-        self._check_model()
-        if self.module.training:
+        is_transformed = in_transform()  # by torch.func: the engine gets no gradient, and parameters may be replaced
+        if not is_transformed:
+            self._check_model()
+        if self.module.training and not is_transformed:
             kwargs = self.run_state.curriculum.into(kwargs, self.global_steps)
             inputs = self._inputs_of_all(args, kwargs)
             self._same_inputs.check(inputs, where=self.properties.where(self.global_steps))
@@ -215,6 +217,9 @@ class Engine(nn.Module):
             if self.plan.autocast_dtype is not None
             else nullcontext()
         )
+        if is_transformed:
+            with autocast:
+                return self.module(*args, **kwargs)
         watching = self._attention_check.watching(is_training=self.module.training)
         with self._failing("forward", (args, kwargs)), self.timers.phase("forward"), autocast:
             self._attention_check.before(self.module, kwargs, self._pass_aside, self.sharding.recover)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.device import at_end_of_backward, backward_pass, in_backward
-from shoal.errors import CommError
+from shoal.device import at_end_of_backward, backward_pass, in_backward, in_transform
+from shoal.errors import CommError, UsageError
 from shoal.memory.stream_copies import ComputeStream
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.sharding.parameter_buffer import Used
@@ -258,6 +258,9 @@ class ShardedModel:
         return "training" if torch.is_grad_enabled() else "evaluation"
 
     def before_model(self) -> None:
+        if in_transform():
+            self.deferred.wait()
+            return
         self._follow_stream()
         self.deferred.before_model()
         if not in_backward():
@@ -267,7 +270,7 @@ class ShardedModel:
             self._fetch_ahead()
 
     def after_model(self, output: Any) -> None:
-        if in_backward():
+        if in_backward() or in_transform():
             return
         self._gather_ahead.cancel()
         self.deferred.start()
@@ -284,6 +287,9 @@ class ShardedModel:
         self.begin_backward(is_in_graph=True)
 
     def before_forward(self, unit: Unit) -> None:
+        if in_transform():
+            _refuse_sharded(unit)
+            return
         self._follow_stream()
         for running in self._running:
             if running is not unit:
@@ -294,6 +300,8 @@ class ShardedModel:
         self._gather(unit, _used(unit))
 
     def after_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
+        if in_transform():
+            return
         if self._running and self._running[-1] is unit:
             self._running.pop()
         is_recomputing = in_backward()
@@ -625,6 +633,18 @@ class ShardedModel:
 def _used(unit: Unit) -> Used | None:
     """The blocks of a unit that the forward which runs uses; None: all."""
     return None if unit.used is None else unit.used()
+
+
+def _refuse_sharded(unit: Unit) -> None:
+    """Raises: UsageError: a transform of torch.func reads parameters that are not gathered."""
+    if unit.is_sharded and unit.state is not UnitState.FULL:
+        raise UsageError(
+            f"torch.func transforms the forward of unit {unit.name!r}, whose parameters are sharded: nothing gathers"
+            " them again for the transform's own backward.",
+            do="call the transform inside `with shoal.zero.GatheredParameters(model.parameters()):`, on every rank; or"
+            " use ZeRO stage 2.",
+            code="transform-sharded",
+        )
 
 
 def _uses_any(used: Used | None) -> bool:

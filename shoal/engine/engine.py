@@ -52,6 +52,7 @@ from shoal.parallel.sequence.context import (
     use_sequence_context,
 )
 from shoal.parallel.sequence.rotary import follow_longest_sequence
+from shoal.parallel.sequence.routers import balance_whole_sequences
 from shoal.parallel.tensor.escaped import refuse_escaped, sequence_region
 from shoal.sharding.param_group import ParameterGroup
 from shoal.simulation.check import LastingCheck
@@ -159,7 +160,10 @@ class Engine(nn.Module):
         registered = take_sequence_context()
         self._attention_context = self.sequence_context or registered
         use_sequence_context(self._attention_context)
-        self._rotary = [] if self._attention_context is None else follow_longest_sequence(self.module)
+        self._rotary = []
+        if self._attention_context is not None:
+            self._rotary = follow_longest_sequence(self.module)
+            balance_whole_sequences(self.module)
         for parameter in self.module.parameters():
             OWNERS.put(parameter, self.access)
         CLIPPING.add(self.access, accumulation, trains=sharding.step is not None)

@@ -369,3 +369,57 @@ def test_a_model_that_the_ranks_do_not_fit_is_refused() -> None:
         arguments: dict[str, Any] = {"core_attn_implementation": "sdpa", "sequence_parallel_size": 2, **options}
         with pytest.raises(UsageError, match=message):
             UlyssesSPAttentionHF.register_with_transformers(llama(), micro_batch_size=1, **arguments)
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8, "num_experts_per_tok": 2},
+    "GptOss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4},
+}
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_auxiliary_loss_of_routers_is_of_whole_sequences(family: str, axis: str, is_padded: bool) -> None:
+    register()
+    batch = batch_of("padded" if is_padded else "plain")
+    labels = shifted(batch.pop("labels")).contiguous()
+    options = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False, "router_aux_loss_coef": 0.5,
+        "output_router_logits": True, "pad_token_id": 0, **MIXTURES[family],
+    }  # fmt: skip
+
+    def build() -> Any:
+        config = getattr(transformers, f"{family}Config")(**options)
+        with ONE_AT_A_TIME:
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="shoal")
+        for parameter in model.parameters():
+            parameter.data *= 3
+        return model.train()
+
+    whole = build()
+    expected = whole(**batch, labels=labels, shift_labels=labels)
+    expected.loss.backward()
+
+    def rank() -> None:
+        model = build()
+        settings = {
+            "train_micro_batch_size_per_gpu": 2, "parallel": {axis: 2}, "loss_reduction": "token",
+            "zero_optimization": {"stage": 1}, "gradient_clipping": 0.0,
+        }  # fmt: skip
+        engine = shoal.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 1.0), config=settings)[0]
+        mine = engine.sequence_context.shard(labels)
+        cut = {name: engine.sequence_context.shard(value) for name, value in batch.items()}
+        output = engine(**cut, labels=mine, shift_labels=mine)
+        assert output.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-6)
+        engine.backward(output.loss, num_tokens=(mine != -100).sum())
+        engine.step()
+        for (name, before), after in zip(whole.named_parameters(), engine.module_state_dict().values(), strict=True):
+            if before.grad is not None:
+                moved = before.detach() - after
+                assert (moved - before.grad).norm() < 2e-6 + 5e-5 * before.grad.norm(), name
+        engine.destroy()
+
+    run_ranks(2, rank)

@@ -18,6 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.errors import UsageError
@@ -252,19 +253,17 @@ def _gathered(tensor: Tensor, comm: Communicator, lengths: tuple[int, ...], dim:
     return torch.cat([part.narrow(dim, 0, length) for part, length in zip(full.unbind(0), lengths, strict=True)], dim)
 
 
-@untraced
 def sum_over_sequence(numbers: Tensor, label: str) -> Tensor:
-    """The sum over the ranks of the context that is set, which hold other tokens of the same sequences; no gradient.
+    """The sum over the ranks of the context that is set, which hold other tokens of the same sequences.
 
-    Communicates: an all-reduce over ``sp``, and one over ``cp``.
+    Each rank may compute a loss of its own from it.
+
+    Communicates: an all-reduce over ``sp``, and one over ``cp``; in backward too, if ``numbers`` have a gradient.
     """
     context = current_sequence_context()
-    if context is None or context.is_alone:
-        return numbers
-    numbers = numbers.detach().clone()
-    for comm in (context.sp, context.cp):
+    for comm in () if context is None or context.is_alone else (context.sp, context.cp):
         if comm is not None and comm.size > 1:
-            comm.all_reduce(numbers, label=label).drain()
+            numbers = autograd.all_reduce(autograd.copy(numbers, comm, label=label), comm, label=label)
     return numbers
 
 

@@ -5,8 +5,9 @@
     device     0             0, 1          1, 2
 
 Copies run beside the device's work; in the backward pass a block's tensors are fetched while the block after it runs.
-Tensors saved outside of blocks, and parameters, stay on the device. A recomputed block saves its inputs only, in the
-store that ``activation_checkpointing`` names. Inside compiled code the compiler decides.
+Tensors saved outside of blocks, and parameters, stay on the device. A recomputed block, or a block inside of a
+recomputed function, saves the function's inputs only, in the store that ``activation_checkpointing`` names. Inside
+compiled code the compiler decides.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from shoal.errors import ModelError, UsageError
 from shoal.memory.stream_copies import copies_of as stream_copies_of
 from shoal.parallel.cpu_offload import CopiesOf, HostStore
 from shoal.parallel.recompute_blocks import RecomputedBlocks, recompute_blocks
-from shoal.parallel.saved_tensors import Form, ForwardCall, InPlaceTensor, Packed, SavedTensor, SavedTensors
+from shoal.parallel.saved_tensors import (
+    Form,
+    ForwardCall,
+    InPlaceTensor,
+    Packed,
+    SavedTensor,
+    SavedTensors,
+    in_checkpoint,
+)
 from shoal.sharding.placement import Tier
 
 LEAST_NBYTES = 4096  # a smaller tensor costs more to copy than it saves
@@ -91,6 +100,8 @@ class HostActivations:
         if not torch.is_grad_enabled() or in_backward():
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():  # the compiler decides what is saved
+            return function(*args, **kwargs)
+        if in_checkpoint():
             return function(*args, **kwargs)
         return self._run(name, function, args, kwargs)
 

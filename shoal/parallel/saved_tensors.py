@@ -253,6 +253,15 @@ class SavedTensors:
         self._store.reset()
 
 
+def in_checkpoint() -> bool:
+    """True inside a function that ``torch.utils.checkpoint`` recomputes. It takes what autograd saves there by order.
+
+    Other hooks for saved tensors would take a part of it.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
 def input_changed(tensor: torch.Tensor) -> UsageError:
     """The error for a saved tensor that was changed."""
     return UsageError(

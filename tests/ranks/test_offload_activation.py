@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.errors import UsageError
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.activations import HostActivations
+from shoal.parallel.recompute import Recompute
+from shoal.parallel.recompute_budget import BudgetedRecompute
 from shoal.sharding.placement import Tier
 from tests.slow_copies import SlowCopies
 
@@ -105,6 +108,36 @@ def test_slow_copies_arrive_before_they_are_read_and_parameters_stay(passes: int
     # Of each block the input of the matrix and the output of tanh; 16 KiB of parameters are not among them.
     assert kept.peak_saved_bytes == 5 * 2 * x.nbytes
     assert kept.saved_bytes_by_tier() == {}
+    kept.remove()
+
+
+class Inside(nn.Module):
+    """A chain that recomputes itself, or its blocks, by torch's function."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole, self.chain = whole, Chain(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.whole:
+            return checkpoint(lambda y: self.chain(y).sin(), x * 2, use_reentrant=False)
+        x = x * 2
+        for block in self.chain.blocks:
+            x = checkpoint(lambda y, block=block: block(y).sin(), x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("keeps", ["on the host", "within a budget"])
+def test_blocks_inside_of_functions_that_the_model_recomputes_give_the_same_bits(keeps: str, whole: bool) -> None:
+    model, x = Inside(whole), torch.randn(32, 64)
+    expected = gradients(model, x)
+    if keeps == "on the host":
+        kept: Any = HostActivations(model, copies_of=lambda _: SlowCopies())
+    else:
+        kept = BudgetedRecompute(Recompute(), x.nbytes).install(model, None)
+    assert kept.names == ("chain.blocks.0", "chain.blocks.1", "chain.blocks.2")
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), expected, strict=True))
     kept.remove()
 
 

@@ -171,7 +171,8 @@ class _ConstructorPatch:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._open = 0
-        self._originals: dict[type[nn.Module], Callable[..., None]] = {}
+        # By class, its constructor and what replaces it.
+        self._wrapped: dict[type[nn.Module], tuple[Callable[..., None], Callable[..., None]]] = {}
         self._to_empty: Any = nn.Module.to_empty
         self._subclass_hook: Any = None
         self._local = threading.local()
@@ -194,10 +195,12 @@ class _ConstructorPatch:
         with self._lock:
             self._open -= 1
             if self._open == 0:
-                # Undoes the patch; mypy does not allow assigning to a method.
-                for cls, original in self._originals.items():
-                    cls.__init__ = original  # type: ignore[method-assign]
-                self._originals.clear()
+                # Undoes the patch; mypy does not allow assigning to a method. A decorator that has replaced a
+                # constructor inside the block calls the wrapper, which then only calls the original.
+                for cls, (original, wrapper) in self._wrapped.items():
+                    if cls.__dict__.get("__init__") is wrapper:
+                        cls.__init__ = original  # type: ignore[method-assign]
+                self._wrapped.clear()
                 nn.Module.to_empty = self._to_empty  # type: ignore[method-assign]
                 if self._subclass_hook is None:
                     del nn.Module.__init_subclass__
@@ -253,7 +256,7 @@ class _ConstructorPatch:
 
     def _wrap(self, cls: type[nn.Module]) -> None:
         original = cls.__dict__.get("__init__")
-        if original is None or cls in self._originals or cls is nn.Module:
+        if original is None or cls in self._wrapped or cls is nn.Module:
             return
         stack = self._stack
 
@@ -265,7 +268,7 @@ class _ConstructorPatch:
             else:
                 active[-1].construct(module, lambda: original(module, *args, **kwargs))
 
-        self._originals[cls] = original
+        self._wrapped[cls] = original, construct
         # The patch; it takes any arguments and passes them on.
         cls.__init__ = construct  # type: ignore[method-assign, assignment]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,12 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
     gpt2().save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="got a dict"):
         load_hf({"hidden": 3}, tmp_path)
+
+
+def test_a_family_that_is_first_imported_inside_zero_init_is_whole_afterwards() -> None:
+    script = Path(__file__).parent / "scripts" / "first_import_inside_init.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = map(float, done.stdout.split("losses ")[1].split())
+    assert 3.0 < first < 5.5
+    assert 3.0 < second < 5.5

@@ -174,6 +174,38 @@ def test_zero_init_leaves_module_classes_as_they_were() -> None:
     assert (nn.Linear.__init__, Plain.__init__, "__init_subclass__" in nn.Module.__dict__) == before
 
 
+def with_width(cls: type[nn.Module]) -> type[nn.Module]:
+    """A class decorator that replaces the constructor, as those of Transformers do."""
+    constructor = cls.__init__
+
+    def replaced(module: nn.Module, width: int) -> None:
+        constructor(module, width)  # type: ignore[arg-type]
+        module.width = width  # type: ignore[assignment]
+
+    cls.__init__ = replaced  # type: ignore[method-assign, assignment]
+    return cls
+
+
+def test_a_decorator_that_replaces_a_constructor_inside_zero_init_stays() -> None:
+    def job() -> list[object]:
+        with zero.Init():
+
+            @with_width
+            class Wide(nn.Module):
+                def __init__(self, width: int) -> None:
+                    super().__init__()
+                    self.weight = nn.Parameter(torch.ones(width))
+
+            inside = Wide(6)  # type: ignore[call-arg]
+        with zero.Init():
+            again = Wide(8)  # type: ignore[call-arg]
+        outside = Wide(4)  # type: ignore[call-arg]
+        is_sharded = [OWNERS.get(module.weight) is not None for module in (inside, again, outside)]
+        return [inside.width, again.width, outside.width, *is_sharded]
+
+    assert run_ranks(2, job) == [[6, 8, 4, True, True, False]] * 2
+
+
 def test_parameters_under_zero_init_can_be_gathered_before_initialize() -> None:
     def job() -> list[torch.Tensor]:
         with zero.Init():

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import signal
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -184,17 +184,25 @@ def _first_failed(ended: Sequence[EndedRank], errors: dict[int, RankError]) -> E
     return min(ended, key=key)
 
 
-def where_interrupted(log_dir: Path, num_ranks: int) -> dict[int, str]:
-    """The place in the user's code where Ctrl-C ended each rank; empty: it ended because a peer had."""
-    found = {}
-    for rank in range(num_ranks):
-        stderr = stderr_of(rank, log_dir)
-        error = read_error(stderr.read_text(errors="replace")) if stderr is not None else RankError()
-        if error.error[:1] == ("KeyboardInterrupt",):
-            found[rank] = error.place
-        elif error.error and error.is_of_a_lost_peer:
-            found[rank] = ""
-    return found
+def errors_of(log_dir: Path, num_ranks: int) -> dict[int, RankError]:
+    """What the stderr of each local rank says, of the last attempt."""
+    files = {rank: stderr_of(rank, log_dir) for rank in range(num_ranks)}
+    return {
+        rank: RankError() if file is None else read_error(file.read_text(errors="replace"))
+        for rank, file in files.items()
+    }
+
+
+def describe_restart(errors: Mapping[int, RankError]) -> str:
+    """The line on ranks that are all started anew: which of them failed, with which error."""
+    failed = sorted((error.is_of_a_lost_peer, rank) for rank, error in errors.items() if error.error)
+    if not failed:
+        return "shoal: all ranks are started anew."
+    (is_lost_peer, rank), *_ = failed
+    error = errors[rank]
+    who = "" if is_lost_peer else f"rank {rank} failed: "  # the message names the rank that failed
+    place = f" (at {error.place})" if error.place else ""
+    return f"shoal: all ranks are started anew: {who}{_OWN_ERROR.sub('', error.error[0])}{place}"
 
 
 def stderr_of(local_rank: int, log_dir: Path) -> Path | None:

@@ -26,7 +26,7 @@ from typing import Any
 from shoal.errors import UsageError
 from shoal.launch.cores import BoundCores
 from shoal.launch.environment import read_environment
-from shoal.launch.failure import EndedRank, describe, stderr_of, where_interrupted
+from shoal.launch.failure import EndedRank, describe, errors_of, stderr_of
 from shoal.launch.output import RankOutput
 
 CHILD = Path(__file__).with_name("child.py")
@@ -147,10 +147,11 @@ def run_local(job: LocalJob) -> Outcome:
                     ended.append(EndedRank(rank, here, failure.exitcode, stderr, output.shown(here)))
                 return Outcome(*describe(ended, whole=read_environment().wants_tracebacks))
             except SignalException as error:
-                interrupted = where_interrupted(log_dir, job.num_ranks)
-                output.end(withheld=list(interrupted))
+                errors = errors_of(log_dir, job.num_ranks)
+                own = {rank: each for rank, each in errors.items() if each.error[:1] == ("KeyboardInterrupt",)}
+                output.end(withheld=[rank for rank, each in errors.items() if rank in own or each.is_of_a_lost_peer])
                 report = f"shoal: stopped by {error.sigval.name}; all {job.num_ranks} ranks have ended."
-                places = sorted({f"\n  rank {rank} was at {place}" for rank, place in interrupted.items() if place})
+                places = [f"\n  rank {rank} was at {each.place}" for rank, each in own.items() if each.place]
                 return Outcome(128 + int(error.sigval), report + "".join(places[:_MOST_PLACES]))
         return Outcome(0)
     finally:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, Std
 
+from shoal.launch.failure import describe_restart, errors_of
 from shoal.launch.output import RankOutput
 
 
@@ -21,10 +22,15 @@ class FollowedFiles(DefaultLogsSpecs):
         super().__init__(log_dir=str(log_dir), redirects=redirects)
         self._output = output
         self._is_alone = alone
+        self._ranks: dict[int, int] = {}  # of the attempt before, by local rank
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        if self._ranks:
+            errors = errors_of(Path(self.root_log_dir), len(self._ranks))
+            why = describe_restart({self._ranks[here]: error for here, error in errors.items()})
+            self._output.begin_attempt(why, [here for here, error in errors.items() if error.is_of_a_lost_peer])
+        self._ranks = {local_rank: int(environment["RANK"]) for local_rank, environment in envs.items()}
         files = super().reify(envs)
-        self._output.begin_attempt()
         for local_rank, environment in envs.items():
             if not self._is_alone:
                 prefix = f"[rank {environment['RANK']}] "

@@ -162,10 +162,13 @@ class RankOutput:
                     if is_error:
                         self._errors[local_rank] = tail
 
-    def begin_attempt(self) -> None:
-        """All ranks are started anew: write the rest of what the former ones wrote."""
+    def begin_attempt(self, why: str, withheld: Sequence[int] = ()) -> None:
+        """All ranks are started anew: write the rest of what the former ones wrote, but for tracebacks of ``withheld``,
+        and ``why``.
+        """
         with self._lock:
-            self._end()
+            self._end([self._errors[rank] for rank in withheld if rank in self._errors])
+            self._stderr.line(why)
             self._tails.clear()
             self._errors.clear()
 

@@ -10,26 +10,38 @@ import torch
 from torch import nn
 
 from shoal.config import Config
-from shoal.engine.settings import has_main_parameters
+from shoal.engine.settings import has_main_parameters, state_dtype_of
 from shoal.errors import OptimizerError
 from shoal.optim.build import build as build_optimizer
+from shoal.optim.elementwise import PROBE_MORE_STEPS, PROBE_NUMEL, inner_optimizers, is_known, of_sparse_only
 from shoal.optim.elementwise import check as check_elementwise
-from shoal.optim.elementwise import inner_optimizers, of_sparse_only
 from shoal.optim.schedules import build_schedule
 from shoal.sharding.sparse_sum import sparse_names
 from shoal.zero.build import group_index
 
 
-def _check_given(optimizer: torch.optim.Optimizer, settings: Config, world_size: int) -> bool:
+def _check_given(
+    optimizer: torch.optim.Optimizer, settings: Config, world_size: int, notes: list[str], *, has_parts: bool
+) -> bool:
     """Validate the client's optimizer. Returns: does it step the model's own parameters?"""
+    zero = settings.zero_optimization
+    is_offloaded = any(s is not None and s.device != "none" for s in (zero.offload_optimizer, zero.offload_param))
+    has_own_format = settings.precision.state_dtype is not None and state_dtype_of(settings) is not None
     says_no = settings.origin("zero_allow_untested_optimizer") == "user" and not settings.zero_allow_untested_optimizer
     kind = check_elementwise(
         optimizer,
         allow_untested=bool(settings.zero_allow_untested_optimizer),
-        refuse_untested=says_no and settings.zero_optimization.stage > 0,
+        refuse_untested=says_no and zero.stage > 0,
         world_size=world_size,
-        stage=settings.zero_optimization.stage,
+        stage=zero.stage,
+        has_whole=(zero.stage == 0 or world_size == 1) and not (has_parts or is_offloaded or has_own_format),
     )
+    if kind == "elementwise" and not is_known(type(optimizer)):
+        notes.append(
+            f"{type(optimizer).__name__} is no optimizer that Shoal knows. It was elementwise in a trial of"
+            f" {PROBE_MORE_STEPS} steps on tensors of up to {PROBE_NUMEL} elements; if it mixes elements later, or at"
+            " other sizes, its updates of shards are wrong. At stage 0 it steps whole parameters."
+        )
     return kind == "direct"
 
 
@@ -70,10 +82,12 @@ def make_optimizer(
     world_size: int,
     *,
     is_part: bool = False,
+    has_parts: bool = False,
 ) -> MadeOptimizer:
     """Validate the client's optimizer, or build one from the config.
 
     Args:
+        has_parts: some parameters are parts of larger tensors.
         is_part: the model is one rank's pipeline stages. Groups without a parameter stay, so that all stages have the
             same ones.
 
@@ -85,7 +99,7 @@ def make_optimizer(
     if isinstance(given, torch.optim.Optimizer):
         if settings.optimizer is not None and settings.optimizer.type:
             notes.append("the client optimizer is used; the config's optimizer section is not.")
-        is_direct = _check_given(given, settings, world_size)
+        is_direct = _check_given(given, settings, world_size, notes, has_parts=has_parts)
         made: torch.optim.Optimizer = given
     elif callable(given):
         own = parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad]
@@ -95,7 +109,7 @@ def make_optimizer(
             if own or not is_part:
                 raise
             made = given([{"params": []}])
-        is_direct = _check_given(made, settings, world_size)
+        is_direct = _check_given(made, settings, world_size, notes, has_parts=has_parts)
     elif given is not None:
         raise OptimizerError(
             f"optimizer must be a torch.optim.Optimizer or a callable, got {type(given).__name__}.",

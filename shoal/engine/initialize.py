@@ -164,7 +164,10 @@ def _start(
     hosts = list(axes.world.gather_objects(socket.gethostname(), label="hosts"))
     parts, axes = with_experts(model, parts, axes, settings, hosts)
     is_part = axes.pp is not None
-    made = make_optimizer(model, optimizer, model_parameters, settings, world.size, is_part=is_part)
+    has_parts = bool(parts.local)
+    made = make_optimizer(
+        model, optimizer, model_parameters, settings, world.size, is_part=is_part, has_parts=has_parts
+    )
     if is_part and made.optimizer is not None:
         refuse_untrained(has_trained=any(from_stages(axes.pp, any(made.groups), "trained parameters")))
     sparse = made.sparse(model)

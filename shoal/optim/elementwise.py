@@ -1,15 +1,17 @@
 """Is an optimizer elementwise: does an element's update depend on that element alone?
 
-Shoal steps flat ranges of the main parameters, unit by unit. That changes nothing for an elementwise optimizer, and is
-wrong for any other. Known classes are accepted by name. An unknown class is tried on a small matrix: it must give the
-same bits when it steps the matrix whole, flat, in two parts, and in two parts one after the other (as units are).
+Where several ranks share the state, Shoal steps flat ranges of the main parameters, unit by unit. That changes nothing
+for an elementwise optimizer, and is wrong for any other. Known classes are accepted by name. An unknown class is tried
+on a matrix, and on tensors of the sizes of the model's parameters: it must give the same bits when it steps a tensor
+whole, flat, in two parts, and in two parts one after the other (as units are), and its state must not be a matrix of
+another shape or a vector of one dim. What it does after the steps of the trial, and at larger sizes, is not known.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -44,6 +46,8 @@ KNOWN: tuple[type[torch.optim.Optimizer], ...] = (
 PROBE_SHAPE = (96, 128)  # more than 4096 elements: below that, 8-bit optimizers keep full precision
 PROBE_CUT = 65 * 64  # both parts are multiples of 64 elements, as Shoal's ranges are, and of no larger block
 PROBE_STEPS = 3
+PROBE_MORE_STEPS = 32  # on the smaller ones of the model's sizes: some optimizers precondition from their 25th step on
+PROBE_NUMEL = 1 << 16  # of one of the model's sizes; of a larger one the first rows
 
 
 class UntestedOptimizerError(OptimizerError, AssertionError):
@@ -59,6 +63,7 @@ def check(
     refuse_untested: bool = False,
     world_size: int | None = None,
     stage: int | None = None,
+    has_whole: bool = False,
 ) -> OptimizerKind:
     """Check that a client's optimizer can run on shards.
 
@@ -68,6 +73,8 @@ def check(
         world_size: ranks that shard the optimizer state; None: unknown, taken as more than one.
         stage: the ZeRO stage. At stage 0 an optimizer of sparse gradients, or one that contains others, is stepped
             directly.
+        has_whole: each rank has every parameter, whole, with its state (stage 0, or one rank): an unknown class is
+            stepped directly, as without Shoal, and nothing is asked of it.
 
     Returns: how the engine steps it.
     Raises: OptimizerError: the optimizer is not elementwise, or its class is unknown and cannot be tried. A trial whose
@@ -84,17 +91,21 @@ def check(
         )
     if takes_sparse_only(optimizer) and stage == 0:
         return "direct"
+    if is_known(kind):
+        return "elementwise"
     for name, reason in NOT_ELEMENTWISE.items():
         base = getattr(torch.optim, name, None)
         if isinstance(base, type) and isinstance(optimizer, base):
+            if has_whole:
+                return "direct"
             raise refusal(name, reason)
-    if _is_known(kind):
-        return "elementwise"
     if refuse_untested:
         raise UntestedOptimizerError(
             f'{kind.__name__} is not an optimizer that Shoal knows, and "zero_allow_untested_optimizer" is false.',
             do="leave the key out: the optimizer is then tested on a small matrix; or set it to true.",
         )
+    if has_whole:
+        return "direct"
     inner = inner_optimizers(optimizer)
     is_direct = bool(inner) and (stage == 0 or has_own_groups(optimizer))
     try:
@@ -127,7 +138,8 @@ def check(
         return "elementwise"
     raise OptimizerError(
         message + ", so its updates of shards would be wrong.",
-        do="use an elementwise optimizer, or derive it from shoal.optim.whole.WholeTensorOptimizer.",
+        do="use an elementwise optimizer, or stage 0 (each rank then steps whole parameters, as in plain PyTorch), or"
+        " derive it from shoal.optim.whole.WholeTensorOptimizer.",
         code="optimizer-not-elementwise",
     )
 
@@ -161,7 +173,7 @@ def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
     return any(p.kind in positional and p.default is p.empty for p in parameters)
 
 
-def _is_known(kind: type) -> bool:
+def is_known(kind: type) -> bool:
     """True for a known class, or one derived from it with a changed constructor and additional names only."""
     known = next((base for base in kind.__mro__ if base in KNOWN), None)
     if known is None:
@@ -184,14 +196,28 @@ def _first_difference(optimizer: torch.optim.Optimizer) -> str | None:
     tried: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         settings = settings_of(type(optimizer), group)
-        if settings in tried:
-            continue
-        tried.append(settings)
+        make = partial(type(optimizer), **settings)
         device = next((p.device for p in group["params"] if p.device.type != "meta"), torch.device("cpu"))
-        found = _try(partial(type(optimizer), **settings), device)
-        if found:
-            return found
+        trials: dict[tuple[int, ...], int] = {} if settings in tried else {PROBE_SHAPE: PROBE_STEPS}
+        trials |= dict.fromkeys(_sizes_of(group["params"]), PROBE_MORE_STEPS)
+        tried.append(settings)
+        for shape, steps in trials.items():
+            found = _try(make, device, shape, steps)
+            if found:
+                return found
     return None
+
+
+def _sizes_of(parameters: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
+    """The smallest and the largest shape of each number of dims, with as many rows as are tried."""
+    shapes = sorted({tuple(p.shape) for p in parameters if p.numel() > 1}, key=lambda shape: torch.Size(shape).numel())
+    chosen = {len(shape): shape for shape in reversed(shapes)}, {len(shape): shape for shape in shapes}
+    cut = (
+        (max(1, min(rows, PROBE_NUMEL // torch.Size(columns).numel())), *columns)
+        for each in chosen
+        for rows, *columns in each.values()
+    )
+    return [shape for shape in dict.fromkeys(cut) if torch.Size(shape).numel() <= 4 * PROBE_NUMEL]
 
 
 def settings_of(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> dict[str, Any]:
@@ -204,13 +230,16 @@ def settings_of(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> dic
     return found
 
 
-def _try(make: Callable[[Any], torch.optim.Optimizer], device: torch.device) -> str | None:
-    rows, columns = PROBE_SHAPE
+def _try(
+    make: Callable[[Any], torch.optim.Optimizer], device: torch.device, shape: tuple[int, ...], num_steps: int
+) -> str | None:
     random = torch.Generator().manual_seed(0)
-    start = torch.randn(rows, columns, generator=random).to(device)
+    rows, columns = shape[0], torch.Size(shape[1:]).numel()
+    start = torch.randn(shape, generator=random).to(device)
     # rows and columns differ in size, so that an optimizer that mixes elements gives other numbers
-    sizes = torch.logspace(-2, 1, rows).unsqueeze(1) * torch.linspace(0.5, 2, columns)
-    grads = [(torch.randn(rows, columns, generator=random) * sizes).to(device) for _ in range(PROBE_STEPS)]
+    sizes = (torch.logspace(-2, 1, rows).unsqueeze(1) * torch.linspace(0.5, 2, columns)).view(shape)
+    grads = [(torch.randn(shape, generator=random) * sizes).to(device) for _ in range(num_steps)]
+    text = "a matrix" if shape == PROBE_SHAPE else f"a tensor of shape {shape}"
 
     def run(slices: Sequence[slice] | None, *, in_turn: bool = False) -> torch.Tensor:
         if slices is None:
@@ -229,22 +258,40 @@ def _try(make: Callable[[Any], torch.optim.Optimizer], device: torch.device) -> 
                 for batch in [[param] for param in params] if in_turn else [params]:
                     optimizer.param_groups[0]["params"] = batch
                     optimizer.step()
+        if slices is None:
+            shapes.update({name: tuple(t.shape) for t, name in _tensors_in(optimizer.state[params[0]], "state")})
         return torch.cat([param.detach().flatten() for param in params])
 
-    halves = (slice(0, PROBE_CUT), slice(PROBE_CUT, rows * columns))
+    shapes: dict[str, tuple[int, ...]] = {}
     whole = run(None)
     if not torch.isfinite(whole).all():
         raise ArithmeticError("the trial's weights are not finite")
-    trials = {
-        "a matrix and the same numbers flat": run([slice(0, rows * columns)]),
-        "a matrix and its two parts": run(halves),
-        "a matrix and its two parts, each in a step() of its own": run(halves, in_turn=True),
-    }
+    numel = start.numel()
+    trials = {f"{text} and the same numbers flat": run([slice(0, numel)])}
+    cut = PROBE_CUT if shape == PROBE_SHAPE else numel // 128 * 64
+    if cut:
+        halves = (slice(0, cut), slice(cut, numel))
+        trials[f"{text} and its two parts"] = run(halves)
+        trials[f"{text} and its two parts, each in a step() of its own"] = run(halves, in_turn=True)
     for what, result in trials.items():
         if not torch.equal(whole, result):
             difference = (whole - result).abs().max().item()
-            return f"after {PROBE_STEPS} steps {what} differ by up to {difference:.3g}"
+            return f"after {num_steps} steps {what} differ by up to {difference:.3g}"
+    for name, found in shapes.items():
+        if shape == PROBE_SHAPE and found != shape and (sum(n > 1 for n in found) > 1 or set(found) & set(shape)):
+            return f"for a tensor of shape {shape} it keeps {name} of shape {found}, which belongs to no one element"
     return None
+
+
+def _tensors_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[torch.Tensor, str]]:
+    """Every tensor in a state, in objects too, with its name."""
+    if isinstance(value, torch.Tensor):
+        yield value, name
+    elif depth < 6:
+        items = vars(value) if hasattr(value, "__dict__") else value
+        items = dict(enumerate(items)) if isinstance(items, list | tuple) else items
+        for key, item in items.items() if isinstance(items, Mapping) else ():
+            yield from _tensors_in(item, f"{name}[{key!r}]", depth + 1)
 
 
 # optimizers that hold other optimizers (an Adam for dense weights, a SparseAdam for tables), or take sparse gradients

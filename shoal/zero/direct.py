@@ -1,7 +1,8 @@
 """The step of an optimizer that updates the model's own parameters, whole, all in one call: as without Shoal.
 
-For optimizers that ranges of flat weights do not suit: torch's SparseAdam, and one that holds others
-and has them step. Every rank holds everything (stage 0), so every rank makes the same step.
+For optimizers that ranges of flat weights do not suit: torch's SparseAdam, one that holds others and has them step, and
+every class that Shoal does not know. Every rank holds everything (stage 0, or one rank), so every rank makes the same
+step.
 
 Between steps the state of each parameter is kept by part, flat, as every other optimizer's is: that is what
 checkpoints and accessors know. The optimizer that steps a parameter has the same memory in the parameter's shape.
@@ -9,6 +10,7 @@ checkpoints and accessors know. The optimizer that steps a parameter has the sam
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +23,8 @@ from shoal.optim.elementwise import inner_optimizers
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.unit import Unit
 from shoal.zero.step import Gather, HasGrad, ShardedStep
+
+logger = logging.getLogger("shoal")
 
 _OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")  # torch's state of one number, whatever the parameter's shape
 
@@ -46,6 +50,7 @@ class DirectStep(ShardedStep):
             for parameter in group["params"]
         }
         self._left: dict[int, dict[str, Any]] = {}  # by a parameter's id: what its optimizer was left with
+        self._others: dict[str, Any] = {}  # by key, a state that is no element per element and no number
         self._check_known(inner)
         self._lift()
 
@@ -136,7 +141,8 @@ class DirectStep(ShardedStep):
                 holder.state.pop(parameter, None)
             if held:
                 holder.state[target] = {
-                    key: value.view(target.shape) if _is_flat(value, part) else value for key, value in held.items()
+                    key: value.view(target.shape) if _is_flat(value, part) and key not in self._others else value
+                    for key, value in held.items()
                 }
             else:
                 holder.state.pop(target, None)
@@ -149,6 +155,7 @@ class DirectStep(ShardedStep):
                 held = holder.state.get(target)
                 if not held:
                     continue
+                self._note_others(held, target)
                 self.optimizer.state[part.param] = {
                     key: _flat(value) if _has_shape(key, value, target) else value for key, value in held.items()
                 }
@@ -157,6 +164,26 @@ class DirectStep(ShardedStep):
                 else:
                     self._left[id(parameter)] = dict(held)
                 break
+
+    def _note_others(self, held: Mapping[str, Any], target: nn.Parameter) -> None:
+        """Say in the first step that a checkpoint cannot hold the state, not hours later when it is saved."""
+        others = {
+            key: list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            for key, value in held.items()
+            if key not in self._others
+            and not isinstance(value, int | float | bool | str | None)
+            and not (isinstance(value, torch.Tensor) and (value.numel() == 1 or _has_shape(key, value, target)))
+        }
+        if others and not self._others and self.groups[0].buffer.comm.rank == 0:
+            logger.warning(
+                "%s keeps state that is neither one number nor one element per element (%s, for a parameter of shape"
+                " %s): it trains as in plain PyTorch, but save_checkpoint() cannot save it. Save the weights with"
+                " save_16bit_model().",
+                type(self.optimizer).__name__,
+                ", ".join(f"{key!r}: {what}" for key, what in others.items()),
+                tuple(target.shape),
+            )
+        self._others |= others
 
     def release_state(self) -> None:
         for _, _, parameter, _ in self._placed():

@@ -269,8 +269,9 @@ def test_sharded_stages_refuse_them_and_say_what_to_do(stage: int) -> None:
     ):
         run_ranks(2, job)
     only = only_tables()
+    made = sparse_adam(only.parameters())
     with pytest.raises(OptimizerError, match=r"sparse gradients only, which stages 1 to 3 (.|\n)*with stage 0"):
-        shoal.initialize(model=only, optimizer=sparse_adam(only.parameters()), config=config(stage))
+        run_ranks(2, lambda: shoal.initialize(model=only, optimizer=made, config=config(stage)))
 
 
 class Wrapper(torch.optim.Optimizer):

@@ -7,13 +7,14 @@ import inspect
 import textwrap
 import threading
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 _PARSING = threading.Lock()  # two threads that parse at once fail in Python 3.11: one depth counter
 
 
-def syntax_tree(function: Callable[..., Any]) -> ast.Module | None:
-    """The tree of a Python function. None: it has no source that can be read, or none that stands alone."""
+def syntax_tree(function: Callable[..., Any] | CodeType) -> ast.Module | None:
+    """The tree of a Python function or code object; None: its source cannot be read or does not stand alone."""
     try:
         with _PARSING:
             return ast.parse(textwrap.dedent(inspect.getsource(function)))

@@ -16,10 +16,11 @@ from torch import nn
 
 from shoal.device import is_fake
 from shoal.engine.engine import Engine
-from shoal.engine.pipeline_data import check_length, endless, exchange_rows, labels_of, next_batches
+from shoal.engine.pipeline_data import check_length, endless, exchange_rows, next_batches
 from shoal.errors import NoOptimizerError, UsageError
 from shoal.parallel.loss import count_tokens
 from shoal.parallel.sequence.context import use_sequence_context
+from shoal.parallel.targets import targets_of
 from shoal.pipeline.lower import lower
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.run import Failure, MicroBatch, PipelineRun
@@ -251,7 +252,7 @@ class PipelineEngine(Engine):
         if reduce_output is not None:
             mine = torch.zeros(2, dtype=torch.float64, device=self.device)
             for value, batch in zip(losses, batches, strict=False):
-                weight = float(count_tokens(labels_of(batch.data))) if self.accumulation.counts_tokens else 1.0
+                weight = float(self._compute.count_targets(batch.data) if self.accumulation.counts_tokens else 1.0)
                 mine += torch.stack([value.double().reshape(()) * weight, torch.full_like(mine[0], weight)])
             sums = self.axes.world.exchange(mine, label="evaluation").wait().sum(dim=0)
             loss = (sums[0] / sums[1].clamp(min=1.0)).float()
@@ -435,8 +436,11 @@ class _EngineCompute:
         if not torch.is_grad_enabled():
             return loss
         engine._check_loss(loss)
-        num_tokens = count_tokens(labels_of(batch)) if engine.accumulation.counts_tokens else None
+        num_tokens = self.count_targets(batch) if engine.accumulation.counts_tokens else None
         return engine.accumulation.scaled(loss, "engine", num_tokens=num_tokens)
+
+    def count_targets(self, batch: Any) -> torch.Tensor:
+        return count_tokens(targets_of(batch, self._engine.module.loss_model))
 
     def backward(self, run: Callable[[], None], stage: int, *, is_weight_pass: bool = False) -> None:
         engine = self._engine

@@ -95,20 +95,6 @@ def _failure(rows: Sequence[Sequence[float]], num_micro: int, error: Exception |
     return None
 
 
-def labels_of(batch: Any) -> torch.Tensor:
-    """The labels of a micro-batch: of a dict "labels", of a tuple the second. Raises: UsageError: it has none."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if isinstance(batch, tuple | list) and len(batch) > 1:
-        labels = batch[1]
-    if not isinstance(labels, torch.Tensor):
-        raise UsageError(
-            'loss_reduction is "token", but the micro-batch has no labels to count.',
-            do='give dicts with "labels", or tuples (inputs, labels).',
-            code="loss-tokens",
-        )
-    return labels
-
-
 def check_length(batch: Any, size: int, longest: int | None) -> None:
     """Under sequence parallelism over ``size`` tensor-parallel ranks, which stages decide on alone.
 

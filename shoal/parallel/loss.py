@@ -156,7 +156,10 @@ def sequence_parallel_cross_entropy(
 
 
 def count_tokens(targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
-    """The targets that count, for ``engine.backward(loss, num_tokens=...)``. Shape: [], int64, on their device."""
+    """The targets that count, for ``engine.backward(loss, num_tokens=...)``. Shape: [], int64, on their device.
+
+    Of labels that the model shifts, as causal models of Transformers do, the targets are ``labels[..., 1:]``.
+    """
     return (targets != ignore_index).sum()
 
 

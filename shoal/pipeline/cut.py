@@ -202,6 +202,10 @@ class CutModel(StageModule):
     def whole_model(self) -> nn.Module:
         return self._cut_model[0]
 
+    @property
+    def loss_model(self) -> nn.Module | None:
+        return self.whole_model if self._cut_loss is None else None
+
     def train(self, mode: bool = True) -> CutModel:
         self.whole_model.train(mode)
         self.training = mode

@@ -29,6 +29,11 @@ class StageModule(nn.Module):
     is_dynamic: bool = False
     has_engine: bool = False
 
+    @property
+    def loss_model(self) -> nn.Module | None:
+        """The model that computes the loss itself, from a micro-batch; None: a loss function does."""
+        return None
+
     def forward(self, stage: int, received: Any, batch: Any, **arguments: Any) -> Any:
         """Run one pipeline stage on one micro-batch.
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.parallel.sequence.context import SequenceContext, sequence_parallel
+from shoal.parallel.targets import shifts_labels
 
 _LENGTH, _CHANGED = 16, 5  # positions, and the one that has another token in the second row
 _ROUNDING = 1e-4  # of the largest output; twice the precision of 16-bit formats
@@ -35,7 +36,7 @@ def takes_tokens(model: Any) -> bool:
 def shifts_labels_here(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
     """True if each rank shifts its own part of the labels. The label of its last position is then lost."""
     given = {name for name, value in arguments.items() if value is not None}
-    return getattr(model, "loss_type", None) == "ForCausalLM" and "labels" in given and "shift_labels" not in given
+    return "labels" in given and "shift_labels" not in given and shifts_labels(model)
 
 
 @torch.no_grad()

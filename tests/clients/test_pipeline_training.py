@@ -1,0 +1,91 @@
+"""Hugging Face models train in pipeline stages as plain PyTorch trains them on one rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.comm.threads import run_ranks
+
+transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
+
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+
+VOCABULARY, LENGTH, MICRO, STEPS = 40, 8, 3, 2
+SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+LLAMA = {**SHAPE, "intermediate_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 32}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+T5 = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 4, "num_heads": 2}
+T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": ("LlamaConfig", LLAMA),
+    "GPT2LMHeadModel": ("GPT2Config", GPT2),
+    "T5ForConditionalGeneration": ("T5Config", T5),
+}
+
+
+def build(kind: str, **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config, options = MODELS[kind]
+    model: nn.Module = getattr(transformers, kind)(getattr(transformers, config)(**{**options, **changes}))
+    return model.train()
+
+
+def batch_of(index: int) -> dict[str, torch.Tensor]:
+    """Rows of which some labels count nothing, other numbers in each micro-batch."""
+    ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(index))
+    labels = ids.clone()
+    labels[0, : 2 * (index % 4)] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def config_of(pp: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "gradient_clipping": 0.0,
+        "parallel": {"pp": pp},
+        **more,
+    }
+
+
+def in_stages(model: nn.Module, size: int, config: dict[str, Any]) -> list[tuple[list[float], Any]]:
+    """Each rank's losses, and the values of the whole model."""
+
+    def job() -> Any:
+        engine: Any = shoal.initialize(model=copy.deepcopy(model), config=copy.deepcopy(config))[0]
+        rank = engine.axes.batch.rank
+        losses = []
+        for step in range(STEPS):
+            first = MICRO * (2 * step + rank)
+            losses.append(float(engine.train_batch(batch_of(first + micro) for micro in range(MICRO))))
+        return losses, engine.module_state_dict()
+
+    return run_ranks(size, job)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", MODELS)
+def test_each_target_of_a_step_counts_the_same(kind: str, size: int) -> None:
+    whole = build(kind)
+    optimizer, losses = torch.optim.SGD(whole.parameters(), 0.5), []
+    for step in range(STEPS):
+        rows = [batch_of(MICRO * (2 * step + rank) + micro) for rank in range(size // 2) for micro in range(MICRO)]
+        loss = whole(**{key: torch.cat([row[key] for row in rows]) for key in rows[0]}).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    expected = whole.state_dict()
+    for found, values in in_stages(build(kind), size, config_of(2, loss_reduction="token")):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, value in values.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)

@@ -83,12 +83,6 @@ def check_together(config: Schema, found: Normalised) -> list[Problem]:
     for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
         if section.device == "nvme" and not section.nvme_path:
             problem(f"zero_optimization.{name}.nvme_path", "missing, but the device is nvme.", "name a folder.")
-    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
-        problem(
-            "gradient_predivide_factor",
-            f"{config.gradient_predivide_factor:g}, but prescale_gradients divides by all ranks before the sum.",
-            "set prescale_gradients to false, or leave the factor out.",
-        )
     problems += pipeline_problems(config.pipeline)
     problems += expert_problems(config.expert_parallel)
     if config.curriculum_learning.enabled:

@@ -203,6 +203,7 @@ def load(
     check_supported: bool = True,
     replaced: Collection[str] = (),
     degrees: Mapping[str, int] | None = None,
+    warns: bool = True,
 ) -> Config:
     """Read and check a configuration.
 
@@ -215,6 +216,7 @@ def load(
         replaced: of ``optimizer`` and ``scheduler``, those for which the caller passes an object; their types are not
             checked.
         degrees: by axis of the mesh, what the caller gives beside the file.
+        warns: False on all ranks but one: the others keep the warnings without showing them.
 
     Raises: ConfigError: all problems in one error.
     """
@@ -229,7 +231,7 @@ def load(
     )
     if seen.problems or seen.config is None:
         raise problems_error(ConfigProblems(seen.problems, seen.name))
-    for text in seen.found.warnings:
+    for text in seen.found.warnings if warns else ():
         warn(text)
     return seen.config
 

@@ -247,6 +247,7 @@ def canonical_type(name: str, known: Mapping[str, type[Section]]) -> str:
     'OneBitAdam'
     """
     folded = name.casefold().replace("_", "")
+    folded = "adam" if folded == "deepspeedadam" else folded  # of the first versions with offload
     return next((kind for kind in known if kind.casefold() == folded), name)
 
 

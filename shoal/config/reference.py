@@ -193,7 +193,7 @@ def _params(section: str, types: Mapping[str, type[Section]]) -> list[str]:
         lines += ["", f"## `{section}.params` of {name}", ""]
         part = TYPES_NOT_BUILT.get(name.casefold()) if section == "optimizer" else None
         if part is not None:
-            lines += [f"Not built yet: {part}.", ""]
+            lines += [f"Not built yet: {part.reason}.", ""]
         lines += ["| key | takes | default | meaning | Shoal |", "| --- | --- | --- | --- | --- |"]
         lines += [_row(key, _shown_support(PARAMS.get(key.name, SUPPORTED))) for key in keys_of(model).values()]
     return lines

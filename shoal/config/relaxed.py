@@ -6,8 +6,8 @@ error can name it, and a key given twice is an error that names both places.
     >>> read("{stage: 3, // ZeRO\\n 'bucket': 2e8,}").value
     {'stage': 3, 'bucket': 200000000.0}
 
-Hjson, in files of that suffix, is wider still: text without quotes ends with its line, and the outermost braces may be
-missing.
+Text without quotes is read where it is the last on its line, as in Hjson. Hjson, in files of that suffix, is wider
+still: text without quotes ends with its line whatever it holds, and the outermost braces may be missing.
 
     >>> read("type: AdamW\\nsteps: 3", is_hjson=True).value
     {'type': 'AdamW', 'steps': 3}
@@ -27,6 +27,7 @@ Path = tuple[str | int, ...]
 SPACE = re.compile(r"(?:\s+|//[^\n]*|\#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 TEXT = re.compile(r"""'''(.*?)'''|"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)'""", re.DOTALL)
 LINE = re.compile(r"[^\s,:{}\[\]][^\n]*")
+BARE = re.compile(r"[^\s\"',:{}\[\]#][^\"',{}\[\]\n#]*(?=\n)")  # text without quotes, alone until its line ends
 WORD = re.compile(r"[^\s\"',:{}\[\]]+")
 NUMBER = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|Infinity|NaN)")
 WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
@@ -125,6 +126,9 @@ class _JsonReader:
         if word in WORDS:
             return WORDS[word]
         self.at = start
+        bare = self.match(BARE) if path and word not in PYTHON_WORDS else None
+        if bare is not None:
+            return bare.group().rstrip()
         if word in PYTHON_WORDS:
             right = PYTHON_WORDS[word]
             raise self.error(f"{word} is Python, JSON says {right}", f"write {right}.")

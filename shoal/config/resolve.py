@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from shoal.config.base import Section
+from shoal.config.coerce import coerce
 from shoal.config.normalise import Normalised, read_params
 from shoal.config.optimizer import (
     AUTO_IS_DEFAULT,
@@ -17,7 +18,7 @@ from shoal.config.optimizer import (
     canonical_type,
 )
 from shoal.config.problems import shown
-from shoal.config.support import PARAMS, TYPES_NOT_BUILT
+from shoal.config.support import TYPES_NOT_BUILT
 from shoal.config.types import type_problems
 
 # Defaults that an older DeepSpeed had: the newest version to which each set applies.
@@ -103,14 +104,17 @@ def _is_auto(value: object) -> bool:
 
 
 def _without_clipping(params: Mapping[str, Any], found: Normalised) -> dict[str, Any]:
-    """The arguments without ``max_grad_norm``, which the optimizer does not take."""
-    norm = params["max_grad_norm"]
-    if norm not in (None, 0, "auto"):
+    """The arguments without ``max_grad_norm``, the oldest name of ``gradient_clipping``."""
+    norm = coerce(params["max_grad_norm"], float)
+    clip = found.values.setdefault("gradient_clipping", norm) if isinstance(norm, float) and norm > 0 else norm
+    if clip != norm:
         found.problem(
             "optimizer.params.max_grad_norm",
-            f"{shown(norm)} is not an argument of the optimizer.",
-            f"{PARAMS['max_grad_norm'].reason}.",
+            f"{shown(norm)}, but gradient_clipping is {shown(clip)}, and gradients are clipped once.",
+            "leave it out.",
         )
+    elif norm not in (None, 0, "auto"):
+        found.warnings.append(f"optimizer.params.max_grad_norm is deprecated; write gradient_clipping = {shown(norm)}.")
     return {name: value for name, value in params.items() if name != "max_grad_norm"}
 
 

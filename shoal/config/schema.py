@@ -72,7 +72,7 @@ class Schema(Section):
     prescale_gradients: bool = key(False, "divide gradients before they are summed, not after")
     gradient_predivide_factor: float = key(
         1.0,
-        "divide gradients by this before the sum, and by ranks / this after it; without prescale_gradients",
+        "divide gradients by this before the sum, and by ranks / this after it; not with prescale_gradients",
         gt=0,
     )
     sparse_gradients: bool = key(False, "exchange only the rows of embeddings' gradients that are not zero")

@@ -233,7 +233,7 @@ class FlopsProfilerSection(Section):
 class ScheduleConfig(Section):
     """How difficulty grows."""
 
-    total_curriculum_step: int | None = key(None, "steps until full difficulty")
+    total_curriculum_step: int | None = key(None, "steps until full difficulty", deprecated=("total_step",))
     difficulty_step: int | None = key(None, "difficulty is a multiple of this")
     root_degree: int | None = key(None, "degree of the root, for fixed_root")
     difficulty: tuple[int, ...] | None = key(None, "difficulties, for fixed_discrete")

@@ -30,6 +30,7 @@ class Support:
         switch: the key that must be on before this one asks for anything; empty: ``enabled`` or ``device`` above it.
         harmless: more values that ask for nothing.
         stands_alone: it counts even where its section is switched off.
+        instead: what to do where it is not built.
     """
 
     kind: SupportKind
@@ -37,6 +38,7 @@ class Support:
     switch: str = ""
     harmless: tuple[Any, ...] = ()
     stands_alone: bool = False
+    instead: str = "leave it out for now"
 
     def __str__(self) -> str:
         if self.kind == "not built":
@@ -111,10 +113,14 @@ AT_STAGE_3 = frozenset(
 )
 
 # Types that are known and not built; other types are checked when the optimizer is built.
-TYPES_NOT_BUILT: dict[str, str] = {
-    "onebitadam": "1-bit optimizers",
-    "zerooneadam": "1-bit optimizers",
-    "onebitlamb": "1-bit optimizers",
+TYPES_NOT_BUILT: dict[str, Support] = {
+    name: Support(
+        "not built",
+        "1-bit optimizers",
+        instead=f'use "{plain}", the same update with gradients that are not compressed, and leave out the parameters'
+        " that it does not have (freeze_step, cuda_aware, comm_backend_name ...)",
+    )
+    for name, plain in (("onebitadam", "Adam"), ("zerooneadam", "Adam"), ("onebitlamb", "Lamb"))
 }
 
 # Parameters of the optimizers whose support is not "supported".
@@ -127,7 +133,6 @@ PARAMS: dict[str, Support] = {
     "set_grad_none": no_effect("gradients are always released after the step"),
     "comm_backend_name": no_effect("the mesh's own communicator is used"),
     "cuda_aware": no_effect("the mesh's own communicator is used"),
-    "max_grad_norm": refused("gradients are clipped by the top-level key gradient_clipping"),
 }
 
 

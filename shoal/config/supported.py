@@ -54,9 +54,9 @@ def keys_with_support(found: Normalised) -> list[KeySupport]:
             keys.append(KeySupport(path, given.value, support, asks=_is_on(given.value)))
             continue
         support = _support(given.schema_path, stage)
-        part = TYPES_NOT_BUILT.get(str(given.value).casefold().replace("_", ""))
-        if given.schema_path == "optimizer.type" and part is not None:
-            keys.append(KeySupport(path, given.value, Support("not built", part), asks=True))
+        missing = TYPES_NOT_BUILT.get(str(given.value).casefold().replace("_", ""))
+        if given.schema_path == "optimizer.type" and missing is not None:
+            keys.append(KeySupport(path, given.value, missing, asks=True))
             continue
         is_changed = given.key.model is None and given.value is not None and given.value != given.key.default
         off = [
@@ -95,7 +95,7 @@ def unsupported_problems(
         if not each.asks or each.support.kind not in kinds:
             continue
         what = f"{shown(each.value)} asks for a part that is not built yet: {each.support.reason}."
-        do = "leave it out for now."
+        do = f"{each.support.instead}."
         if each.support.kind == "refused":
             what, do = f"{shown(each.value)} is not supported.", f"{each.support.reason}."
         yield Problem(each.path, what, do, found.line(each.path))
@@ -208,6 +208,12 @@ def unused_reasons(config: Schema) -> dict[str, str]:
             f"fp16.loss_scale is {config.fp16.loss_scale:g}, which never changes",
             "fp16.",
             "initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
+        ),
+        (
+            not config.prescale_gradients,
+            "prescale_gradients divides by all ranks before the sum",
+            "",
+            "gradient_predivide_factor",
         ),
         (nonfinite is None, f'precision.nonfinite = "{nonfinite}" decides', "bf16.", "check_grad_overflow"),
         (wire is None, f'communication_data_type = "{wire}" has priority', "precision.", "reduce_dtype"),

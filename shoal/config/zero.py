@@ -60,7 +60,9 @@ class ZeroOptimization(Section):
     )
     reduce_bucket_size: int = key(500_000_000, "largest number of elements in one reduction", ge=1)
     overlap_comm: bool | None = key(
-        None, "reduce gradients during the backward pass; null is true at every stage (DeepSpeed: at stage 3)"
+        None,
+        "reduce gradients during the backward pass; null is true at every stage (DeepSpeed: at stage 3)",
+        deprecated=("comm_overlap",),
     )
     ignore_unused_parameters: bool = key(
         True, "accept parameters that got no gradient in a step; false makes them an error"
@@ -74,7 +76,11 @@ class ZeroOptimization(Section):
         50_000_000, "elements gathered ahead of their use", alias=("prefetch_bucket_size",), ge=0
     )
     stage3_param_persistence_threshold: int = key(
-        100_000, "parameters with fewer elements are replicated", alias=("param_persistence_threshold",), ge=0
+        100_000,
+        "parameters with fewer elements are replicated",
+        alias=("param_persistence_threshold",),
+        deprecated=("stage3_param_persitance_threshold",),
+        ge=0,
     )
     stage3_model_persistence_threshold: int = key(
         sys.maxsize,
@@ -112,8 +118,8 @@ def rewrite_old_keys(zero: dict[str, Any]) -> list[tuple[str, str]]:
     Returns: (old key, its replacement) for each key found.
     """
     found = []
-    for old, target in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-        if old in zero:
+    for old, target in OLD_KEYS.items():
+        if "." not in target and old in zero:
             asked = zero.pop(old)
             if str(asked).lower() == "true" and not zero.get(target):
                 zero[target] = {"device": "cpu"}
@@ -130,5 +136,6 @@ def rewrite_old_keys(zero: dict[str, Any]) -> list[tuple[str, str]]:
 OLD_KEYS = {
     "cpu_offload": "offload_optimizer",
     "cpu_offload_param": "offload_param",
+    "cpu_offload_params": "offload_param",
     "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory",
 }

@@ -340,7 +340,8 @@ class Checkpointing:
             is_missing = tag is None and error.code == "checkpoint-missing"
             if not (self.allows_missing and is_missing) or directory.read_latest(open_storage(folder)) is not None:
                 raise
-            logger.warning("nothing was loaded, as in DeepSpeed: %s", error.what)
+            if self._comm.rank == 0:
+                logger.warning("nothing was loaded, as in DeepSpeed: %s", error.what)
             return None, None
 
     def _load(
@@ -385,7 +386,8 @@ class Checkpointing:
             except CheckpointError as error:
                 if error.code not in ("checkpoint-damaged", "checkpoint-unsafe") or index + 1 == len(folders):
                     raise
-                logger.warning("%s is damaged, so %s is loaded instead: %s", name, folders[index + 1], error)
+                if self._comm.rank == 0:
+                    logger.warning("%s is damaged, so %s is loaded instead: %s", name, folders[index + 1], error)
                 continue
             break
         if step_again and self._properties.rank == 0:
@@ -394,7 +396,7 @@ class Checkpointing:
         if custom_load_fn is not None:
             values = {t.name: reader.tensor(MODEL, t.name) for t in chosen.manifest.tensors if t.kind == MODEL}
             self._weights.with_gathered_parameters(lambda: custom_load_fn(src=values, dst=self._module))
-            if wanted.has_optimizer:
+            if wanted.has_optimizer and self._comm.rank == 0:
                 logger.warning("custom_load_fn was given, so only the model was loaded.")
         else:
             load.apply(chosen, reader)

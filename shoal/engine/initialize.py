@@ -113,7 +113,8 @@ def initialize(
         degrees = {**(degrees or {}), **model.degrees}
     if (ep := ep_size_of(model)) is not None:
         degrees = {**(degrees or {}), "ep": ep}
-    settings = load(config, args=args, world_size=world.size, replaced=replaced, degrees=degrees)
+    is_first = world.rank == 0
+    settings = load(config, args=args, world_size=world.size, replaced=replaced, degrees=degrees, warns=is_first)
     if wants_split(model) and settings.expert_parallel.expert_tensor_parallel_size == 1:
         split = {"expert_tensor_parallel_size": model_degrees(settings).get("tp", 1)}
         settings = settings.model_copy(update={"expert_parallel": settings.expert_parallel.model_copy(update=split)})

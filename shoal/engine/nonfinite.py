@@ -6,6 +6,8 @@ gave weights that are not finite.
 
 from __future__ import annotations
 
+import logging
+
 from shoal.engine.log import logger
 from shoal.engine.properties import Properties
 from shoal.engine.sharding import Sharding
@@ -59,10 +61,8 @@ class NonFinite:
                 " such steps out and continue. The parameters are as they were before the step." + self._hint(),
             )
         message = f"step {step} {'applied all the same' if is_applied else 'skipped'}: {what} ({where})"
-        if self._loss_scale is not None and not is_loss_bad:
-            logger.info(message)
-        else:
-            logger.warning(message)
+        if self._comm.rank == 0:
+            logger.log(logging.INFO if self._loss_scale is not None and not is_loss_bad else logging.WARNING, message)
         return is_applied
 
     def _is_fatal(self, *, is_loss_bad: bool, is_loss_known: bool) -> bool:
@@ -80,6 +80,8 @@ class NonFinite:
         if self._loss_scale is None or status.bad_loss_ranks:  # a bad loss is no overflow
             return
         event = self._loss_scale.update(not status.is_finite)
+        if self._comm.rank:
+            return
         if event is Event.HALVED:
             logger.info("step %d: overflow, loss scale halved to %g", step, self._loss_scale.scale)
         elif event is Event.AT_FLOOR:

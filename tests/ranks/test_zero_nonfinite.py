@@ -10,6 +10,7 @@ import torch
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.config import ConfigWarning
 from shoal.errors import NonFiniteError
 from tests.ranks.models import Plain
 from tests.ranks.training import (
@@ -95,7 +96,18 @@ def test_bad_steps_can_be_skipped_with_a_warning(stage: int, caplog: pytest.LogC
         return untouched and not applied, engine.skipped_steps, engine.global_steps, moved
 
     assert run_ranks(2, job) == [(True, 1, 3, True)] * 2
-    assert any("step 1 skipped: the loss of rank 0 is not finite" in record.message for record in caplog.records)
+    assert sum("step 1 skipped: the loss of rank 0 is not finite" in record.message for record in caplog.records) == 1
+
+
+def test_rank_0_alone_warns_of_old_keys() -> None:
+    settings = {**config(1), "zero_optimization": {"stage": 1, "cpu_offload": False}}
+
+    def rank() -> None:
+        start(Plain, settings).destroy()
+
+    with pytest.warns(ConfigWarning) as caught:
+        run_ranks(2, rank)
+    assert len(caught) == 1
 
 
 def test_bad_steps_are_applied_when_the_user_asks_for_a_warning_only(caplog: pytest.LogCaptureFixture) -> None:
@@ -233,7 +245,7 @@ def test_a_bad_loss_under_fp16_is_named_each_time_and_raised_at_the_third_in_a_r
         assert "rank 1, step 5, first parameter 'embedding.weight'" in message
         assert (skipped, untouched) == (5, True)
     warned = [r.message for r in caplog.records if r.levelname == "WARNING" and "skipped" in r.message]
-    assert [text[:46] for text in warned[::2]] == [
+    assert [text[:46] for text in warned] == [
         f"step {n} skipped: the loss of rank 1 is not fini" for n in (0, 1, 3, 4)
     ]
 

@@ -294,8 +294,9 @@ def slow(parameters: Any) -> torch.optim.Optimizer:
         ({"gradient_allreduce_op": "sum"}, 1.0),
         ({"prescale_gradients": True}, 1 / 3),
         ({"gradient_predivide_factor": 2.0}, 1 / 3),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 2.0}, 1 / 3),
     ],
-    ids=["sum", "prescaled", "factor without prescaling"],
+    ids=["sum", "prescaled", "factor without prescaling", "factor with prescaling"],
 )
 def test_gradients_are_a_mean_unless_the_file_asks_for_a_sum(sections: dict[str, Any], factor: float) -> None:
     expected = scaled_by_hand(3, factor)

@@ -57,6 +57,20 @@ def test_hjson_has_text_without_quotes_and_needs_no_braces(text: str, value: obj
     assert read(text, is_hjson=True).value == value
 
 
+def test_text_without_quotes_that_ends_its_line_is_read_in_every_file() -> None:
+    text = "{type: AdamW\n nvme: {device: nvme, path: /local/nvme\n}\n a: two words \n b: 3}"
+    with pytest.raises(ConfigError, match="found 'nvme'"):  # Hjson reads "nvme, path: /local/nvme"
+        read(text)
+    assert read(text.replace("device: nvme, ", "device: nvme\n")).value == {
+        "type": "AdamW",
+        "nvme": {"device": "nvme", "path": "/local/nvme"},
+        "a": "two words",
+        "b": 3,
+    }
+    with pytest.raises(ConfigError, match="True is Python"):
+        read("{a: True\n}")
+
+
 def test_a_file_is_hjson_by_its_suffix(tmp_path: Path) -> None:
     text = "train_batch_size: 4\noptimizer: {\n  type: AdamW\n  params: {lr: 0.1}\n}\n"
     (tmp_path / "ds.hjson").write_text(text)

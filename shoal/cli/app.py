@@ -95,7 +95,7 @@ def run(
     from shoal.cli.job import default_ranks
     from shoal.launch import LocalJob, run_local
     from shoal.launch.environment import LOG_LEVEL
-    from shoal.launch.script import check_script
+    from shoal.launch.script import check_script, misplaced_ranks
 
     given = args or []
     if as_deepspeed:
@@ -107,6 +107,8 @@ def run(
     else:
         job = LocalJob([sys.executable, *(["-m"] if module else []), script, *given], ranks or default_ranks())
     check_script(script, is_module=module)
+    if not module and (advice := misplaced_ranks(script, given)):
+        print(advice, file=sys.stderr)
     job = replace(job, stop_seconds=stop_seconds)
     if verbose:
         job = replace(job, environment={**job.environment, LOG_LEVEL: "debug"})

@@ -78,6 +78,16 @@ def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: 
     return launch
 
 
+def check_alone() -> None:
+    """Raises: ConfigError: WORLD_SIZE says that there are more ranks, and no variable says which one this is."""
+    if (size := _optional_number(os.environ, "WORLD_SIZE") or 1) > 1:
+        raise ConfigError(
+            f"the environment says WORLD_SIZE={size}, and not which rank this process is",
+            do="set RANK too, or start the ranks with shoal run, torchrun or srun; unset WORLD_SIZE to run alone.",
+            code="launch-environment",
+        )
+
+
 def wants_tracebacks(environment: Mapping[str, str] | None = None) -> bool:
     """True if SHOAL_TRACEBACK asks for the whole traceback of Shoal's own errors."""
     return (os.environ if environment is None else environment).get(TRACEBACK, "0") not in ("", "0")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.comm.environment import Launch, read_launch
+from shoal.comm.environment import Launch, check_alone, read_launch
 from shoal.comm.failure import ExceptHook
 from shoal.comm.fake import FakeTransport
 from shoal.comm.fake_stages import FakeStages, FakeStageTransport
@@ -248,6 +248,7 @@ def current_world() -> World:
     if not _is_initialized():
         if read_launch() is not None:
             return init_distributed(verbose=False)
+        check_alone()
         device = device_of(None, None)  # the current one: the script may have set another since
         world = _process.world
         if world is None or world.is_closed or _process.group is not None:
@@ -312,6 +313,7 @@ def init_distributed(
         address, port = (launch.address, launch.port) if launch is not None else (None, None)
         launch = Launch(rank, world_size, local_rank, address, port, "arguments")
     if launch is None:
+        check_alone()
         launch = Launch(0, 1, 0, None, None, "none")
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if accelerator(None) is not None else "gloo")
     arguments: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}

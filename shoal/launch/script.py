@@ -5,10 +5,23 @@ from __future__ import annotations
 import ast
 import os
 import sys
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from shoal.errors import UsageError
+
+
+def misplaced_ranks(script: str, args: Sequence[str]) -> str:
+    """A sentence on ``--ranks`` after the script, which is the script's, if its source does not mention it."""
+    given = next((arg for arg in args if arg.partition("=")[0] == "--ranks"), None)
+    path = Path(script)
+    if given is None or path.suffix != ".py" or "ranks" in path.read_text(encoding="utf-8", errors="replace"):
+        return ""
+    return (
+        f"shoal: {given} after {script} is an option of the script, which does not mention it. For the number of ranks"
+        f" write: shoal run --ranks N {script} ..."
+    )
 
 
 def check_script(script: str, *, is_module: bool = False) -> None:

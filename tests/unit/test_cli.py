@@ -18,6 +18,7 @@ from shoal.cli.exit_code import exit_code_of
 from shoal.cli.job import TrainJob, describe_shape, effective_config, read_config, usual_learning_rate
 from shoal.cli.start import start
 from shoal.errors import CheckpointError, ConfigError, ModelError, UsageError
+from shoal.launch.script import misplaced_ranks
 
 
 def configure(job: TrainJob, **file: object) -> tuple[dict[str, object], list[str]]:
@@ -316,6 +317,18 @@ def test_an_earlier_run_is_replaced_only_when_the_user_says_so(tmp_path: Path) -
     assert start(replace(job, steps=1), overwrites=True) == 0
     assert [step for step, _ in logged(run, "train/loss")] == [1]
     assert [path.name for path in (run / "checkpoints").glob("global*")] == ["global_step1"]
+
+
+def test_ranks_after_a_script_that_does_not_take_them_are_reported(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('trained')")
+    assert misplaced_ranks(str(script), ["--steps", "3"]) == ""
+    assert "shoal run --ranks N" in misplaced_ranks(str(script), ["--ranks=2"])
+    command = [sys.executable, "-m", "shoal", "run", script, "--ranks", "2"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert f"shoal: --ranks after {script} is an option of the script, which does not mention it." in result.stderr
+    script.write_text("parser.add_argument('--ranks')")
+    assert misplaced_ranks(str(script), ["--ranks", "2"]) == ""
 
 
 def test_an_error_of_shoals_own_is_a_message_without_a_traceback() -> None:

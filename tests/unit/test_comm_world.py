@@ -200,6 +200,15 @@ def test_a_bad_environment_names_the_variable() -> None:
         read_launch({"RANK": "2", "WORLD_SIZE": "2"})
 
 
+def test_a_world_size_without_a_rank_is_an_error_and_no_run_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for start in (current_world, init_distributed):
+        with pytest.raises(ConfigError, match="says WORLD_SIZE=2, and not which rank this process is"):
+            start()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert current_world().size == 1
+
+
 def test_mpi_on_several_machines_without_an_address_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     for name, value in found.items():

@@ -9,6 +9,7 @@ the inputs, byte counts, RNG states, and times. A *segment* is one function that
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -187,8 +188,11 @@ class Recompute:
         args, kwargs = _take_out((args, kwargs), tensors)
         device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
+        given = [(args, kwargs)]
+        before = _with_copied_caches(given[0])
+
         def call(*inputs: torch.Tensor) -> Any:
-            own_args, own_kwargs = _put_back((args, kwargs), inputs)
+            own_args, own_kwargs = _put_back(given.pop() if given else _with_copied_caches(before), inputs)
             with use_recompute(self), _inside():
                 return function(*own_args, **own_kwargs)
 
@@ -306,6 +310,28 @@ def _put_back(value: Any, tensors: tuple[torch.Tensor, ...], depth: int = 0) -> 
         return _like(value, [_put_back(item, tensors, depth + 1) for item in value])
     if depth == 1 and type(value) is dict:
         return {key: _put_back(item, tensors, depth + 1) for key, item in value.items()}
+    return value
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _with_copied_caches(arguments: Arguments) -> Arguments:
+    """The arguments with copies of Transformers' key-value caches, to which each run of a function adds."""
+    args, kwargs = arguments
+    return tuple(map(_copied, args)), {key: _copied(value) for key, value in kwargs.items()}
+
+
+def _copied(value: Any, *, is_inside: bool = False) -> Any:
+    """A cache without its tensors, which are the same; anything else outside of a cache as it is."""
+    if is_inside and type(value) is list:
+        return [_copied(each, is_inside=True) for each in value]
+    if is_inside and type(value) is dict:
+        return {key: _copied(each, is_inside=True) for key, each in value.items()}
+    if any(each.__module__ == "transformers.cache_utils" for each in type(value).__mro__):
+        made = copy.copy(value)
+        vars(made).update(_copied(vars(value), is_inside=True))
+        return made
     return value
 
 

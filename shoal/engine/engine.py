@@ -489,7 +489,8 @@ class Engine(nn.Module):
         is_clipped = math.isfinite(norm) and norm > clip
         if is_clipped:
             gradient_scale *= clip / (norm + 1e-6)
-        self.sharding.update(status, gradient_scale, is_clipped=is_clipped)
+        with nullcontext() if self.sharded_optimizer is None else self.sharded_optimizer.updating():
+            self.sharding.update(status, gradient_scale, is_clipped=is_clipped)
 
     def _end_step(self) -> None:
         self.sharding.reset_gradients()

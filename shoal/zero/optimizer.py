@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,6 +93,17 @@ class LastStep:
         self.scaler = scaler  # fp16's
 
 
+# Of the wrapped optimizer, what is the returned one's until `let_go`.
+_HOOK_KINDS = ("step", "state_dict", "load_state_dict")
+_HOOKS = tuple(f"_optimizer_{kind}_{when}_hooks" for kind in _HOOK_KINDS for when in ("pre", "post"))
+_METHODS = (
+    "state_dict",
+    "load_state_dict",
+    "add_param_group",
+    *(f"register_{kind}_{when}_hook" for kind in _HOOK_KINDS for when in ("pre", "post")),
+)
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """What ``initialize`` returns as the optimizer.
 
@@ -112,13 +124,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # The base class is not initialised on purpose: groups, defaults and hooks are the wrapped optimizer's own.
         self.optimizer = step.optimizer
-        # Its own methods would look for the parameter ranges, which hold its state, among its groups' parameters.
-        # So this one object has others until `let_go`; mypy lets nobody assign a method.
-        self.optimizer.state_dict = self.state_dict  # type: ignore[method-assign]
-        self.optimizer.load_state_dict = self.load_state_dict  # type: ignore[method-assign]
-        self.optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
+        # Its own methods would look for the parameter ranges, which hold its state, among its groups' parameters, and
+        # its hooks would run for each range. So this one object has others until `let_go`.
+        vars(self.optimizer).update({name: getattr(self, name) for name in _METHODS})
+        for name in _HOOKS:
+            vars(self)[name] = vars(self.optimizer).get(name, OrderedDict())
+            vars(self.optimizer)[name] = OrderedDict()
         self._user_groups = [group["params"] for group in self.optimizer.param_groups]
-        self._step_hook = self.optimizer.register_step_pre_hook(self._refuse_client_step)
+        self._step_hook = torch.optim.Optimizer.register_step_pre_hook(self.optimizer, self._refuse_client_step)
         self.sharded_step = step
         self._engine_step = engine_step
         self._zero_grad = zero_grad
@@ -130,9 +143,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def let_go(self) -> None:
         """The wrapped optimizer is its own again, and keeps nothing of the engine alive."""
-        for name in ("state_dict", "load_state_dict", "add_param_group"):
+        for name in _METHODS:
             vars(self.optimizer).pop(name, None)
         self._step_hook.remove()
+        vars(self.optimizer).update({name: vars(self)[name] for name in _HOOKS})
 
     def _refuse_client_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Runs before each ``step()`` of the wrapped optimizer, whose groups have other lists during the engine's step.
@@ -202,6 +216,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._engine_step()
 
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Run the hooks of ``register_step_pre_hook`` before the block, in which the engine updates, and the others
+        after it.
+        """
+        for before in list(self._optimizer_step_pre_hooks.values()):
+            before(self, (self,), {})
+        yield
+        for after in list(self._optimizer_step_post_hooks.values()):
+            after(self, (self,), {})
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._zero_grad()
 
@@ -215,6 +240,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's format; the state is this rank's part of each parameter's."""
+        for before in list(self._optimizer_state_dict_pre_hooks.values()):
+            before(self)
         groups: list[dict[str, Any]] = []
         index_of: dict[int, int] = {}
         for group in self.param_groups:
@@ -224,7 +251,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 indices.append(index_of[id(parameter)])
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": indices})
         state = {index_of[id(p)]: self._state[p] for p in self._state if id(p) in index_of}
-        return {"state": state, "param_groups": groups}
+        result = {"state": state, "param_groups": groups}
+        for after in list(self._optimizer_state_dict_post_hooks.values()):
+            result = after(self, result) or result
+        return result
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -232,6 +262,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises: OptimizerError: the groups or the sizes do not fit.
         """
+        for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            state_dict = before(self, state_dict) or state_dict
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise OptimizerError(
@@ -245,6 +277,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parameters += [p for p in group["params"] if id(p) not in {id(q) for q in parameters}]
         for index, values in state_dict["state"].items():
             self.load_local_state(parameters[int(index)], values)
+        for after in list(self._optimizer_load_state_dict_post_hooks.values()):
+            after(self)
 
     @torch.no_grad()
     def load_local_state(self, parameter: nn.Parameter, values: Mapping[str, Any]) -> None:

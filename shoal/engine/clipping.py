@@ -1,12 +1,13 @@
 """``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` on parameters of an engine are an error.
 
 An engine moves the gradient of a parameter to its buffer as soon as it is complete, so on several ranks torch's
-functions find none: they would change nothing (and return a norm of 0), as under DeepSpeed. Where the gradients are on
-the parameters (one rank) they clip them.
+functions find none: they would change nothing (and return a norm of 0), as under DeepSpeed; or they find those of this
+rank alone (in ``no_sync``), or of its part of the model. Where all of the gradients are on the parameters (one rank)
+they clip them.
 
 While an engine lives, the functions of torch that change the gradients are replaced by one that checks first, inside
-torch's own ``no_grad`` wrapper around them: so all ways to import them reach it. ``destroy()`` of the last engine
-restores torch's own.
+torch's own ``no_grad`` wrapper around them: so all ways to import them reach it. Torch has no other place where such a
+call can be noticed. ``destroy()`` of the last engine restores torch's own.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.engine.accumulation import Accumulation
 from shoal.errors import UsageError
+from shoal.zero.engine_parameters import EngineParameters
 from shoal.zero.parameter_owner import OWNERS, ParameterOwner
 
 
@@ -56,6 +58,7 @@ _REPLACED = (
         3,
     ),
 )
+_NORM_OF = _REPLACED[0]
 
 
 class ClippingCheck:
@@ -101,8 +104,13 @@ class ClippingCheck:
         self, torchs: _Replaced, parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
     ) -> None:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if all(parameter.grad is None for parameter in given) and any(map(self._has_gradient, given)):
+        has_gradient = any(map(self._has_gradient, given))
+        what = None
+        if has_gradient and all(parameter.grad is None for parameter in given):
             what = f"{torchs.name}() has no effect on parameters of an engine: the engine holds their gradients."
+        elif has_gradient and any(self._is_of_rank(parameter, torchs is _NORM_OF) for parameter in given):
+            what = f"{torchs.name}() would clip each rank by its own gradients: parameter.grad has no others here."
+        if what is not None:
             if self.is_error:
                 raise UsageError(what, do=torchs.do, code="clip-engine")
             warnings.warn(f"{what} To clip, {torchs.do}", stacklevel=torchs.stacklevel)
@@ -131,6 +139,13 @@ class ClippingCheck:
         owner = OWNERS.get(parameter)
         step = None if owner is None else self._steps.get(owner)
         return step is not None and step.has_backward
+
+    def _is_of_rank(self, parameter: torch.Tensor, is_norm: bool) -> bool:
+        """True if the gradient, or the norm over all that the script has, is this rank's alone."""
+        owner = OWNERS.get(parameter)
+        if not isinstance(owner, EngineParameters) or owner not in self._steps or parameter.grad is None:
+            return False
+        return not owner.shows_sum(parameter) or (is_norm and not owner.has_whole_model)
 
 
 CLIPPING = ClippingCheck()

@@ -155,6 +155,11 @@ class GradientBuffer:
         """True if there is a gradient that no reduction has seen."""
         return self._unsynced.flat is not None or self._has_new()
 
+    @property
+    def is_shown(self) -> bool:
+        """True while ``parameter.grad`` is a view of the sum over the ranks."""
+        return bool(self._shown)
+
     def _has_new(self) -> bool:
         if self._shown:
             pairs = zip(self.parameters, self._shown, strict=True)

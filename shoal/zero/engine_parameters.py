@@ -164,6 +164,16 @@ class EngineParameters(ParameterOwner):
         """True if the engine trains it."""
         return id(parameter) in self._home
 
+    def shows_sum(self, parameter: torch.Tensor) -> bool:
+        """True if ``parameter.grad`` is of all ranks, and not of this one alone."""
+        return self.comm.size == 1 or not self.knows(parameter) or self._home[id(parameter)][0].gradient.is_shown
+
+    @property
+    def has_whole_model(self) -> bool:
+        """True if no other rank has other parameters, or other parts of them."""
+        axes = self._sharded.axes
+        return axes.tp is None and axes.ep is None and axes.pipeline_stage.size == axes.world.size
+
     def _find(self, parameter: nn.Parameter) -> tuple[ParameterGroup, int, Segment | None]:
         self._before()
         self._sharded.deferred.wait()

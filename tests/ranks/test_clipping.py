@@ -185,6 +185,39 @@ def test_clipping_by_value_as_the_error_says_and_on_one_rank_by_torchs_function(
             torch.testing.assert_close(parameters[name], value, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_torchs_function_on_gradients_of_one_rank_alone_is_an_error(stage: int) -> None:
+    def job() -> None:
+        engine = start(Plain, config(stage, gradient_accumulation_steps=2))
+        with engine.no_sync():
+            backward(engine)
+        assert any(parameter.grad is not None for parameter in engine.module.parameters())
+        for clip in (clip_grad_norm_, clip_grad_value_):
+            with pytest.raises(UsageError, match=r"clip_grad_\w+\(\) would clip each rank by its own gradients"):
+                clip(engine.module.parameters(), 0.1)
+        engine.destroy()
+
+    run_ranks(2, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_torchs_norm_over_tensor_parallel_ranks_is_an_error_and_its_values_are_clipped(stage: int) -> None:
+    def job() -> None:
+        model = make(lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
+        split = {"tp": 2, "tp_plan": {"0": "colwise", "1": "rowwise"}}
+        settings = {**config(stage), "parallel": split, "units": {}}
+        engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=settings)[0]
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        with pytest.raises(UsageError, match=r"clip_grad_norm_\(\) would clip each rank by its own gradients"):
+            clip_grad_norm_(engine.module.parameters(), 0.1)
+        clip_grad_value_(engine.module.parameters(), 0.1)
+        assert max(float(parameter.grad.abs().max()) for parameter in engine.module.parameters()) < 0.1001
+        engine.step()
+        engine.destroy()
+
+    run_ranks(2, job)
+
+
 def test_torchs_function_on_one_rank_clips_the_engines_gradients() -> None:
     def job() -> dict[str, torch.Tensor]:
         engine = start(Plain, config(2))

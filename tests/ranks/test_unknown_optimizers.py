@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -144,7 +145,7 @@ def test_sparse_adam_trains_on_one_rank_at_every_stage(stage: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", [Shampoo, Late])
+@pytest.mark.parametrize("kind", [Shampoo, Late, partial(Shampoo, delay=1000)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_where_it_steps_ranges_one_that_mixes_elements_later_or_at_some_sizes_is_an_error(
     stage: int, kind: Any

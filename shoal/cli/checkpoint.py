@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.usage import UsageCommand
+from shoal.cli.usage import UsageCommand, checkpoints_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -24,7 +24,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_FOLDER = typer.Argument(help="Folder with checkpoints, or an fsspec URL.")
+_FOLDER = typer.Argument(
+    help="Folder with checkpoints, or of a run of `shoal train`, or an fsspec URL.", callback=checkpoints_of
+)
 
 
 def _none_in(storage: Storage) -> typer.Exit:

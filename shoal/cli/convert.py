@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from shoal.cli.exit_code import exit_code_of
+from shoal.cli.usage import checkpoints_of
 from shoal.errors import CheckpointError, ShoalError, UsageError
 from shoal.text import counted, format_bytes
 
@@ -60,7 +61,7 @@ class Loading(NamedTuple):
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder or file of a checkpoint.")],
+    source: Annotated[str, typer.Argument(help="Folder or file of a checkpoint, or a run.", callback=checkpoints_of)],
     target: Annotated[str, typer.Argument(help="Folder or file to write; it must not exist.")],
     to: Annotated[Target, typer.Option(help="Format to write; fp32 is the format of DeepSpeed's zero_to_fp32.")],
     from_: Annotated[Origin | None, typer.Option("--from", help="Format of SOURCE; default: detected.")] = None,

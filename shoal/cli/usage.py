@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -19,6 +20,14 @@ _ORDER = (
     "deepspeed",
     "as-deepspeed",
 )
+
+
+def checkpoints_of(folder: str) -> str:
+    """The folder of checkpoints inside the folder of a run of ``shoal train``; any other folder itself."""
+    from shoal.cli.job import JOB_FILE, checkpoint_folder
+
+    inside = checkpoint_folder(Path(folder))
+    return str(inside) if inside.is_dir() and (Path(folder) / JOB_FILE).is_file() else folder
 
 
 class UsageCommand(TyperCommand):

@@ -83,6 +83,18 @@ def test_list_shows_the_newest_first_and_which_is_latest(tmp_path: Path) -> None
     assert "latest" not in lines[1]
 
 
+def test_the_folder_of_a_run_stands_for_its_folder_of_checkpoints(tmp_path: Path) -> None:
+    run_folder = tmp_path / "run"
+    write_shoal(Fixed(1), run_folder / "checkpoints")
+    assert run("list", str(run_folder))[0] == 1  # not one of `shoal train`
+    (run_folder / "job.json").write_text("{}")
+    for command in (["list"], ["verify"], ["prune", "--keep", "1"]):
+        assert run(*command, str(run_folder))[0] == 0
+    assert "global_step1" in run("list", str(run_folder))[1]
+    converted = CliRunner().invoke(app, ["convert", str(run_folder), str(tmp_path / "out.pt"), "--to", "state_dict"])
+    assert converted.exit_code == 0, converted.output
+
+
 def test_list_of_an_empty_folder_ends_with_1(tmp_path: Path) -> None:
     assert run("list", str(tmp_path))[0] == 1
 

@@ -53,7 +53,7 @@ from shoal.parallel.sequence.context import (
 )
 from shoal.parallel.sequence.rotary import follow_longest_sequence
 from shoal.parallel.sequence.routers import balance_whole_sequences
-from shoal.parallel.tensor.escaped import refuse_escaped, sequence_region
+from shoal.parallel.tensor.escaped import SplitTensors
 from shoal.sharding.param_group import ParameterGroup
 from shoal.simulation.check import LastingCheck
 from shoal.text import did_you_mean
@@ -140,7 +140,7 @@ class Engine(nn.Module):
         self.compiled = CompiledModel(sharding.module, properties)
         self._is_batch_checked = False
         self._same_inputs = SameInputs(properties.axes.tp)
-        self._split_sequence = sequence_region(sharding.module)
+        self._split_tensors = SplitTensors(sharding.module)
         self._whole_gradients = WholeGradients(
             sharding.groups,
             properties.axes,
@@ -269,13 +269,8 @@ class Engine(nn.Module):
         Raises: AssertedUsageError: the loss is not one number with a graph behind it.
         """
         check_for_scale(loss)
-        self._check_loss(loss)
+        self._split_tensors.refuse(loss)
         return self.accumulation.scaled(loss, "scaled", num_tokens=num_tokens)
-
-    def _check_loss(self, loss: torch.Tensor) -> None:
-        """Raises: UsageError: it reads this rank's part of a sequence that tensor-parallel ranks split."""
-        if self._split_sequence is not None:
-            refuse_escaped(loss, self._split_sequence)
 
     def backward(
         self,
@@ -306,7 +301,7 @@ class Engine(nn.Module):
         if self.sharded_optimizer is None:
             raise NoOptimizerError("backward() needs an optimizer, and this engine was made without one.")
         check_for_backward(loss)
-        self._check_loss(loss)
+        self._split_tensors.refuse(loss)
         use_sequence_context(self._attention_context)
         with self._failing("backward"), self.timers.phase("backward"):
             scaled = self.accumulation.scaled(loss, "engine", is_averaged=scale_wrt_gas, num_tokens=num_tokens)
@@ -918,9 +913,9 @@ class Engine(nn.Module):
             self._explain_out_of_memory(error, phase)
             explain_mismatch(error, self.sharded.sharded)
             if phase == "forward":
-                unfinished = None if self._split_sequence is None else self._split_sequence.unfinished
-                if unfinished is not None and not isinstance(error, ShoalError):
-                    raise unfinished from error
+                region = self._split_tensors.region
+                if region is not None and region.unfinished is not None and not isinstance(error, ShoalError):
+                    raise region.unfinished from error
                 explain_mixed_formats(error, self.module, self.plan.precision.parameter, inputs)
                 if self.axes.tp is not None:
                     explain_split_module(error, self.module)

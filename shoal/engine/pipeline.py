@@ -435,7 +435,7 @@ class _EngineCompute:
         loss = engine.module.loss(output, batch)
         if not torch.is_grad_enabled():
             return loss
-        engine._check_loss(loss)
+        engine._split_tensors.refuse(loss)
         num_tokens = self.count_targets(batch) if engine.accumulation.counts_tokens else None
         return engine.accumulation.scaled(loss, "engine", num_tokens=num_tokens)
 

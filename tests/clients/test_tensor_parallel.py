@@ -298,3 +298,42 @@ def test_what_a_grid_cannot_split_is_refused(family: str) -> None:
             parallelize_grid(model, Grid.open(current_world(), Mesh.of(4, tp=4), "2d"))
 
     run_ranks(4, on_a_rank)
+
+
+def label_smoothing(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Any:
+    targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum", label_smoothing=0.1)
+    return total / (num_items_in_batch or (targets != -100).sum())
+
+
+def test_a_loss_other_than_cross_entropy_is_not_replaced() -> None:
+    model = build("llama")
+    model.loss_function = label_smoothing
+
+    def on_a_rank() -> None:
+        mine = copy.deepcopy(model)
+        with pytest.raises(ModelError, match="the loss_function label_smoothing, which does not compute the mean"):
+            parallelize(mine, tp_communicator(), loss_parallel=True)
+        assert mine.loss_function is label_smoothing
+
+    run_ranks(2, on_a_rank)
+    compare(model, loss_alone, 2)
+    with pytest.raises(ModelError, match="no loss_function that its forward calls"):
+        compare(build("bert"), loss_alone, 2, loss_parallel=True)
+
+
+@pytest.mark.parametrize("items", [None, 5])
+@pytest.mark.parametrize("family", ["llama", "adapted"])
+def test_the_loss_of_split_logits_counts_the_given_items_and_is_found_behind_adapters(
+    family: str, items: int | None
+) -> None:
+    model = build("llama" if family == "adapted" else family)
+    if family == "adapted":
+        peft = pytest.importorskip("peft")
+        model = randomize(peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj"])))
+    given = {} if items is None else {"num_items_in_batch": items}
+
+    def loss(model: nn.Module) -> Outputs:
+        return {"loss": model(input_ids=TOKENS, attention_mask=MASK, labels=TOKENS, **given).loss}
+
+    compare(model, loss, 2, loss_parallel=True)

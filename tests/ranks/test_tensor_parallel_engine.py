@@ -15,6 +15,7 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import ConfigError, ModelError, UsageError
 from shoal.models.gpt import GPT, GPTConfig
+from shoal.parallel.tensor import vocab_parallel_cross_entropy
 from shoal.zero.engine_parameters import safe_get_full_fp32_param
 from tests.ranks.training import make, sgd
 
@@ -552,5 +553,21 @@ def test_a_split_sequence_in_the_module_around_the_layers_is_an_error_before_the
         what = {"list": "part of the sequence", "exit": "list.0 was called, and list.2, .* was not called after it"}
         with pytest.raises(UsageError, match=what[kind]):
             train(engine, range(1))
+
+    run_ranks(2, job)
+
+
+def test_a_loss_of_the_scripts_own_from_split_logits_is_an_error() -> None:
+    def job() -> None:
+        engine = initialize(make(gpt), config(1, 2, parallel={"tp_loss_parallel": True}))
+        batch = tokens(0, 1)
+        logits = engine(batch[:, :-1])
+        assert logits.shape[-1] == VOCABULARY // 2
+        smoothed = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten() % 25)
+        with pytest.raises(UsageError, match=r"from this rank's part of the logits(?s:.)*where: head"):
+            engine.backward(smoothed)
+        own = vocab_parallel_cross_entropy(engine(batch[:, :-1]), batch[:, 1:], engine.axes.tp, VOCABULARY)
+        engine.backward(own)
+        engine.step()
 
     run_ranks(2, job)

@@ -10,6 +10,7 @@ inputs must be the same too.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +21,7 @@ from torch import nn
 from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError
 from shoal.parallel.tensor.attention import AttentionSplit, numel_of, split_heads
-from shoal.parallel.tensor.cross_entropy import VocabParallelLoss
+from shoal.parallel.tensor.cross_entropy import VocabParallelLoss, shifts_labels
 from shoal.parallel.tensor.families import ACTIVATIONS, OUTPUT_PARAMETERS
 from shoal.parallel.tensor.hooks import InputHook, Stack
 from shoal.parallel.tensor.layers import (
@@ -197,22 +198,28 @@ class _Splitter:
         return any(stack.contains(name) for stack in self.stacks) and not name.startswith(tuple(self.inner))
 
     def find_loss(self) -> tuple[nn.Module, VocabParallelLoss]:
-        """The module with the loss function that a vocabulary parallel head needs, and the function.
+        """The module with the loss function that a vocabulary parallel head needs, and what replaces the function.
 
-        Raises: ModelError: the model does not call such a function.
+        Raises: ModelError: the model does not call such a function, or it is not the mean cross-entropy.
         """
         heads = [name for name, style in self.styles.items() if style.kind == "vocab_head"]
-        owner = next((module for module in self.modules.values() if hasattr(module, "loss_function")), None)
-        loss_type = getattr(owner, "loss_type", None)  # Transformers'; None: that of a causal model
-        if len(heads) != 1 or owner is None or loss_type not in (None, "ForCausalLM"):
-            raise ModelError(
-                f"the loss of {type(self.model).__name__} cannot be computed from split logits: it has {len(heads)} "
-                f"vocabulary parallel heads and {'no loss_function' if owner is None else f'the loss {loss_type}'}.",
-                do="turn loss_parallel off: the head then gathers the logits.",
-                code="tensor-parallel",
-            )
-        vocab_size = numel_of(self.modules[heads[0]], is_output=True)
-        return owner, VocabParallelLoss(self.comm, vocab_size, shifts=hasattr(owner, "loss_type"))
+        # A wrapper of PEFT hands the attributes of the model inside out, but does not take them.
+        owner = next((each for each in self.modules.values() if _calls_loss_function(each)), None)
+        shifts, what = None, "no loss_function that its forward calls"
+        if len(heads) == 1 and owner is not None:
+            vocab_size, function = numel_of(self.modules[heads[0]], is_output=True), owner.loss_function
+            shifts = shifts_labels(function, vocab_size, is_transformers=hasattr(owner, "loss_type"))
+            if shifts is not None:
+                owner._modules.pop("loss_function", None)
+                return owner, VocabParallelLoss(self.comm, vocab_size, shifts=shifts)
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            what = f"the loss_function {name}, which does not compute the mean cross-entropy of logits and labels"
+        raise ModelError(
+            f"the loss of {type(self.model).__name__} cannot be computed from split logits: it has {len(heads)} "
+            f"vocabulary parallel heads and {what}.",
+            do="turn loss_parallel off: the head then gathers the logits.",
+            code="tensor-parallel",
+        )
 
     def _add_layer(
         self,
@@ -256,6 +263,7 @@ class _Splitter:
             own_tokens=even_range(numel, comm.size, comm.rank) if kind == "vocab" else (0, 0),
             forks=any(name.startswith(f"{parent}.") and self._forks(parent) for parent in self.prepared),
             overlaps=overlaps,
+            keeps_logits=kind == "vocab_head" and not gathers_logits,
             columns=self._columns_around(name) if overlaps and kind == "column" else None,
         )
         self._add(self._path(name), layer)
@@ -391,6 +399,15 @@ def keep_part(parameter: nn.Parameter, part: Callable[[torch.Tensor], torch.Tens
     parameter.data = part(data).clone(memory_format=torch.contiguous_format)
     if gradient is not None:
         parameter.grad = part(gradient).clone(memory_format=torch.contiguous_format)
+
+
+def _calls_loss_function(module: nn.Module) -> bool:
+    """Whether the module has a ``loss_function`` itself, and, one of Transformers', a forward that reads it."""
+    kinds = type(module).__mro__
+    if not hasattr(module, "loss_type"):
+        return "loss_function" in {*vars(module), *module._modules, *(name for kind in kinds for name in vars(kind))}
+    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in kinds if "forward" in vars(kind)]
+    return any("loss_function" in forward.__code__.co_names for forward in forwards)
 
 
 def _parents(name: str) -> list[str]:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
+from shoal.device import is_fake
 from shoal.parallel.cross_entropy import IGNORED, CrossEntropy, Reduction, token_losses
 from shoal.parallel.tensor.parts import even_range
 
@@ -43,6 +44,35 @@ def vocab_parallel_cross_entropy(
         return losses.view(targets.shape)
     total = losses.sum()
     return total if reduction == "sum" else total / (flat != ignore_index).sum()
+
+
+def shifts_labels(function: Any, vocab_size: int, *, is_transformers: bool) -> bool | None:
+    """Call a model's ``loss_function`` on logits of 8 positions, and compare with the mean cross-entropy.
+
+    Args:
+        is_transformers: it takes the arguments of Transformers' functions, ``num_items_in_batch`` included.
+
+    Returns: whether a label is the token that follows its own position; None: it computes another loss.
+    """
+    logits = torch.arange(8.0 * vocab_size, device="cpu").mul(0.7).sin().view(2, 4, vocab_size) * 3
+    labels = (torch.arange(8, device="cpu") * 5 % vocab_size).view(2, 4)
+    labels[1, 1] = IGNORED
+    if is_fake(logits):
+        return is_transformers
+    given: list[dict[str, Any]] = [{}]
+    if is_transformers:
+        given = [{"vocab_size": vocab_size}, {"vocab_size": vocab_size, "num_items_in_batch": 3}]
+    try:
+        found = torch.stack([function(logits, labels, **each) for each in given]).float()
+    except Exception:  # it takes other arguments
+        return None
+    for shifts in (True, False):
+        targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:] if shifts else labels
+        mean = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        expected = torch.stack([mean, mean * (targets != IGNORED).sum() / 3][: len(given)])
+        if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4):
+            return shifts
+    return None
 
 
 class VocabParallelLoss:

@@ -1,52 +1,77 @@
-"""Activations between layers that split the sequence, read by the loss other than through the last layer's output.
+"""Tensors that the ranks hold in parts, and that the loss reads as if they were whole.
 
-    embedding --split--> layers.0 --> layers.1 --gather--> head --> loss
-                             |                                       ^
-                             +-- block.aux, a hook's list -----------+     of this rank's part of the sequence
+    embedding --split--> layers.0 --> layers.1 --gather--> head --logits of a range--> cross entropy --> loss
+                             |                               |                                            ^
+                             +-- block.aux, a hook's list    +-- a loss of the script's own --------------+
 
-A statistic over the tokens of such a tensor is of a part of them, another on each rank. The graph of the loss shows it:
-behind the gather nothing is looked at, so that the search ends after the head and the loss.
+Between layers that split the sequence a statistic over the tokens is of this rank's part of it. A loss of split logits
+other than the one that the model computes is of a range of the vocabulary. The graph of the loss shows both. The search
+ends at the gather and at the cross entropy, so that it visits the nodes of the head and of the loss.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.comm.autograd import is_gather
 from shoal.errors import UsageError
+from shoal.parallel.cross_entropy import token_losses
 from shoal.parallel.tensor.layers import LayerSplit
-from shoal.parallel.tensor.region import TensorRegion
+
+_SEQUENCE = (
+    "the loss reads activations between layers that split the sequence, other than through the output of the last"
+    " layer: they, and a mean or an attribute that is made of them, are of this rank's part of the sequence.",
+    "return the tensor, [B, L, width] or [B * L, width], from the module around the layers, which hands it out whole,"
+    " and compute the loss from it; or turn parallel.tp_sequence_parallel off.",
+)
+_LOGITS = (
+    "the loss is computed from this rank's part of the logits, other than by the model's loss_function.",
+    "pass labels to the model, or compute the loss by shoal.parallel.tensor.vocab_parallel_cross_entropy; or turn"
+    " parallel.tp_loss_parallel off.",
+)
 
 
-def sequence_region(model: nn.Module) -> TensorRegion | None:
-    """The region of the model's layers that split the sequence; None: there are none."""
-    splits = (getattr(module, "tensor_split", None) for module in model.modules())
-    return next((split.region for split in splits if isinstance(split, LayerSplit) and split.region.stacks), None)
+class SplitTensors:
+    """Knows a model's tensors of which each tensor-parallel rank holds a part."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = (getattr(module, "tensor_split", None) for module in model.modules())
+        splits = [split for split in found if isinstance(split, LayerSplit)]
+        self.region = next((split.region for split in splits if split.region.stacks), None)
+        stacks = [] if self.region is None else self.region.stacks
+        self._sequences = tuple(f"{name}{after}" for name in stacks for after in (".", " in"))
+        self._heads = tuple(f"{split.name} in" for split in splits if split.keeps_logits)
+
+    def refuse(self, loss: torch.Tensor) -> None:
+        """Raises: UsageError: the loss reads such a tensor as if it were whole."""
+        region = self.region
+        if region is not None:
+            _search(loss, self._sequences, lambda node: is_gather(node, region.comm), *_SEQUENCE)
+        if self._heads:
+            _search(loss, self._heads, _is_loss, *_LOGITS)
 
 
-def refuse_escaped(loss: torch.Tensor, region: TensorRegion) -> None:
-    """Raises: UsageError: the loss reads activations of this rank's part of the sequence."""
-    inside = tuple(f"{name}{after}" for name in region.stacks for after in (".", " in"))
-    nodes = dict.fromkeys([loss.grad_fn])  # an ordered set: the nearest node is named
-    waiting = deque(nodes)
-    while waiting:
-        node = waiting.popleft()
-        label = getattr(node, "label", None)
-        if node is None or is_gather(node, region.comm):
+def _is_loss(node: Any) -> bool:
+    """True for the cross entropy of split logits, and for functions of the script, which may communicate."""
+    source = getattr(getattr(type(node), "_forward_cls", None), "__module__", "torch")
+    return source == token_losses.__module__ or not source.startswith(("shoal.", "torch"))
+
+
+def _search(loss: torch.Tensor, labels: tuple[str, ...], is_end: Callable[[Any], bool], what: str, do: str) -> None:
+    """Raises: UsageError: a node with a label that begins so is reached, by no node at which the search ends."""
+    nodes = [loss.grad_fn]  # the nearest first
+    seen = set(nodes)
+    for node in nodes:
+        if node is None or is_end(node):
             continue
-        if isinstance(label, str) and label.startswith(inside):
-            raise UsageError(
-                "the loss reads activations between layers that split the sequence, other than through the output of"
-                " the last layer: they, and a mean or an attribute that is made of them, are of this rank's part of"
-                " the sequence.",
-                where=label.rpartition(" ")[0],
-                do="return the tensor, [B, L, width] or [B * L, width], from the module around the layers, which hands"
-                " it out whole, and compute the loss from it; or turn parallel.tp_sequence_parallel off.",
-                code="tensor-parallel",
-            )
-        before = [each for each, _ in node.next_functions if each not in nodes]
-        nodes.update(dict.fromkeys(before))
-        waiting.extend(dict.fromkeys(before))
+        label = getattr(node, "label", None)
+        if isinstance(label, str) and label.startswith(labels):
+            raise UsageError(what, where=label.rpartition(" ")[0], do=do, code="tensor-parallel")
+        for before, _ in node.next_functions:
+            if before not in seen:
+                seen.add(before)
+                nodes.append(before)

@@ -47,6 +47,7 @@ class LayerSplit:
         own_tokens: the rows of a vocabulary parallel embedding on this rank.
         forks: whether the random states differ until this layer is left.
         overlaps: whether communication runs beside the layer's own products.
+        keeps_logits: whether it is the head of a model whose loss is computed from split logits.
         columns: what computes a column whose input entered with a module around it; None: it computes itself.
     """
 
@@ -60,6 +61,7 @@ class LayerSplit:
     own_tokens: Range = (0, 0)
     forks: bool = False
     overlaps: bool = False
+    keeps_logits: bool = False
     columns: InputColumns | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerSplit:

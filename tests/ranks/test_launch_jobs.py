@@ -32,6 +32,19 @@ def test_each_example_learns_on_two_ranks(example: Path, tmp_path: Path) -> None
     losses = [float(number) for number in re.findall(r"\d+\.\d+", done.stdout)]
     assert losses[-1] < 0.7 * losses[0]
     assert "[rank 0]" in done.stdout
+    assert "parameters Shard" in done.stderr
+
+
+@pytest.mark.timeout(120)
+def test_the_script_of_the_readme_prints_its_loss_and_shards_both_weights(tmp_path: Path) -> None:
+    readme = (EXAMPLES[0].parent.parent / "README.md").read_text(encoding="utf-8")
+    script = re.search(r"```python\n(# train\.py.*?)```", readme, re.DOTALL)
+    assert script is not None
+    (tmp_path / "train.py").write_text(script[1])
+    done = shoal("run", "--ranks", "2", "train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"step (\d+): loss \d\.\d+", done.stdout) == ["0", "50", "100"]
+    assert "2 units: parameters Shard, gradients Shard, optimizer state Shard" in done.stderr
 
 
 @pytest.mark.timeout(120)

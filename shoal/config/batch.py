@@ -47,6 +47,9 @@ def solve(given: Batch, ranks: int, reason: str | None = None) -> Batch:
     because = f"data-parallel {ranks}" + (f" = {reason}" if reason else "")
     if train is not None and micro is not None and steps is not None:
         if train != micro * steps * ranks:
+            if train == micro * steps:
+                because += "; the sizes are those of one process, which Transformers' Trainer counts on a CPU unless it"
+                because += " is told otherwise: TrainingArguments(use_cpu=True)"
             raise BatchMismatch(
                 f"{TRAIN} {train} is not micro-batch {micro} x accumulation {steps} x data-parallel {ranks} "
                 f"= {micro * steps * ranks}; {because}.",

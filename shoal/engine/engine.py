@@ -84,6 +84,7 @@ class Engine(nn.Module):
     """
 
     optimizer_class: type[ShardedOptimizer] = ShardedOptimizer  # of what ``initialize`` returns
+    weights_filename = "model.safetensors"  # of ``save_16bit_model``, where the call names none
 
     def __init__(
         self,
@@ -761,13 +762,14 @@ class Engine(nn.Module):
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],
-        save_filename: str = "model.safetensors",
+        save_filename: str | None = None,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the weights alone, in the parameters' own dtype. Every rank calls.
 
         Args:
-            save_filename: safetensors, or with ``.bin``, ``.pt`` or ``.pth`` what ``torch.save`` of a state_dict gives.
+            save_filename: safetensors, or with ``.bin``, ``.pt`` or ``.pth`` what ``torch.save`` of a state_dict gives;
+                None: ``model.safetensors``, and after ``deepspeed.initialize`` ``pytorch_model.bin``.
                 safetensors has a tied weight once, as ``save_pretrained`` writes it, and its other names in the
                 metadata: ``from_pretrained`` and ``safetensors.torch.load_model`` tie it again, a strict
                 ``load_state_dict`` misses them. The other formats have every name.
@@ -775,7 +777,8 @@ class Engine(nn.Module):
         Communicates: at stage 3 an all_gather of each unit. Memory: the whole model on the host.
         """
         self._be_ready()
-        return self.weights.save(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
+        name = save_filename or self.weights_filename
+        return self.weights.save(save_dir, name, exclude_frozen=exclude_frozen_parameters)
 
     def module_state_dict(
         self,

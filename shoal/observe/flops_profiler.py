@@ -139,8 +139,11 @@ class FlopsProfiler:
         )
         if output_file:
             path = Path(output_file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n", encoding="utf-8")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text + "\n", encoding="utf-8")
+            except OSError as error:
+                logger.warning("the profile cannot be written, training goes on: %s", error)
         else:
             sys.stdout.write(f"\n{text}\n")
 

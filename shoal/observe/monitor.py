@@ -10,11 +10,13 @@ import csv
 import errno
 import importlib
 import json
+import logging
 import math
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
@@ -24,6 +26,7 @@ from shoal.errors import UsageError
 if TYPE_CHECKING:
     from shoal.config import Config
 
+logger = logging.getLogger("shoal")
 Event = tuple[str, float, int]  # name, value, step (or samples: any count that grows)
 
 
@@ -59,12 +62,20 @@ class Monitor:
         return bool(self._writers) or self._every is not None
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Write values of one or several steps. Tensors of one element are read, which blocks the host."""
+        """Write values of one or several steps. Tensors of one element are read, which blocks the host.
+
+        A writer that cannot write any more is closed, with a warning.
+        """
         if not self.enabled:
             return
         plain = [(name, float(value), int(step)) for name, value, step in events]
-        for writer in self._writers:
-            writer.write(plain)
+        for writer in list(self._writers):
+            try:
+                writer.write(plain)
+            except OSError as error:  # a full disk: no reason to end a training
+                self._writers.remove(writer)
+                logger.warning("%s cannot write and is closed; training goes on: %s", type(writer).__name__, error)
+                _close_all([writer])
         if self._every is not None:
             self._every(plain)
 
@@ -84,7 +95,8 @@ class Monitor:
 def _close_all(writers: list[MonitorWriter]) -> None:
     try:
         for writer in writers:
-            writer.close()
+            with suppress(OSError):  # what a full disk does not take was reported
+                writer.close()
     finally:
         writers.clear()
 
@@ -286,7 +298,11 @@ def make_monitor(config: Config, rank: int) -> Monitor | None:
         return None
     writers: list[MonitorWriter] = []
     if config.tensorboard.enabled:
-        writers.append(TensorBoardWriter(_folder(config.tensorboard, "tensorboard")))
+        folder = _folder(config.tensorboard, "tensorboard")
+        try:
+            writers.append(TensorBoardWriter(folder))
+        except OSError as error:
+            raise _unusable(folder, "tensorboard", error) from error
     if config.csv_monitor.enabled:
         writers.append(CsvWriter(_folder(config.csv_monitor, "csv")))
     if config.wandb.enabled:
@@ -321,10 +337,14 @@ def _folder(section: Any, kind: str) -> Path:
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise UsageError(
-            f"the folder for {kind} files cannot be used: {error.strerror}.",
-            where=str(folder),
-            do="set output_path to a folder that this user may write to.",
-            code="monitor-folder",
-        ) from None
+        raise _unusable(folder, kind, error) from None
     return folder
+
+
+def _unusable(folder: Path, kind: str, error: OSError) -> UsageError:
+    return UsageError(
+        f"the folder for {kind} files cannot be used: {error.strerror}.",
+        where=str(folder),
+        do="set output_path to a folder with room that this user may write to.",
+        code="monitor-folder",
+    )

@@ -96,3 +96,11 @@ def test_the_origin_of_each_size_is_reported() -> None:
 
 def test_a_file_without_batch_sizes_says_what_is_assumed() -> None:
     assert load({}, world_size=4).notes() == ["no batch size is given: micro-batch 1, global batch 4."]
+
+
+def test_the_sizes_of_one_process_on_several_ranks_name_the_trainer_that_counts_one() -> None:
+    with pytest.raises(BatchMismatch, match=r"those of one process.*use_cpu=True"):
+        solve(Batch(6, 2, 3), 2)
+    with pytest.raises(BatchMismatch) as caught:
+        solve(Batch(8, 2, 3), 2)
+    assert "use_cpu" not in caught.value.what

@@ -209,3 +209,25 @@ def test_destroying_an_engine_closes_its_monitor(tmp_path: Path) -> None:
     engine.destroy()
     assert not engine.monitor.enabled
     assert (tmp_path / "job" / "Train_Samples_lr.csv").read_text().splitlines()[1] == "1,0.1"
+
+
+def test_a_disk_that_fills_up_ends_the_log_and_not_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "Train_Samples_train_loss.csv").symlink_to("/dev/full")
+    with Monitor([CsvWriter(tmp_path), JsonLinesWriter(tmp_path / "log.jsonl")]) as monitor:
+        for step in range(2):
+            monitor.write_events([("Train/Samples/train_loss", 1.0, step)])
+    assert caplog.text.count("CsvWriter cannot write and is closed; training goes on: [Errno 28] No space left") == 1
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_full_disk_at_initialize_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.utils.tensorboard.writer.SummaryWriter", full)
+    section = {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}}
+    with pytest.raises(UsageError, match="tensorboard files cannot be used: No space left on device") as caught:
+        make_monitor(load(section), 0)
+    assert caught.value.where == str(tmp_path / "run")

@@ -113,6 +113,7 @@ def initialize(
     _mark_leaves(engine)
     _ignore_order_of_steps(optimizer)
     engine.follows_deepspeed = True
+    engine.weights_filename = "pytorch_model.bin"
     resolved = engine.properties.config
     is_managed = resolved.managed_gradient_accumulation
     engine.accumulation.refuses_direct = not is_managed and engine.zero_optimization_stage() == 0

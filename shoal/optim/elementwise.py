@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.config.types import INSTEAD, NOT_ELEMENTWISE
 from shoal.errors import OptimizerError
@@ -109,7 +110,8 @@ def check(
     inner = inner_optimizers(optimizer)
     is_direct = bool(inner) and (stage == 0 or has_own_groups(optimizer))
     try:
-        difference = _first_difference(optimizer)
+        with unset_fake_temporarily():  # the trial has values in a dry run, too
+            difference = _first_difference(optimizer)
     except Exception as problem:
         if is_direct:
             return _direct(optimizer, inner, stage)

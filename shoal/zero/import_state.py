@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.optim.elementwise import KNOWN, settings_of
 from shoal.sharding.param_group import ParameterGroup
@@ -81,5 +82,6 @@ def _first_value(optimizer: torch.optim.Optimizer, group: int, key: str) -> floa
     """What the constructor puts into each element of a state."""
     kind = next((base for base in type(optimizer).__mro__ if base in KNOWN), type(optimizer))
     settings = settings_of(kind, optimizer.param_groups[group])
-    probe = nn.Parameter(torch.zeros(1))
-    return float(kind([probe], **settings).state[probe][key])
+    with unset_fake_temporarily():  # in a dry run, too, this is a value
+        probe = nn.Parameter(torch.zeros(1))
+        return float(kind([probe], **settings).state[probe][key])

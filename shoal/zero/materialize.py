@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.comm.protocol import Communicator
+from shoal.device import is_fake
 from shoal.errors import ModelError
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import cut
@@ -203,7 +205,7 @@ class Materializer:
                 if spec is not None:
                     empty = torch.empty(spec.global_shape, dtype=parameter.dtype, device=self._device)
                 made = nn.Parameter(empty, parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, made)
+                _replace(parameter, made)
             else:
                 module._buffers[key] = torch.empty_like(_tensor_of(module, key), device=self._device)
         before = {}
@@ -262,9 +264,19 @@ def _tensor_of(module: nn.Module, key: str) -> torch.Tensor:
     return tensor
 
 
+def _replace(tensor: torch.Tensor, made: nn.Parameter) -> None:
+    """Give ``tensor``, which stays the same object, the memory of ``made``."""
+    for fake in (tensor, made):
+        if isinstance(fake, FakeTensor):  # torch swaps no tensor to which the dry run's memo has a weak reference
+            memo = fake.fake_mode.fake_tensor_converter.meta_converter.tensor_memo
+            for key in [key for key, known in memo.items() if known is fake]:
+                del memo[key]
+    torch.utils.swap_tensors(tensor, made)
+
+
 def _is_unfilled(tensor: torch.Tensor, version: int) -> bool:
     """True if nothing has written to the tensor since ``version``. Writes through ``.data`` do not change it."""
-    if tensor._version != version or not tensor.numel():
+    if tensor._version != version or not tensor.numel() or is_fake(tensor):
         return False
     return not tensor.is_floating_point() or bool(tensor.detach().isnan().any())
 
@@ -274,6 +286,6 @@ def _free(module: nn.Module, names: Iterable[str]) -> None:
         tensor = _tensor_of(module, name)
         empty = torch.empty_like(tensor, device="meta")
         if name in module._parameters:
-            torch.utils.swap_tensors(tensor, nn.Parameter(empty, tensor.requires_grad))
+            _replace(tensor, nn.Parameter(empty, tensor.requires_grad))
         else:
             module._buffers[name] = empty

@@ -227,3 +227,37 @@ def test_a_tensor_parallel_rank_is_dry_run(stage: int) -> None:
         engine.destroy()
     of_layers = [entry for entry in entries if entry.nbytes == 2 * 16 * 64 * 2]  # of activations
     assert len(of_layers) >= 2 * 2 * (2 + 2)
+
+
+class Accumulating(torch.optim.Optimizer):
+    """An elementwise optimizer that Shoal does not know, whose constructor makes its state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["sum"] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter]["sum"].add_(parameter.grad)
+                parameter.sub_(self.state[parameter]["sum"], alpha=0.1)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, Accumulating])
+def test_state_that_a_constructor_makes_for_a_model_on_the_meta_device_is_dry_run(
+    kind: type[torch.optim.Optimizer], stage: int
+) -> None:
+    with shoal.dry_run(2) as run:
+        with torch.device("meta"):
+            model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(3)))
+        made = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+        engine = shoal.initialize(model=model, optimizer=kind(model.parameters()), config=made)[0]  # type: ignore[call-arg]
+        with run.step():
+            engine.backward(engine(torch.zeros(4, 512)).square().mean())
+            engine.step()
+        states = engine.memory_report().by_kind()["optimizer state"]
+        engine.destroy()
+    assert states >= 3 * 512 * 512 * 4 // (1 if stage == 0 else 2)

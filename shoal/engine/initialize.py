@@ -111,11 +111,12 @@ def initialize(
     replaced = [section for section, value in given.items() if value is not None]
     if isinstance(model, PipelineModule):
         degrees = {**(degrees or {}), **model.degrees}
-    if (ep := ep_size_of(model)) is not None:
-        degrees = {**(degrees or {}), "ep": ep}
+    ep_size, is_split = _experts_of(model, world)
+    if ep_size:
+        degrees = {**(degrees or {}), "ep": ep_size}
     is_first = world.rank == 0
     settings = load(config, args=args, world_size=world.size, replaced=replaced, degrees=degrees, warns=is_first)
-    if wants_split(model) and settings.expert_parallel.expert_tensor_parallel_size == 1:
+    if is_split and settings.expert_parallel.expert_tensor_parallel_size == 1:
         split = {"expert_tensor_parallel_size": model_degrees(settings).get("tp", 1)}
         settings = settings.model_copy(update={"expert_parallel": settings.expert_parallel.model_copy(update=split)})
     start = partial(
@@ -151,7 +152,7 @@ def _start(
     axes = _timed(_make_axes(world, plan), world, settings)
     _check_same_everywhere(axes, settings, model)
     whole = list(model.parameters())
-    prepare_experts(model, axes.ep, settings.expert_parallel)
+    prepare_experts(model, axes.ep, settings.expert_parallel, is_part=isinstance(model, StageModule))
     of_others = {id(parameter) for parameter in whole} - {id(parameter) for parameter in model.parameters()}
     if of_others:
         optimizer, model_parameters = keep_parameters(optimizer, model_parameters, lambda p: id(p) not in of_others)
@@ -246,6 +247,20 @@ def _start(
         engine.on_step.append(device.heap.after_step)
     _report(engine, notes)
     return engine
+
+
+def _experts_of(model: nn.Module, world: World) -> tuple[int, bool]:
+    """What layers with experts were built for, the same on every rank, since the mesh follows from it.
+
+    Returns: the expert-parallel ranks, 0: they leave it open; True if experts are to be split over tensor-parallel
+        ranks.
+    Communicates: for a model of which ranks may have built their pipeline stages only, both numbers.
+    """
+    mine = [ep_size_of(model) or 0, int(wants_split(model))]
+    if isinstance(model, StageModule):
+        every = from_stages(world.communicator("world", Mesh.of(world.size)), mine, "experts of pipeline stages")
+        mine = [max(of_ranks) for of_ranks in zip(*every, strict=True)]
+    return mine[0], bool(mine[1])
 
 
 def check_model(model: Any) -> None:

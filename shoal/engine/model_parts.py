@@ -13,6 +13,7 @@ from shoal.comm.protocol import Communicator
 from shoal.comm.world import current_world
 from shoal.config import Config
 from shoal.config.parallel import PartitionConfig
+from shoal.engine.over_stages import from_stages
 from shoal.errors import ConfigError, ModelError
 from shoal.mesh import factor_axis
 from shoal.parallel.expert.divide import divide
@@ -69,6 +70,7 @@ def with_experts(
 
     Returns: ``parts`` with those of the experts; the axes, with the ranks that hold parameters of other names.
     Raises: ModelError, ConfigError: the model has no experts to divide, or they do not fit the ranks.
+    Communicates: as ``divide``; over pipeline stages, whether experts are in lists.
     """
     specs = divide(model, axes.ep, axes.tp_fold, axes.pp, parts.local)
     experts: dict[str, ExpertAxis] = dict.fromkeys(specs, "ep")
@@ -84,9 +86,12 @@ def with_experts(
             do="set expert_parallel.expert_tensor_parallel_size to the number of these ranks, or leave experts whole.",
             code="tensor-parallel-plan",
         )
-    has_lists = any(held.form == "listed" and held.ep_size > 1 for _, _, held in modules_with_experts(model))
-    named = replace(axes, names=axes.world) if has_lists else axes
-    hierarchy = _two_steps(axes, config.expert_parallel.ranks_per_node, hosts) if specs else None
+    named, hierarchy = axes, None
+    if axes.ep is not None:  # what follows is the same on pipeline stages that have no experts
+        has_lists = any(held.form == "listed" and held.ep_size > 1 for _, _, held in modules_with_experts(model))
+        if any(from_stages(axes.pp, has_lists, "stages with lists of experts")):
+            named = replace(axes, names=axes.world)
+        hierarchy = _two_steps(axes, config.expert_parallel.ranks_per_node, hosts)
     for _, _, held in modules_with_experts(model):
         held.hierarchy = hierarchy if held.ep_size > 1 else None
     return replace(parts, local={**parts.local, **specs}, experts=experts, folded=folded), named
@@ -104,6 +109,8 @@ def _two_steps(
 ) -> tuple[Communicator, Communicator] | None:
     """The expert-parallel ranks of this node, and those at this rank's place on the nodes; None: there is one node.
 
+    The same on every rank, since all of them open the two communicators.
+
     Args:
         of_all: the host of each rank.
 
@@ -112,11 +119,12 @@ def _two_steps(
     assert axes.ep is not None
     size = axes.ep.size
     if isinstance(ranks_per_node, str):
-        hosts = [of_all[rank] for rank in axes.mesh.ranks_along("ep", axes.world.rank)]
-        ranks_per_node = hosts.count(hosts[0])
-        runs = [set(hosts[at : at + ranks_per_node]) for at in range(0, size, ranks_per_node)]
-        if size % ranks_per_node or any(len(run) > 1 for run in runs) or len(set(hosts)) < len(runs):
-            return None  # the nodes have other numbers of these ranks, or not in a row
+        groups = [[of_all[rank] for rank in group] for group in axes.mesh.groups("ep")]
+        ranks_per_node = groups[0].count(groups[0][0])
+        for hosts in groups:
+            runs = [set(hosts[at : at + ranks_per_node]) for at in range(0, size, ranks_per_node)]
+            if size % ranks_per_node or any(len(run) > 1 for run in runs) or len(set(hosts)) < len(runs):
+                return None  # the nodes have other numbers of these ranks, or not in a row
     if size % ranks_per_node:
         fits = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
         raise ConfigError(

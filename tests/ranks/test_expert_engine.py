@@ -16,8 +16,19 @@ from shoal.errors import ConfigError, ModelError, UsageError
 from shoal.mesh import Mesh
 from shoal.parallel.expert.divide import divide
 from shoal.parallel.expert.held import ExpertsHeld
+from shoal.pipeline.module import PipelineModule
 from shoal.zero.engine_parameters import safe_get_full_fp32_param
-from tests.ranks.expert_cases import NUM_EXPERTS, ExpertModel, RoutedExperts, RoutedModel, StackedExperts, WideModel
+from tests.ranks.expert_cases import (
+    NUM_EXPERTS,
+    WIDTH,
+    ExpertBlock,
+    ExpertModel,
+    ListedExperts,
+    RoutedExperts,
+    RoutedModel,
+    StackedExperts,
+    WideModel,
+)
 from tests.ranks.training import adamw, batch, config, make, sgd, start_with
 
 STEPS = 5
@@ -323,6 +334,49 @@ def test_a_pipeline_stage_may_have_no_experts() -> None:
         return engine.module_state_dict()
 
     for values in run_ranks(4, rank):
+        assert_close(values, expected)
+
+
+@pytest.mark.parametrize("has_layers", [False, True], ids=["model", "layers"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_pipeline_stage_may_have_no_list_of_experts(place: int, has_layers: bool, tmp_path: Path) -> None:
+    def layers(ep_size: int) -> list[torch.nn.Module]:
+        blocks = [ExpertBlock(ListedExperts(ep_size)), torch.nn.Linear(WIDTH, WIDTH)]
+        return blocks if place == 0 else blocks[::-1]
+
+    def loss_of(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (output - labels).square().mean()
+
+    class Model(torch.nn.Module):
+        def __init__(self, ep_size: int) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(layers(ep_size))
+
+        def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                hidden = block(hidden)
+            return loss_of(hidden, labels)
+
+    rows = [torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    model = make(lambda: Model(1))
+    sum((model(*rows[at : at + 2]) / 2 for at in (0, 2)), torch.zeros(())).backward()
+    sgd(model.parameters()).step()
+    expected = model.state_dict()
+
+    def rank() -> Any:
+        module: Any = make(lambda: Model(2))
+        if has_layers:
+            module = PipelineModule(module.blocks, num_stages=2, loss_fn=loss_of, partition_method="uniform")
+        split, units = {"partition": "uniform"}, {"names": ["[01]" if has_layers else "blocks.[01]"]}
+        made = settings(1, 2, parallel={"pp": 2}, pipeline=split, units=units)
+        engine: Any = start_with(module, {**made, "gradient_clipping": 0.0})
+        at = 2 * engine.axes.batch.rank
+        engine.train_batch(iter([(rows[at], rows[at + 1])]))
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        return {name if not has_layers else f"blocks.{name}": v for name, v in engine.module_state_dict().items()}
+
+    for values in run_ranks(4, rank, timeout=30):
         assert_close(values, expected)
 
 

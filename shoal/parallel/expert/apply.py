@@ -28,7 +28,9 @@ from shoal.parallel.expert.router import replace_router
 from shoal.parallel.expert.stacked import ExpertFeedForward
 
 
-def prepare_experts(model: nn.Module, comm: Communicator | None, section: ExpertParallel) -> list[str]:
+def prepare_experts(
+    model: nn.Module, comm: Communicator | None, section: ExpertParallel, *, is_part: bool = False
+) -> list[str]:
     """Let Shoal compute the experts of a model of Transformers, or of one whose layers patterns name.
 
     Stacked parameters stay whole (``divide`` keeps this rank's experts of them); of lists this rank's experts are kept.
@@ -36,6 +38,7 @@ def prepare_experts(model: nn.Module, comm: Communicator | None, section: Expert
 
     Args:
         comm: the ranks of expert parallelism; None: there is one.
+        is_part: other ranks have other layers of the model, so this part may have no experts.
 
     Returns: the names of the modules that hold the experts. Without ``section.enabled`` on one rank: none.
     Raises: ModelError: no expert layer is found, or one does not fit the preset. ConfigError: the experts cannot be
@@ -55,6 +58,8 @@ def prepare_experts(model: nn.Module, comm: Communicator | None, section: Expert
         if any(True for _ in modules_with_experts(model)):
             _check_named(model, preset, section)
             return []  # the model's layers are Shoal's already
+        if is_part:
+            return []
         raise _nothing_found(model, preset, section)
     if not layers and (keys := router_keys(section)):
         raise ModelError(

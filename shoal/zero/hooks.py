@@ -121,6 +121,8 @@ def accumulates_into(parameters: Iterable[nn.Parameter]) -> bool:
     ``autograd.grad`` on inputs will not.
     """
     for parameter in parameters:
+        if not parameter.requires_grad:  # frozen for a while
+            continue
         node = torch.autograd.graph.get_gradient_edge(parameter).node
         try:
             if torch._C._will_engine_execute_node(node):

@@ -10,7 +10,7 @@ such a parameter beside others is cut, its optimizer state with it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -297,15 +297,28 @@ class ShardedStep:
         self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]], gradient_scale: float, limit: int | None
     ) -> None:
         """Update ranges in calls of at most ``limit`` elements, or of one range."""
-        batch: list[tuple[ParameterGroup, ParameterRange]] = []
-        numel = 0
+        for alike in self._with_like_state(ranges):
+            batch: list[tuple[ParameterGroup, ParameterRange]] = []
+            numel = 0
+            for group, part in alike:
+                if batch and limit and numel + part.stop - part.start > limit:
+                    self._update(batch, gradient_scale)
+                    batch, numel = [], 0
+                batch.append((group, part))
+                numel += part.stop - part.start
+            self._update(batch, gradient_scale)
+
+    def _with_like_state(
+        self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]]
+    ) -> Iterable[Sequence[tuple[ParameterGroup, ParameterRange]]]:
+        """Torch's fused SGD takes either parameters that all have a momentum, or parameters that have none yet."""
+        if not isinstance(self.optimizer, torch.optim.SGD):
+            return [ranges]
+        found: dict[bool, list[tuple[ParameterGroup, ParameterRange]]] = {}
         for group, part in ranges:
-            if batch and limit and numel + part.stop - part.start > limit:
-                self._update(batch, gradient_scale)
-                batch, numel = [], 0
-            batch.append((group, part))
-            numel += part.stop - part.start
-        self._update(batch, gradient_scale)
+            is_first = self.optimizer.state.get(part.param, {}).get("momentum_buffer") is None
+            found.setdefault(is_first, []).append((group, part))
+        return found.values()
 
     def _load_gradients(
         self,

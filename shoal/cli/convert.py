@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -11,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from shoal.cli.exit_code import exit_code_of
 from shoal.cli.usage import checkpoints_of
@@ -19,9 +16,7 @@ from shoal.errors import CheckpointError, ShoalError, UsageError
 from shoal.text import counted, format_bytes
 
 if TYPE_CHECKING:
-    import torch
-
-    from shoal.checkpoint.portable import Source, TensorInfo
+    from shoal.checkpoint.portable import Source
 
 
 _RESUMED = ("counters (step)", "learning-rate schedule")  # that most runs have
@@ -146,6 +141,7 @@ def _convert(
     from shoal.checkpoint.formats.target import check_free
     from shoal.checkpoint.manifest import MODEL
     from shoal.checkpoint.tree import dtype_of
+    from shoal.checkpoint.watched import nbytes_of, watched
 
     keeps_all = to in (Target.shoal, Target.dcp, Target.deepspeed, Target.deepspeed_universal)
     if dtype is not None and keeps_all:
@@ -169,34 +165,23 @@ def _convert(
     number = sum(len(opened.tensors(kind)) for kind in kinds)
     name = dtype.value if dtype is not None else "float32" if to is Target.fp32 else None
     chosen = dtype_of(name) if name is not None else None
-    total = _nbytes(opened, kinds)
+    total = nbytes_of(opened, kinds)
     how = "with their dtypes" if name is None else f"written as {name}"
     console.print(f"{found} to {to.value}: {counted(number, 'tensor')}, {format_bytes(total)}, {how}")
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
     notes: list[str] = []
-    with bar:
-        watched = _Watched(opened, bar, total)
+    with watched(opened, kinds, console) as reading:
         if to is Target.huggingface:
             from shoal.checkpoint.formats.huggingface import write_huggingface
 
-            write_huggingface(watched, target, dtype=chosen, max_file_nbytes=max_file_gb * 1e9)
+            write_huggingface(reading, target, dtype=chosen, max_file_nbytes=max_file_gb * 1e9)
         elif to is Target.dcp:
             from shoal.checkpoint.formats.dcp_writing import write_dcp
 
-            write_dcp(watched, target)
+            write_dcp(reading, target)
         elif to is Target.shoal:
             from shoal.checkpoint.native import write_shoal
 
-            write_shoal(watched, target, tag)
+            write_shoal(reading, target, tag)
         elif to in (Target.deepspeed, Target.deepspeed_universal):
             from shoal.checkpoint.formats.deepspeed_universal_writing import write_deepspeed_universal
             from shoal.checkpoint.formats.deepspeed_writing import write_deepspeed
@@ -205,15 +190,15 @@ def _convert(
             ranks, stage, path, row_parallel = loading
             config = open_config(path)[0].value if path is not None else None
             if to is Target.deepspeed:
-                notes = write_deepspeed(watched, target, num_ranks=ranks, stage=stage, config=config, tag=tag)
+                notes = write_deepspeed(reading, target, num_ranks=ranks, stage=stage, config=config, tag=tag)
             else:
                 notes = write_deepspeed_universal(
-                    watched, target, stage=stage, config=config, tag=tag, row_parallel=row_parallel
+                    reading, target, stage=stage, config=config, tag=tag, row_parallel=row_parallel
                 )
         else:
             from shoal.checkpoint.formats.plain import write_plain
 
-            write_plain(watched, target, chosen)
+            write_plain(reading, target, chosen)
     if to is Target.shoal:
         left_out = _not_there(opened)
     else:
@@ -271,29 +256,3 @@ def _beside_tensors(source: Source) -> dict[str, Any]:
         "loss scale": about.loss_scale,
         "client state": about.client_state,
     }
-
-
-def _nbytes(source: Source, kinds: list[str]) -> int:
-    infos = [info for kind in kinds for info in source.tensors(kind).values()]
-    return sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
-
-
-class _Watched:
-    """A source that moves a progress bar when it is read."""
-
-    def __init__(self, source: Source, bar: Progress, total: int) -> None:
-        self.about = source.about
-        self._source = source
-        self._bar = bar
-        self._task = bar.add_task("", total=total)
-
-    def kinds(self) -> Iterable[str]:
-        return self._source.kinds()
-
-    def tensors(self, kind: str) -> Mapping[str, TensorInfo]:
-        return self._source.tensors(kind)
-
-    def read(self, kind: str, name: str) -> torch.Tensor:
-        value = self._source.read(kind, name)
-        self._bar.update(self._task, advance=value.numel() * value.element_size(), description=escape(name))
-        return value

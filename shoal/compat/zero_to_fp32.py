@@ -16,16 +16,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.console import Console
 from torch import nn
 
+from shoal.checkpoint import tree
 from shoal.checkpoint.formats import open_source
 from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.formats.huggingface import write_huggingface
 from shoal.checkpoint.formats.plain import write_plain
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.portable import About, Source, TensorInfo
+from shoal.checkpoint.watched import nbytes_of, watched
 from shoal.compat.checkpoint_files import model_file
 from shoal.errors import CheckpointError
+from shoal.text import counted, format_bytes
 
 Place = str | os.PathLike[str]
 
@@ -160,18 +164,21 @@ def convert_zero_checkpoint_to_state_dict(
     Memory: one tensor.
     """
     wanted = _dtype(dtype)
-    weights = _open(checkpoint_dir, tag, exclude_frozen=exclude_frozen_parameters)
-    if safe_serialization:
-        most = _nbytes(max_shard_size) if max_shard_size is not None else float("inf")
-        with _replaced(output_dir) as folder:
-            write_huggingface(weights, folder, dtype=wanted, max_file_nbytes=most)
-        return
+    opened = _open(checkpoint_dir, tag, exclude_frozen=exclude_frozen_parameters)
     target = Path(output_dir)
-    if target.suffix not in (".bin", ".pt", ".pth"):
+    if not safe_serialization and target.suffix not in (".bin", ".pt", ".pth"):
         target.mkdir(parents=True, exist_ok=True)
         target = target / "pytorch_model.bin"
-    with _replaced(target) as file:
-        write_plain(weights, file, wanted)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    size = f"{counted(len(opened.tensors(MODEL)), 'tensor')}, {format_bytes(nbytes_of(opened, [MODEL]))}"
+    console.print(f"{checkpoint_dir}: {size}, written as {tree.name_of(wanted)}", markup=False)
+    with watched(opened, [MODEL], console) as weights, _replaced(target) as place:
+        if safe_serialization:
+            most = _nbytes(max_shard_size) if max_shard_size is not None else float("inf")
+            write_huggingface(weights, place, dtype=wanted, max_file_nbytes=most)
+        else:
+            write_plain(weights, place, wanted)
+    console.print(f"wrote {target}", markup=False)
 
 
 @contextmanager

@@ -271,9 +271,15 @@ Write = Callable[[Path, Path], None]
         (lambda source, to: main([str(source), str(to), "--safe_serialization"]), "model.safetensors"),
     ],
 )
-def test_weights_are_written_as_a_folder(tmp_path: Path, write: Write, name: str) -> None:
+def test_weights_are_written_as_a_folder(
+    tmp_path: Path, write: Write, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = saved(tmp_path / "saved", 2)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal, where there is a bar
     write(tmp_path / "saved", tmp_path / "out")
+    told = capsys.readouterr().err
+    assert f"{len(expected)} tensors" in told and "written as float32" in told and "B/s" in told
+    assert str(tmp_path / "out") in told.splitlines()[-1]
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
     file = tmp_path / "out" / name
     found = load_file(file) if name.endswith("safetensors") else torch.load(file, weights_only=True)

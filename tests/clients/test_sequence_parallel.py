@@ -220,6 +220,35 @@ def test_models_with_sliding_windows_soft_caps_and_sinks_equal_one_process(name:
     run_ranks(2, run)
 
 
+def test_a_mask_for_a_window_that_no_layer_uses_is_no_reason_to_refuse() -> None:
+    """Qwen 2 MoE's default: it makes a mask for a window of 0 too, and its layers are all of full attention."""
+    register()
+    options = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "use_cache": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen2MoeForCausalLM._from_config(
+        transformers.Qwen2MoeConfig(**options), attn_implementation="shoal"
+    )
+    batch = batch_of("plain")
+    targets = shifted(batch["labels"])
+    with torch.no_grad():
+        expected = summed_loss(model, batch, targets).item()
+
+    def run() -> None:
+        comm = current_world().communicator("dp", Mesh.of(2))
+        for context in (SequenceContext(sp=comm), SequenceContext(cp=comm)):
+            mine = {key: context.shard(value) for key, value in batch.items()}
+            with sequence_parallel(context), torch.no_grad():
+                loss = summed_loss(model, mine, context.shard(targets)).view(1)
+            comm.all_reduce(loss, label="check").drain()
+            assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+    run_ranks(2, run)
+
+
 ROTARY: dict[str, dict[str, Any]] = {
     "Llama": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
     "Phi3": {

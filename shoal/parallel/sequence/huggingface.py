@@ -95,7 +95,8 @@ class _MaskFunction:
                 code="sequence-mask",
             )
         has_window = any(name.startswith("sliding_window") for name in functions)
-        context.masks.add(kwargs.get("local_size") if has_window else None)
+        if not has_window or kwargs.get("local_size") != 0:  # 0: of a model that makes a mask which no layer uses
+            context.masks.add(kwargs.get("local_size") if has_window else None)
         return kwargs.get("attention_mask")
 
 

@@ -27,7 +27,7 @@ from shoal.pipeline.stage import StageModule
 from shoal.pipeline.topology import topology_of_mesh
 from shoal.sharding.partition import names_a_unit
 from shoal.sharding.parts import cut as cut_part
-from shoal.zero.build_plan import ModelParts
+from shoal.zero.build_plan import ModelParts, ModuleAsBuilt
 from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.settings import Axes
 from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
@@ -66,10 +66,12 @@ def stages_of(
         virtual_stages = max(model.num_stages // mesh.pp, 1)
     schedule = build_schedule(section.schedule, mesh.pp, num_micro, virtual_stages=virtual_stages)
     own = schedule.stages_of(mesh.index("pp", world.rank))
-    whole: list[tuple[str, nn.Module]] = []
+    whole: list[ModuleAsBuilt] = []
     parameters: list[nn.Parameter] = []
     if not is_cut:
-        whole, parameters = list(model.named_modules())[1:], list(model.parameters())
+        parameters = list(model.parameters())
+        if any(parameter.is_meta for parameter in parameters):
+            whole = [ModuleAsBuilt.of(name, module) for name, module in model.named_modules()]
     if isinstance(model, PipelineModule):
         _follow_config(model, section)
         if model.is_whole:

@@ -22,6 +22,21 @@ from shoal.zero.settings import Axes, ExpertAxis, GroupAxes, Precision, ZeroSett
 
 
 @dataclass(frozen=True)
+class ModuleAsBuilt:
+    """A module of a model before it was cut into stages, with its children and its parameters of the meta device."""
+
+    name: str
+    module: nn.Module
+    children: Mapping[str, nn.Module | None]
+    parameters: Mapping[str, nn.Parameter]
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module) -> ModuleAsBuilt:
+        parameters = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
+        return cls(name, module, dict(module._modules), parameters)
+
+
+@dataclass(frozen=True)
 class ModelParts:
     """What a rank of a tensor-parallel, expert-parallel or pipeline axis holds of the model.
 
@@ -34,7 +49,8 @@ class ModelParts:
             divided, ranks along ``tp_fold`` hold the same.
         partial: names of parameters that all of them hold, and of whose gradient each has a summand.
         tied: by name, the pipeline stages that hold copies of a parameter, each with a summand of its gradient.
-        whole: the modules of the whole model, of which this is a pipeline stage.
+        whole: the modules of the whole model, of which this is a pipeline stage, the model first; none where no
+            parameter came on the meta device.
     """
 
     local: Mapping[str, ParameterSpec] = field(default_factory=dict)
@@ -42,7 +58,7 @@ class ModelParts:
     experts: Mapping[str, ExpertAxis] = field(default_factory=dict)
     folded: frozenset[str] = frozenset()
     tied: Mapping[str, Communicator] = field(default_factory=dict)
-    whole: Sequence[tuple[str, nn.Module]] = ()
+    whole: Sequence[ModuleAsBuilt] = ()
 
     def sizes(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> dict[int, int]:
         """The elements of each parameter by ``id``; of a part, the mean over the ranks, which is the same on all.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from shoal.device import is_fake
 from shoal.errors import ModelError
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import cut
+from shoal.zero.build_plan import ModuleAsBuilt
 from shoal.zero.parameter_access import ParameterAccessMode
 from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
@@ -35,7 +37,7 @@ class Materializer:
         parts: by name, the parameters of which this rank has a part of a larger tensor.
         experts: names of parameters that not all ranks of ``comm`` hold.
         whole: the modules of the whole model, where ``model`` is a pipeline stage of it: those of other stages draw
-            their random numbers too, and are freed. Modules that an ``_init_weights`` initialises draw others.
+            their random numbers too, and are freed.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Materializer:
         is_sharded: bool,
         parts: Mapping[str, ParameterSpec] | None = None,
         experts: Collection[str] = (),
-        whole: Sequence[tuple[str, nn.Module]] = (),
+        whole: Sequence[ModuleAsBuilt] = (),
     ) -> None:
         self._parts = parts or {}
         self._model = model
@@ -57,18 +59,36 @@ class Materializer:
         self._transfers = {comm.axis: self.transfer}
         self._is_sharded = is_sharded and comm.size > 1
         self._experts = {id(parameter) for name, parameter in model.named_parameters() if name in experts}
+        self._whole = whole
+        self._as_built_parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._modules = list(model.named_modules())
         self._own = {id(module) for _, module in self._modules}
+        self._own_parameters = {id(parameter) for parameter in model.parameters()}
         if whole:
-            known = {id(module) for _, module in whole}
-            self._modules = [*whole, *((name, m) for name, m in self._modules if id(m) not in known)]
+            self._own.add(id(whole[0].module))  # the model that was cut has the children and parameters of its stages
+            known = {id(each.module) for each in whole} | {id(model)}
+            self._modules = [(each.name, each.module) for each in whole] + [
+                (name, module) for name, module in self._modules if id(module) not in known
+            ]
         self._next = 0
         self._initialisers: dict[int, Callable[[nn.Module], Any]] = {
             id(module): initialise
             for _, module in self._modules
-            if id(module) in self._own and callable(initialise := getattr(module, "_init_weights", None))
+            if callable(initialise := getattr(module, "_init_weights", None))
         }
         self.came_as_meta = {id(parameter) for parameter in model.parameters() if parameter.is_meta}
+        # Of parameters of other stages copies are made, tied as they are, since they themselves may have weakrefs.
+        copies: dict[int, nn.Parameter] = {}
+        for each in whole:
+            for key, parameter in each.parameters.items():
+                if id(parameter) not in self._own_parameters:
+                    copies.setdefault(id(parameter), nn.Parameter(parameter.detach(), parameter.requires_grad))
+                    parameter = copies[id(parameter)]
+                    self.came_as_meta.add(id(parameter))
+                self._as_built_parameters.append((each.module, key, parameter))
+                if id(each.module) not in self._own:
+                    each.module._parameters[key] = parameter
+        self._unmade = set(self.came_as_meta)
         self.sharded_at_init: set[int] = set()  # ids of parameters that came from zero.Init or the meta device
         self._position: dict[str, int] = {}
         seen: set[int] = set()
@@ -111,30 +131,54 @@ class Materializer:
 
     def _materialize_up_to(self, position: int) -> None:
         if self._initialisers and not self._next:
-            self._materialize_with_initialisers()
+            with self._as_built() as model:
+                self._materialize_with_initialisers(model)
             self._next = len(self._modules)
         while self._next <= position:
             name, module = self._modules[self._next]
             made = self._make(name, module)
             if id(module) in self._own:
                 self._check_filled(name, module, made)
-            else:
-                _free(module, made)
+            self._free_of_others(module, made)
             self._next += 1
 
-    def _materialize_with_initialisers(self) -> None:
+    def _free_of_others(self, module: nn.Module, names: Iterable[str]) -> None:
+        if id(module) not in self._own:
+            _free(module, [name for name in names if id(_tensor_of(module, name)) not in self._own_parameters])
+
+    @contextmanager
+    def _as_built(self) -> Iterator[nn.Module]:
+        """Inside the block, the model has the modules and ties of all pipeline stages, on the meta device."""
+        now = [(each, dict(each.module._modules), dict(each.module._parameters)) for each in self._whole]
+        for each in self._whole:
+            each.module._modules.clear()
+            each.module._modules.update(each.children)
+        for module, key, parameter in self._as_built_parameters:
+            module._parameters[key] = parameter
+        try:
+            yield self._whole[0].module if self._whole else self._model
+        finally:
+            for each, children, parameters in now:
+                tables: Any = ((each.module._modules, children), (each.module._parameters, parameters))
+                for table, before in tables:
+                    table.clear()
+                    table.update(before)
+
+    def _materialize_with_initialisers(self, model: nn.Module) -> None:
         """Initialise a model of which a module has ``_init_weights``, as Hugging Face does.
 
         Each module runs its own ``reset_parameters``. Then, children first, the nearest module around it that has
         ``_init_weights`` initialises it. That may set parameters of modules further below (a residual projection, by
         depth), so all parameters stay available until the end: at stage 3 as shards, which an access gathers.
 
-        Of a model that is split over tensor-parallel ranks, each draws other numbers for its parts.
+        Of a model that is split over tensor-parallel or expert-parallel ranks, each draws other numbers for its parts.
+        Modules and parameters of other pipeline stages get memory while they are initialised, so that all stages draw
+        the numbers of one process.
 
         Communicates: at stage 3, a broadcast of each parameter after it was allocated, and an all_gather and a
             broadcast of each parameter that an initialiser accesses.
-        Memory: the whole model; at stage 3, the shards, this rank's experts, and the parameters of one module, or of
-            one initialiser.
+        Memory: the whole model, or this rank's pipeline stages of it and the parameters of one module, or of one
+            initialiser; at stage 3, of those the shards and this rank's experts.
         """
         unfilled: dict[int, tuple[str, nn.Module, str, int]] = {}  # by id of the tensor
 
@@ -145,16 +189,27 @@ class Materializer:
         at_init = ShardedAtInit(self.transfer, before_release=check) if self._is_sharded else None
         is_made: set[int] = set()
         for name, module in self._modules:
-            if id(module) not in self._own:
-                continue
-            for key, version in self._make(name, module).items():
+            made = self._make(name, module)
+            is_made.update([id(module)] if made else [])
+            self._free_of_others(module, made)
+            for key, version in made.items():
                 tensor = _tensor_of(module, key)
-                is_made.add(id(module))
+                if tensor.is_meta:
+                    continue
                 if _is_unfilled(tensor, version):
                     unfilled[id(tensor)] = (name, module, key, version)
                 if at_init is not None and isinstance(tensor, nn.Parameter) and id(tensor) not in self._experts:
                     at_init.shard(tensor)
         seen: set[int] = set()
+        of_others: list[nn.Parameter] = []
+
+        def on_access(parameter: nn.Parameter) -> None:
+            if parameter.is_meta:
+                empty = torch.empty_like(parameter, device=self._device)
+                _replace(parameter, nn.Parameter(empty, parameter.requires_grad))
+                of_others.append(parameter)
+            elif at_init is not None:
+                at_init.gather_accessed(parameter)
 
         def visit(module: nn.Module, initialise: Callable[[nn.Module], Any] | None) -> None:
             if id(module) in seen:
@@ -166,20 +221,22 @@ class Materializer:
             below = [id(parameter) in self.came_as_meta for parameter in module.parameters()]
             if initialise is None or not (id(module) in is_made or (below and all(below))):
                 return
-            if at_init is None:
+            if at_init is None and not self._whole:
                 initialise(module)
                 return
-            with ParameterAccessMode(at_init.gather_accessed):
+            with ParameterAccessMode(on_access):
                 initialise(module)
-            at_init.release_accessed()
+            for parameter in of_others:
+                _replace(parameter, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
+            of_others.clear()
+            if at_init is not None:
+                at_init.release_accessed()
 
-        parts: list[Any] = sorted((name, spec.local) for name, spec in self._parts.items())
-        if len(self._own) < len(self._modules):
-            parts.append(sorted(self._position))
+        parts = sorted((name, spec.local) for name, spec in self._parts.items())
         with torch.random.fork_rng(enabled=bool(parts)), torch.no_grad():
             if parts:
                 torch.manual_seed(torch.initial_seed() + zlib.crc32(repr(parts).encode()))
-            visit(self._model, None)
+            visit(model, None)
         for name, module, key, version in unfilled.values():
             self._check_filled(name, module, {key: version})
 
@@ -189,7 +246,12 @@ class Materializer:
         Returns: the tensors that were on the meta device, each with its version before the first write.
         """
         tensors = itertools.chain(module._parameters.items(), module._buffers.items())
-        missing = [key for key, tensor in tensors if tensor is not None and tensor.is_meta]
+        missing = [
+            key
+            for key, tensor in tensors
+            if tensor is not None and tensor.is_meta and (key in module._buffers or id(tensor) in self._unmade)
+        ]
+        self._unmade.difference_update(id(_tensor_of(module, key)) for key in missing)
         if not missing:
             return {}
         # Made whole where the module initialises itself: its bounds may depend on the shape, and all ranks draw alike.

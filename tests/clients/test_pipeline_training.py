@@ -10,7 +10,11 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.comm.single import SingleCommunicator
 from shoal.comm.threads import run_ranks
+from shoal.pipeline.cut import cut
+from shoal.zero.build_plan import ModuleAsBuilt
+from shoal.zero.materialize import Materializer
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
@@ -89,3 +93,42 @@ def test_each_target_of_a_step_counts_the_same(kind: str, size: int) -> None:
         assert found == pytest.approx(losses, rel=1e-5)
         for name, value in values.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_stages_from_the_meta_device_start_with_the_values_of_one_process(kind: str, is_tied: bool) -> None:
+    def materialized(num_stages: int, stage: int) -> dict[str, torch.Tensor]:
+        with torch.device("meta"):
+            model = build(kind, tie_word_embeddings=is_tied)
+        whole = [ModuleAsBuilt.of(name, module) for name, module in model.named_modules()]
+        part = cut(model, num_stages, stages_of_rank=(stage,)) if num_stages > 1 else model
+        torch.manual_seed(0)
+        cpu, alone = torch.device("cpu"), SingleCommunicator("dp")
+        Materializer(part, cpu, alone, is_sharded=False, whole=whole if num_stages > 1 else ()).finish({})
+        return dict(part.named_parameters())
+
+    expected = materialized(1, 0)
+    for num_stages in (2, 3):
+        names = set()
+        for stage in range(num_stages):
+            found = materialized(num_stages, stage)
+            names |= found.keys()
+            for name, value in found.items():
+                assert torch.equal(value, expected[name]), name
+        assert names == expected.keys()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_of_stages_initialises_the_head_as_the_model_says(stage: int) -> None:
+    def job() -> Any:
+        with torch.device("meta"):
+            model = build("LlamaForCausalLM")
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        engine: Any = shoal.initialize(model=model, config=config_of(2, zero_optimization=zero))[0]
+        assert not any(parameter.is_meta for parameter in engine.module.parameters())
+        return engine.module_state_dict()
+
+    for values in run_ranks(4, job):
+        assert 0.018 < float(values["lm_head.weight"].std()) < 0.022
+        assert values.keys() == build("LlamaForCausalLM").state_dict().keys()

@@ -53,7 +53,7 @@ def joined(parent: str, child: str) -> str:
 
 
 def find_blocks(model: nn.Module) -> ModelBlocks:
-    """The longest list of modules that holds most parameters, embeddings apart.
+    """The longest list of modules that holds most parameters, embeddings apart. Experts are no blocks.
 
     Raises: ModelError: the model has no list of modules with parameters.
     """
@@ -62,7 +62,7 @@ def find_blocks(model: nn.Module) -> ModelBlocks:
     lists = {
         name: (len(module), _numel(module, aside))
         for name, module in model.named_modules()
-        if is_list(module) and _has_parameters(module)
+        if is_list(module) and _has_parameters(module) and "expert" not in name.rpartition(".")[2].lower()
     }
     if not lists:
         raise ModelError(

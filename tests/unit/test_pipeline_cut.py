@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.errors import ModelError, UsageError
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.recompute import recompute_blocks
+from shoal.pipeline.blocks import find_blocks
 from shoal.pipeline.cut import cut
 from tests.unit.pipeline_stages import assert_same, cut_over, run_stages, run_whole
 
@@ -414,6 +416,27 @@ def test_a_module_on_a_wrong_stage_is_named_with_the_key_that_repairs_it() -> No
 def test_a_cut_that_does_not_fit_is_an_error(num_stages: int, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=says):
         cut(gpt(), num_stages, stages_of_rank=(0,), **options)
+
+
+class ManyExperts(nn.Module):
+    """A feed-forward layer with a list of experts that is longer than the list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 6)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights = self.gate(hidden).softmax(-1)
+        outputs = [weights[..., i : i + 1] * expert(hidden) for i, expert in enumerate(self.experts)]
+        return hidden + torch.stack(outputs).sum(0)
+
+
+def test_experts_are_no_blocks_however_many_they_are() -> None:
+    few, one = (nn.Sequential(OrderedDict(layers=nn.Sequential(*(ManyExperts() for _ in range(n))))) for n in (2, 1))
+    assert find_blocks(few).names == ("0", "1")
+    with pytest.raises(ModelError, match="2 pipeline stages, but Sequential has 1 block"):
+        cut(one, 2, stages_of_rank=(0,))
 
 
 def test_a_model_without_a_list_of_blocks_is_an_error() -> None:

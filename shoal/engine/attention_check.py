@@ -11,8 +11,15 @@ from torch import nn
 
 from shoal.comm.recorder import Recorder
 from shoal.device import is_fake
-from shoal.errors import ShoalError
-from shoal.parallel.sequence.position_check import mixed_positions, shifts_labels_here, takes_tokens
+from shoal.errors import ShoalError, UsageError
+from shoal.parallel.sequence.position_check import (
+    COUNTS,
+    given_arguments,
+    mixed_positions,
+    shifts_labels_here,
+    takes_positions,
+    takes_tokens,
+)
 from shoal.zero.settings import Axes
 
 logger = logging.getLogger("shoal")
@@ -28,30 +35,43 @@ class AttentionCheck:
     def before(
         self,
         model: nn.Module,
-        arguments: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
         passes: Callable[[], AbstractContextManager[object]],
         recover: Callable[[], None],
     ) -> None:
         """Look at a model of Transformers before its first training forward.
 
         Args:
-            arguments: of the forward, by name.
+            args, kwargs: of the forward.
             passes: entered around each pass of the model.
             recover: called if the model raises.
 
+        Raises: UsageError: without position ids the model counts positions itself.
         Communicates: once, as a forward in eval mode of 32 tokens.
         """
+        if self._axes and model.training and any(type(each) in _BATCH_NORMS for each in model.modules()):
+            self._warn(_STATISTICS)
         if not self._axes or not model.training or not takes_tokens(model) or any(map(is_fake, model.parameters())):
             return
-        if shifts_labels_here(model, arguments):
+        given = given_arguments(model, args, kwargs)
+        if shifts_labels_here(model, given):
             self._warn(_LABELS)
         try:
             with passes():
-                found = mixed_positions(model)
+                found = mixed_positions(model, given)
         except Exception as error:  # a model that needs other inputs: nothing is known
             recover()
             logger.debug("positions of %s were not checked: %s", type(model).__name__, error)
             return
+        if found == COUNTS and takes_positions(model):
+            raise UsageError(
+                f"{type(model).__name__} got no position_ids, and {found}: there are {' and '.join(sorted(self._axes))}"
+                " ranks.",
+                do="give it position_ids of the whole sequence (as the model counts them on one rank), cut like"
+                " input_ids.",
+                code="sequence-positions",
+            )
         if found is not None:
             self._warn(f"{_PARTS}, but {type(model).__name__} {found}. {_INSTEAD}")
 
@@ -78,6 +98,11 @@ class AttentionCheck:
             logger.warning(text, " and ".join(sorted(self._axes)))
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_STATISTICS = (
+    "each rank of %s holds a part of every sequence, and the model's batch norms take the mean over this rank's part."
+    " Use torch.nn.SyncBatchNorm, or norms of each position."
+)
 _PARTS = "each rank of %s holds a part of every sequence"
 _NO_ATTENTION = (
     "but the model's forward computed no attention over these ranks: positions attend to those of their own rank only."

@@ -227,7 +227,7 @@ class Engine(nn.Module):
                 return self.module(*args, **kwargs)
         watching = self._attention_check.watching(is_training=self.module.training)
         with self._failing("forward", (args, kwargs)), self.timers.phase("forward"), autocast:
-            self._attention_check.before(self.module, kwargs, self._pass_aside, self.sharding.recover)
+            self._attention_check.before(self.module, args, kwargs, self._pass_aside, self.sharding.recover)
             with self.sharded.searching(), watching:
                 output = self.module(*args, **kwargs)
         self.sharding.check.after_forward()

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 import shoal  # noqa: E402
 from shoal.comm.threads import run_ranks  # noqa: E402
+from shoal.errors import UsageError  # noqa: E402
 from shoal.parallel.sequence.huggingface import register  # noqa: E402
 from tests.clients.test_sequence_parallel import transformers_functions  # noqa: E402, F401
 from tests.ranks.training import make  # noqa: E402
@@ -35,7 +36,7 @@ BLENDERBOT: dict[str, Any] = {
 
 def warnings_of(
     kind: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture, *, stage: int = 3, axis: str = "sp",
-    shifts: bool = False, setup: Any = None, precision: dict[str, Any] | None = None,
+    shifts: bool = False, setup: Any = None, precision: dict[str, Any] | None = None, counts: bool = False,
 ) -> tuple[list[str], list[list[float]]]:  # fmt: skip
     """The warnings of two steps over two ranks, and each rank's losses."""
     family = kind.partition("For")[0].removesuffix("LMHeadModel")
@@ -60,7 +61,7 @@ def warnings_of(
         context, losses = engine.sequence_context, []
         ids = torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(1))
         batch = {"input_ids": ids, "position_ids": torch.arange(16).expand(2, 16)}
-        if "Bloom" in kind or "Blenderbot" in kind:
+        if counts or "Bloom" in kind or "Blenderbot" in kind:
             del batch["position_ids"]
         mine = {name: context.shard(value) for name, value in batch.items()}
         for _ in range(2):
@@ -100,7 +101,7 @@ def test_models_that_compute_positions_alone_are_trained_without_a_word(
     [
         ("Lfm2ForCausalLM", HYBRID, "Lfm2ForCausalLM computes a position from others outside of attention"),
         ("BloomForCausalLM", {**SMALL, "hidden_size": 32, "n_layer": 1, "n_head": 4}, "attention of its own"),
-        ("BlenderbotSmallForCausalLM", BLENDERBOT, "counts positions itself, from 0 on each rank"),
+        ("BlenderbotSmallForCausalLM", BLENDERBOT, "counts positions itself, as if each rank's part were"),
         ("GPT2ForSequenceClassification", GPT, "returns nothing of each position"),
     ],
 )
@@ -111,6 +112,21 @@ def test_what_else_needs_the_whole_sequence_is_said_once(
     found, _ = warnings_of(kind, options, caplog, stage=stage)
     assert [text for text in found if message in text] == found[:1]
     assert found[0].startswith("each rank of sp holds a part of every sequence, but ")
+
+
+BERT = {**{name: LLAMA[name] for name in LLAMA if "key_value" not in name}, "attention_probs_dropout_prob": 0.0}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("BertForMaskedLM", BERT), ("RobertaForMaskedLM", BERT), ("GPT2LMHeadModel", GPT)]
+)
+def test_a_model_that_counts_positions_where_it_gets_none_is_an_error(
+    kind: str, options: dict[str, Any], stage: int, caplog: Any
+) -> None:
+    assert warnings_of(kind, options, caplog, stage=stage)[0] == []
+    with pytest.raises(UsageError, match=f"{kind} got no position_ids, and counts positions itself, .* sp ranks"):
+        warnings_of(kind, options, caplog, stage=stage, counts=True)
 
 
 def test_labels_that_each_rank_shifts_are_named(caplog: Any) -> None:

@@ -134,6 +134,27 @@ def test_a_model_without_attention_over_sp_or_cp_is_warned_of(axis: str, caplog:
     assert sum(f"each rank of {axis} holds a part" in text for text in caplog.messages) == 1
 
 
+def test_a_batch_norm_over_parts_of_sequences_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            heads = self.norm(self.inner(rows).mT).mT.unflatten(-1, (2, 2)).transpose(1, 2)
+            return shoal.attention(heads, heads, heads, is_causal=True)
+
+    def job() -> None:
+        engine = engine_of(Normed(), 1, parallel={"sp": 2})
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4, 4)).mean())
+            engine.step()
+        engine.destroy()
+
+    run_ranks(2, job)
+    assert sum("batch norms take the mean over this rank's part" in text for text in caplog.messages) == 1
+
+
 def test_a_state_that_the_optimizer_does_not_have_is_an_error_that_lists_its_own() -> None:
     engine = engine_of(layers(), optimizer={"type": "AdamW", "params": {"lr": 0.1}})
     step(engine)

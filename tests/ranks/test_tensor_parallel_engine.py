@@ -571,3 +571,13 @@ def test_a_loss_of_the_scripts_own_from_split_logits_is_an_error() -> None:
         engine.step()
 
     run_ranks(2, job)
+
+
+def test_batch_norms_between_layers_that_split_the_sequence_are_refused() -> None:
+    def job() -> None:
+        model = make(lambda: Collecting("aux"))
+        model.layers[1].norm = torch.nn.BatchNorm1d(12)
+        with pytest.raises(ModelError, match=r"blocks\.layers\.1\.norm is a batch norm"):
+            initialize(model, config(1, 2, parallel=COLLECTING))
+
+    run_ranks(2, job)

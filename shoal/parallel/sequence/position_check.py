@@ -7,7 +7,7 @@ positions that the model counts itself then see this rank's part only, without a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ _LENGTH, _CHANGED = 16, 5  # positions, and the one that has another token in th
 _ROUNDING = 1e-4  # of the largest output; twice the precision of 16-bit formats
 _MIXES = "computes a position from others outside of attention (a convolution or a recurrence over the sequence, or"
 _MIXES += " attention of its own), and has only this rank's positions there"
-_COUNTS = "counts positions itself, from 0 on each rank, and takes no position_ids"
+COUNTS = "counts positions itself, as if each rank's part were a sequence of its own"
 _POOLS = "returns nothing of each position: each rank pools its own part of the sequence"
 
 
@@ -33,20 +33,26 @@ def takes_tokens(model: Any) -> bool:
     return is_known and not getattr(config, "is_encoder_decoder", False) and "input_ids" in _arguments(model)
 
 
-def shifts_labels_here(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
+def given_arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
+    """The names of the arguments of a forward that are not None."""
+    named = dict(zip(inspect.signature(_inner(model).forward).parameters, args, strict=False))
+    return {name for name, value in {**named, **kwargs}.items() if value is not None}
+
+
+def shifts_labels_here(model: nn.Module, given: Set[str]) -> bool:
     """True if each rank shifts its own part of the labels. The label of its last position is then lost."""
-    given = {name for name, value in arguments.items() if value is not None}
     return "labels" in given and "shift_labels" not in given and shifts_labels(model)
 
 
 @torch.no_grad()
-def mixed_positions(model: Any) -> str | None:
+def mixed_positions(model: Any, given: Set[str]) -> str | None:
     """Run the model on 2 rows of 16 tokens, with attention that returns the position's own value.
 
     All tokens are equal but one of the second row, and so are ``position_ids``. So all outputs but one must be equal.
 
     Args:
         model: for which ``takes_tokens`` is true.
+        given: the arguments that the script gives it: without ``position_ids`` the check gives none.
 
     Returns: what else it does, continuing "the model "; None: nothing.
     Communicates: what a forward in eval mode does, and nothing over ``sp`` and ``cp``.
@@ -59,7 +65,7 @@ def mixed_positions(model: Any) -> str | None:
     tokens = torch.full((2, _LENGTH), vocabulary // 2, device=device)
     tokens[1, _CHANGED] = vocabulary // 3
     inputs: dict[str, Any] = {"input_ids": tokens}
-    if "position_ids" in known:
+    if "position_ids" in known & given:
         inputs["position_ids"] = torch.zeros_like(tokens)
     if "use_cache" in known:
         inputs["use_cache"] = False
@@ -75,12 +81,20 @@ def mixed_positions(model: Any) -> str | None:
     limit = rounding * first.abs().max()
     if bool((second - first).abs().max() > limit):
         return _MIXES
-    return _COUNTS if bool((first - first[:1]).abs().max() > limit) else None
+    return COUNTS if bool((first - first[:1]).abs().max() > limit) else None
+
+
+def takes_positions(model: Any) -> bool:
+    """Has its forward an argument for position ids?"""
+    return "position_ids" in _arguments(model)
+
+
+def _inner(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
 
 
 def _arguments(model: Any) -> set[str]:
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
-    return set(inspect.signature(inner.forward).parameters)
+    return set(inspect.signature(_inner(model).forward).parameters)
 
 
 def _plain(output: Any) -> Any:

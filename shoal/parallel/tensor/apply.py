@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError
@@ -378,6 +379,14 @@ class _Splitter:
             is_inside = any(stack.contains(name) for stack in stacks)
             is_split = any(layer.startswith(f"{name}.") for layer in split)
             if isinstance(module, nn.ModuleList) and is_split and not is_inside:
+                norms = [inner for inner, each in module.named_modules() if isinstance(each, _BatchNorm)]
+                if norms:
+                    raise ModelError(
+                        f"{name}.{norms[0]} is a batch norm: it would take the mean over this rank's part of the"
+                        " sequence.",
+                        do="turn sequence parallelism off, or use norms of each position.",
+                        code="tensor-parallel",
+                    )
                 stacks.append(Stack(name, module, self.stack_region, forks=has_dropout(module)))
         if not stacks:
             raise ModelError(

@@ -265,11 +265,13 @@ def _split_for_muon(
                     )
                 is_matrix = not _is_embedding(label)
             halves[is_matrix].append(index)
+        given = dict(group)
         for use_muon, members in halves.items():
-            if not members:
+            if not members and "use_muon" in given:
                 continue
-            half = group if len(members) == len(group["params"]) else dict(group)
-            half.update(_members(group, members), use_muon=use_muon)
+            # Both halves, also an empty one: a pipeline stage may have no matrix, and groups are alike on all stages.
+            half = group if len(members) == len(given["params"]) and members else dict(given)
+            half.update(_members(given, members), use_muon=use_muon)
             if rates[use_muon] is not None:
                 half.setdefault("lr", rates[use_muon])
             found.append(half)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import shoal
 from shoal.comm.threads import run_ranks
 from shoal.errors import ModelError, OptimizerError
 from tests.ranks.pipeline_cases import assert_as_alone, engine_of_layers
@@ -283,3 +286,44 @@ def test_a_weight_that_only_another_output_depends_on_gets_its_gradient(schedule
         return [*linears(3), Prompted(), Joined(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
 
     assert_as_alone(layers, 3, 3, stage, schedule)
+
+
+def test_muon_with_a_stage_that_trains_no_matrix_continues_in_another_layout(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.LayerNorm(8)]
+    inputs, targets = torch.randn(2, 4, 8)
+
+    def losses(num_stages: int, folder: Path, *, is_first: bool) -> list[float]:
+        model: nn.Module = nn.Sequential(*copy.deepcopy(layers))
+        if num_stages > 1:
+            model = shoal.PipelineModule(model, loss_fn=nn.functional.mse_loss)
+        config = {
+            "train_batch_size": 4,
+            "gradient_accumulation_steps": 1,
+            "optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.01}},
+            "zero_optimization": {"stage": 1},
+            **({"pipeline": {"stages": num_stages, "partition": "uniform"}} if num_stages > 1 else {}),
+        }
+        engine = shoal.initialize(model=model, config=config)[0]
+        if not is_first:
+            engine.load_checkpoint(str(folder))
+        found = []
+        for _ in range(2):
+            if num_stages > 1:
+                found.append(float(engine.train_batch(iter([(inputs, targets)]))))
+            else:
+                loss = nn.functional.mse_loss(engine(inputs), targets)
+                engine.backward(loss)
+                engine.step()
+                found.append(loss.item())
+        if is_first:
+            engine.save_checkpoint(str(folder))
+        engine.destroy()
+        return found
+
+    first = {n: run_ranks(n, partial(losses, n, tmp_path / str(n), is_first=True))[0] for n in (1, 2)}
+    assert first[2] == pytest.approx(first[1], rel=1e-6)
+    # Each continues what the other has saved.
+    after = {n: run_ranks(n, partial(losses, n, tmp_path / str(3 - n), is_first=False))[0] for n in (1, 2)}
+    assert after[2] == pytest.approx(after[1], rel=1e-6)
+    assert after[1][0] < first[1][1]

@@ -183,6 +183,15 @@ def test_muon_obeys_groups_that_say_what_they_use() -> None:
     assert optimizer.param_groups[0] is groups[0]
 
 
+def test_muon_has_both_groups_where_a_model_has_no_matrix_or_nothing_else() -> None:
+    """A pipeline stage may have only one kind of parameters; the groups are those of the whole model."""
+    for shape in ((4, 4), (4,)):
+        parameter = ("hidden", torch.nn.Parameter(torch.ones(shape)))
+        muon, adam = built("Muon", {"muon_lr": 0.02, "adam_lr": 0.003}, [parameter]).param_groups
+        assert [len(muon["params"]), len(adam["params"])] == ([1, 0] if len(shape) == 2 else [0, 1])
+        assert [(group["use_muon"], group["lr"]) for group in (muon, adam)] == [(True, 0.02), (False, 0.003)]
+
+
 def test_muon_without_names_asks_for_them() -> None:
     with pytest.raises(OptimizerError, match="Muon got no name for parameter 0 of group 0"):
         built("Muon")

@@ -15,6 +15,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.parallel.sequence.position_check import (
     COUNTS,
     given_arguments,
+    is_of_transformers,
     mixed_positions,
     shifts_labels_here,
     takes_positions,
@@ -74,6 +75,31 @@ class AttentionCheck:
             )
         if found is not None:
             self._warn(f"{_PARTS}, but {type(model).__name__} {found}. {_INSTEAD}")
+
+    def of_stages(self, model: nn.Module | None, batch: Any) -> None:
+        """Look at a micro-batch of pipeline stages, of which no rank can run the whole model.
+
+        Args:
+            model: computes the loss itself; None: a loss function does.
+
+        Raises: UsageError: a model of Transformers gets token ids and no position ids, or takes none.
+        """
+        if not self._axes or model is None or not is_of_transformers(model):
+            return
+        args = batch if isinstance(batch, tuple | list) else (batch,)
+        is_named = isinstance(batch, Mapping)
+        given = given_arguments(model, () if is_named else tuple(args), batch if is_named else {})
+        if shifts_labels_here(model, given):
+            self._warn(_LABELS)
+        if "input_ids" in given and not (takes_positions(model) and "position_ids" in given):
+            takes = takes_positions(model)
+            raise UsageError(
+                f"{type(model).__name__} {'got' if takes else 'takes'} no position_ids, and {COUNTS}: there are"
+                f" {' and '.join(sorted(self._axes))} ranks.",
+                where="pipeline",
+                do="give it position_ids of the whole sequence, cut like input_ids." if takes else _INSTEAD,
+                code="sequence-positions",
+            )
 
     @contextmanager
     def watching(self, *, is_training: bool) -> Iterator[None]:

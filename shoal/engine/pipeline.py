@@ -303,6 +303,7 @@ class PipelineEngine(Engine):
     def _checked(self, longest: int | None, batch: Any) -> Any:
         """A micro-batch as the stages get it. Raises: UsageError: no stage could run it."""
         batch = batch if self._batch_fn is None else self._batch_fn(batch)
+        self._attention_check.of_stages(self.module.loss_model, batch)
         if self.axes.tp is not None and self.properties.config.parallel.tp_sequence_parallel:
             check_length(batch, self.axes.tp.size, None if isinstance(self.module, PipelineModule) else longest)
         return batch

@@ -12,9 +12,12 @@ from torch import nn
 import shoal
 from shoal.comm.single import SingleCommunicator
 from shoal.comm.threads import run_ranks
+from shoal.errors import UsageError
+from shoal.parallel.sequence.huggingface import register
 from shoal.pipeline.cut import cut
 from shoal.zero.build_plan import ModuleAsBuilt
 from shoal.zero.materialize import Materializer
+from tests.clients.test_sequence_parallel import transformers_functions  # noqa: F401
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
@@ -27,6 +30,15 @@ GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_po
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
 T5 = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 4, "num_heads": 2}
 T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+
+BART = {
+    "vocab_size": VOCABULARY,
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "max_position_embeddings": 32,
+}
+BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("LlamaConfig", LLAMA),
@@ -132,3 +144,53 @@ def test_an_engine_of_stages_initialises_the_head_as_the_model_says(stage: int) 
     for values in run_ranks(4, job):
         assert 0.018 < float(values["lm_head.weight"].std()) < 0.022
         assert values.keys() == build("LlamaForCausalLM").state_dict().keys()
+
+
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+@pytest.mark.parametrize(
+    ("kind", "config", "options", "message"),
+    [
+        ("BartForConditionalGeneration", "BartConfig", BART, "Bart.* takes no position_ids"),
+        ("BertForMaskedLM", "BertConfig", {**SHAPE, "intermediate_size": 32}, "BertForMaskedLM got no position_ids"),
+    ],
+    ids=["bart", "bert"],
+)
+def test_models_that_count_positions_themselves_are_refused_over_sp_and_cp(
+    kind: str, config: str, options: dict[str, Any], message: str, axis: str
+) -> None:
+    model = getattr(transformers, kind)(getattr(transformers, config)(**options))
+
+    def job() -> None:
+        parallel = {"pp": 2, axis: 2}
+        engine: Any = shoal.initialize(model=copy.deepcopy(model), config={**config_of(2), "parallel": parallel})[0]
+        with pytest.raises(UsageError, match=message):
+            engine.train_batch(iter([batch_of(micro) for micro in range(MICRO)]))
+
+    run_ranks(4, job)
+
+
+@pytest.mark.usefixtures("transformers_functions")
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+def test_parts_of_sequences_count_each_target_once(axis: str) -> None:
+    register()
+    whole = build("LlamaForCausalLM")
+    batch = batch_of(3)
+    shifted = nn.functional.pad(batch["labels"], (0, 1), value=-100)[..., 1:]
+    loss = whole(**batch).loss
+    loss.backward()
+    torch.optim.SGD(whole.parameters(), 0.5).step()
+    expected = whole.state_dict()
+    model = build("LlamaForCausalLM", attn_implementation="shoal")
+
+    def job() -> Any:
+        config = config_of(2, loss_reduction="token", gradient_accumulation_steps=1)
+        config["parallel"][axis] = 2
+        engine: Any = shoal.initialize(model=copy.deepcopy(model), config=config)[0]
+        mine = {**batch, "shift_labels": shifted, "position_ids": torch.arange(LENGTH).expand(2, LENGTH)}
+        mine = {name: engine.sequence_context.shard(value) for name, value in mine.items()}
+        return float(engine.train_batch(iter([mine]))), engine.module_state_dict()
+
+    for found, values in run_ranks(4, job):
+        assert found == pytest.approx(float(loss.detach()), rel=1e-5)
+        for name, value in values.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)

@@ -28,9 +28,14 @@ _POOLS = "returns nothing of each position: each rank pools its own part of the 
 
 def takes_tokens(model: Any) -> bool:
     """True for a model of Transformers that is called with ``input_ids`` alone."""
-    config = getattr(model, "config", None)
-    is_known = hasattr(config, "get_text_config") and callable(getattr(model, "get_input_embeddings", None))
-    return is_known and not getattr(config, "is_encoder_decoder", False) and "input_ids" in _arguments(model)
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return not is_encoder_decoder and is_of_transformers(model) and "input_ids" in _arguments(model)
+
+
+def is_of_transformers(model: Any) -> bool:
+    """True for a model of Transformers that has token embeddings."""
+    has_config = hasattr(getattr(model, "config", None), "get_text_config")
+    return has_config and callable(getattr(model, "get_input_embeddings", None))
 
 
 def given_arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:

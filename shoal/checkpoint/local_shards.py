@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -49,25 +49,31 @@ def local_rectangles(spec: ParameterSpec, begin: int, end: int) -> Iterator[tupl
 def _within_ranges(local: Sequence[Ranges], inner: Rectangle) -> Iterator[Rectangle]:
     """A rectangle of the local part as rectangles of the global tensor, in the order of its elements.
 
-    Where the dim that has several ranges is not the first, there is one for each range and row.
+    Where the last dim that has several ranges is not the first, there is one for each range and row.
     """
-    first = [ranges[0][0] + low for ranges, low in zip(local, inner.start, strict=True)]  # in the global tensor
-    dim = next((dim for dim, ranges in enumerate(local) if len(ranges) > 1), None)
-    if dim is None:
-        yield Rectangle(tuple(first), inner.shape)
+    if not local:
+        yield inner
         return
-    cuts, at = [], 0
-    for start, stop in local[dim]:
-        low, high = max(at, inner.start[dim]), min(at + stop - start, inner.start[dim] + inner.shape[dim])
+    cuts = [list(_cuts(*each)) for each in zip(local, inner.start, inner.shape, strict=True)]
+    last = max((dim for dim, own in enumerate(cuts) if len(own) > 1), default=0)
+    rest = [own[0][0] for own in cuts[last + 1 :]]
+    for row in product(*(chain.from_iterable(range(at, at + size) for at, size in own) for own in cuts[:last])):
+        for at, size in cuts[last]:
+            yield Rectangle((*row, at, *rest), (*[1] * last, size, *inner.shape[last + 1 :]))
+
+
+def _cuts(ranges: Ranges, begin: int, numel: int) -> Iterator[tuple[int, int]]:
+    """Elements ``[begin, begin + numel)`` of a dim of the local part: where they begin in the global one, and how many.
+
+    >>> list(_cuts(((2, 4), (8, 10)), 1, 2))
+    [(3, 1), (8, 1)]
+    """
+    at = 0
+    for start, stop in ranges:
+        low, high = max(at, begin), min(at + stop - start, begin + numel)
         if low < high:
-            cuts.append((start + low - at, high - low))
+            yield start + low - at, high - low
         at += stop - start
-    if len(cuts) == 1:
-        yield Rectangle((*first[:dim], cuts[0][0], *first[dim + 1 :]), inner.shape)
-        return
-    for row in product(*(range(low, low + size) for low, size in zip(first[:dim], inner.shape[:dim], strict=True))):
-        for start, size in cuts:
-            yield Rectangle((*row, start, *first[dim + 1 :]), (*[1] * dim, size, *inner.shape[dim + 1 :]))
 
 
 @dataclass(frozen=True)

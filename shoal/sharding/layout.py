@@ -33,7 +33,8 @@ class ParameterSpec:
 
     A parameter that is split over an axis of the model (tensor or expert parallel) is a part of a larger tensor:
     ``local`` says which elements of ``global_shape`` this one is, as ranges (start, stop) of each dim, one after the
-    other. One dim may have several (a fused weight, split inside each of its blocks). A checkpoint needs no more.
+    other. A dim may have several (experts that changed ranks; a fused weight, split inside each of its blocks). A
+    checkpoint needs no more.
     """
 
     name: str  # fully qualified
@@ -69,8 +70,6 @@ class ParameterSpec:
             raise ValueError(f"parameter {self.name!r} has shape {self.shape}, its part {self.local}")
         if any(stop > size for own, size in zip(self.local, self.global_shape, strict=True) for _, stop in own):
             raise ValueError(f"the part {self.local} of {self.name!r} exceeds its global shape {self.global_shape}")
-        if sum(len(own) > 1 for own in self.local) > 1:
-            raise ValueError(f"the part {self.local} of {self.name!r} has several ranges in more than one dim")
 
     @property
     def is_part(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate, product
 
 import torch
 
@@ -50,14 +51,13 @@ def read_part(spec: ParameterSpec, read_range: Callable[[int, int], torch.Tensor
 
 def paste(part: torch.Tensor, spec: ParameterSpec, whole: torch.Tensor) -> None:
     """Write the part to its place in the whole."""
-    split = next((dim for dim, ranges in enumerate(spec.local) if len(ranges) > 1), 0)
-    for dim, ranges in enumerate(spec.local):
-        if dim != split:
-            whole = whole.narrow(dim, ranges[0][0], ranges[0][1] - ranges[0][0])
-    at = 0
-    for start, stop in spec.local[split] if spec.local else ():
-        whole.narrow(split, start, stop - start).copy_(part.narrow(split, at, stop - start))
-        at += stop - start
+    sizes = [[stop - start for start, stop in ranges] for ranges in spec.local]
+    ends = [accumulate(each) for each in sizes]
+    for box in product(*(zip(*each, strict=True) for each in zip(spec.local, sizes, ends, strict=True))):
+        source, target = part, whole
+        for dim, ((start, _), size, end) in enumerate(box):
+            source, target = source.narrow(dim, end - size, size), target.narrow(dim, start, size)
+        target.copy_(source)
 
 
 def gather_parts(part: torch.Tensor, spec: ParameterSpec, comm: Communicator) -> torch.Tensor:

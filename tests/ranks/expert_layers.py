@@ -111,6 +111,7 @@ class Stack(nn.Module):
         super().__init__()
         self.num_experts, self.has_gate = num_experts, has_gate
         self.has_bias = self.is_transposed = is_transposed
+        self.is_concatenated = False
         self.act_fn = nn.SiLU()
         up = "gate_up_proj" if has_gate else "up_proj"
         for name, sizes in ((up, (WIDTH, (1 + has_gate) * inner)), ("down_proj", (inner, WIDTH))):
@@ -120,7 +121,8 @@ class Stack(nn.Module):
                 self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(num_experts, sizes[1])))
 
     def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
-        return self.act_fn(both[..., ::2]) * (both[..., 1::2] + 1)
+        gate, up = both.chunk(2, -1) if self.is_concatenated else (both[..., ::2], both[..., 1::2])
+        return self.act_fn(gate) * (up + 1)
 
     def _linear(self, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
         weight = self.get_parameter(name)[expert]

@@ -21,6 +21,7 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.mesh import Mesh
 from shoal.sharding.layout import ParameterSpec
+from shoal.sharding.parts import paste, read_part
 from tests.unit.formats_source import MemorySource
 
 MATRIX = torch.arange(24, dtype=torch.float32).view(4, 6)
@@ -65,11 +66,10 @@ def test_a_range_of_a_column_part_is_these_rectangles() -> None:
 @st.composite
 def parts(draw: st.DrawFn) -> tuple[ParameterSpec, int, int]:
     shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
-    fused = draw(st.integers(0, 2))  # the dim that may have several ranges
     local = []
-    for dim, size in enumerate(shape):
-        ends = sorted(draw(st.lists(st.integers(0, size), min_size=2, max_size=6 if dim == fused else 2)))
-        local.append(tuple(zip(ends[::2], ends[1::2], strict=False)))
+    for size in shape:
+        ends = sorted(draw(st.lists(st.integers(0, size), min_size=2, max_size=6)))
+        local.append(tuple(draw(st.permutations(list(zip(ends[::2], ends[1::2], strict=False))))))
     spec = ParameterSpec.part("w", shape, tuple(local))
     begin, end = sorted((draw(st.integers(0, spec.numel)), draw(st.integers(0, spec.numel))))
     return spec, begin, end
@@ -85,6 +85,18 @@ def test_rectangles_of_a_part_hold_its_elements_in_order(case: tuple[ParameterSp
         assert at == begin + len(held)
         held += numbers[rectangle.slices()].reshape(-1).tolist()
     assert held == own[begin:end]
+
+
+@given(parts())
+def test_a_part_is_read_from_the_whole_and_written_to_its_place(case: tuple[ParameterSpec, int, int]) -> None:
+    spec, _, _ = case
+    numbers = torch.arange(1, 1 + math.prod(spec.global_shape)).view(spec.global_shape)
+    own = cut(numbers, spec)
+    whole = torch.zeros_like(numbers)
+    paste(own, spec, whole)
+    assert whole[whole != 0].tolist() == sorted(own.reshape(-1).tolist())
+    assert torch.equal(whole[whole != 0], numbers[whole != 0])
+    assert not spec.shape or torch.equal(read_part(spec, lambda begin, end: numbers.view(-1)[begin:end]), own)
 
 
 def save(folder: Path, dp_size: int) -> None:

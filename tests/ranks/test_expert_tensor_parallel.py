@@ -78,14 +78,15 @@ class Stacked(nn.Module):
 
     Args:
         has_dense: a feed-forward layer comes first, which the plan splits.
+        is_fused: gate and up lie one after the other, so that a rank has two ranges of both together.
     """
 
-    def __init__(self, *, has_dense: bool = False) -> None:
+    def __init__(self, *, has_dense: bool = False, is_fused: bool = False) -> None:
         super().__init__()
         settings = [{"is_transposed": True, "has_gate": True}, {"is_transposed": False, "has_gate": False}]
         self.layers = nn.ModuleList(Block("mlp", StackLayer(SimpleNamespace(**each))) for each in settings)
         for layer in self.layers:
-            layer.mlp.experts.is_concatenated = False
+            layer.mlp.experts.is_concatenated = is_fused
             for parameter in layer.mlp.experts.parameters():
                 nn.init.normal_(parameter, std=0.3)
         if has_dense:
@@ -103,8 +104,11 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        listed = form == "listed"
-        self.experts = Listed(ep_size, drops=drops, asks=asks) if listed else Stacked(has_dense=has_dense)
+        self.experts = (
+            Listed(ep_size, drops=drops, asks=asks)
+            if form == "listed"
+            else Stacked(has_dense=has_dense, is_fused=form == "fused")
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -121,7 +125,7 @@ DENSE_PLAN = {**STACKED_PLAN, "experts.layers.0.dense.one": "column", "experts.l
 
 def settings(form: str, stage: int, ep: int, **more: Any) -> dict[str, Any]:
     parallel = {"tp": 2, "tp_plan": PLAN if form == "listed" else STACKED_PLAN}
-    experts = {"enabled": True, "autoep_size": ep, "expert_tensor_parallel_size": 2} if form == "stacked" else {}
+    experts = {"enabled": True, "autoep_size": ep, "expert_tensor_parallel_size": 2} if form != "listed" else {}
     return config(stage, gradient_clipping=0.1, parallel=parallel, expert_parallel=experts, units=UNITS, **more)
 
 
@@ -233,7 +237,8 @@ def test_a_sequence_that_is_split_over_the_same_ranks_gives_the_parameters_of_on
 
 
 @pytest.mark.parametrize(
-    ("form", "stage", "hot"), [("listed", 0, 0), ("listed", 3, 0), ("stacked", 2, 0), ("stacked", 3, 1)]
+    ("form", "stage", "hot"),
+    [("listed", 0, 0), ("listed", 3, 0), ("stacked", 2, 0), ("stacked", 3, 1), ("fused", 3, 0)],
 )
 def test_split_experts_that_change_ranks_change_no_result(
     form: str, stage: int, hot: int, ranks: Callable[..., Any]
@@ -257,20 +262,22 @@ def test_split_experts_that_change_ranks_change_no_result(
     assert hot or any(moved for _, moved, _ in found)
 
 
-@pytest.mark.parametrize("form", ["listed", "stacked"])
+@pytest.mark.parametrize("form", ["listed", "stacked", "fused"])
 def test_a_checkpoint_loads_with_experts_whole_and_at_other_degrees(
     form: str, ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     expected, _ = alone(form, 2)
 
     def save() -> None:
-        engine = start_with(make(partial(Model, form, 2)), settings(form, 3, 2))
+        made = settings(form, 3, 2)
+        made["expert_parallel"]["rebalance_every"] = int(form == "fused")
+        engine = start_with(make(partial(Model, form, 2)), made)
         train(engine, range(3))
         engine.save_checkpoint(str(tmp_path))
 
     def load() -> dict[str, Any]:
         made = config(1, gradient_clipping=0.1, units=UNITS)
-        if form == "stacked":
+        if form != "listed":
             made["expert_parallel"] = {"enabled": True, "autoep_size": 2}
         engine = start_with(make(partial(Model, form, 2), seed=1), made)
         engine.load_checkpoint(str(tmp_path))

@@ -272,6 +272,8 @@ def _split_for_muon(
             # Both halves, also an empty one: a pipeline stage may have no matrix, and groups are alike on all stages.
             half = group if len(members) == len(given["params"]) and members else dict(given)
             half.update(_members(given, members), use_muon=use_muon)
+            if not members and any(isinstance(entry, tuple) for entry in given["params"]):
+                half["param_names"] = []  # torch wants names in all groups or in none
             if rates[use_muon] is not None:
                 half.setdefault("lr", rates[use_muon])
             found.append(half)

@@ -35,6 +35,7 @@ class SavedActivations:
     Args:
         pp: the ranks that hold other layers.
         more: modules to recompute beside those of the section.
+        blocks: of this pipeline stage, whose activations are offloaded; empty: those that the model shows.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class SavedActivations:
         world: World,
         pp: Communicator | None = None,
         more: Sequence[str] = (),
+        blocks: Sequence[str] = (),
     ) -> None:
         section = config.activation_checkpointing
         settings = RecomputeSettings.of(section)
@@ -69,7 +71,7 @@ class SavedActivations:
                 self.blocks = recompute_blocks(model, wanted, recompute=self.recompute)
         self.offloaded: HostActivations | None = None
         if config.offload_activation.device == "cpu":
-            self.offloaded = HostActivations(model, max_nbytes=config.offload_activation.bytes)
+            self.offloaded = HostActivations(model, blocks, max_nbytes=config.offload_activation.bytes)
 
     @property
     def num_recomputed(self) -> int:

@@ -12,7 +12,7 @@ compiled code the compiler decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class HostActivations:
     """Stores the activations of a model's blocks in host memory, until ``remove()``.
 
     Args:
+        blocks: as ``recompute_blocks`` takes them.
         max_nbytes: most bytes that are offloaded in one forward pass, those of the first blocks; None: all.
         copies_of: makes the copies between a device and the host.
 
@@ -65,13 +66,18 @@ class HostActivations:
     """
 
     def __init__(
-        self, model: nn.Module, *, max_nbytes: int | None = None, copies_of: CopiesOf = stream_copies_of
+        self,
+        model: nn.Module,
+        blocks: Sequence[str] = (),
+        *,
+        max_nbytes: int | None = None,
+        copies_of: CopiesOf = stream_copies_of,
     ) -> None:
         self._store = _LimitedHostStore(copies_of, max_nbytes)
         self._saved = SavedTensors(self._store)
         self._seen: set[str] = set()
         try:
-            self._blocks = recompute_blocks(model, recompute=self)
+            self._blocks = recompute_blocks(model, recompute=self, blocks=blocks)
         except ModelError:  # no list of alike blocks: the model's children are its blocks
             self._blocks = RecomputedBlocks(dict(_parts(model, "")), self)
         modules = dict(model.named_modules())

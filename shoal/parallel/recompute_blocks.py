@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any, Protocol
 
@@ -79,6 +79,7 @@ def recompute_blocks(
     *,
     every: int = 1,
     recompute: Runner,
+    blocks: Sequence[str] = (),
 ) -> RecomputedBlocks:
     """Recompute modules of ``model`` in the backward pass.
 
@@ -86,6 +87,7 @@ def recompute_blocks(
         classes: each a class, the name of one, a module's full name, or a pattern of such names ("layers.*"), which
             means the outermost that fit; None: the blocks that the model names (``_no_split_modules``), else the
             children of its largest list of alike modules.
+        blocks: names of blocks, in place of that list's, of a model that is one stage of a pipeline.
         every: of the modules found, in order, the first of each ``every``. Fewer recomputed ones cost memory and save
             time.
 
@@ -95,7 +97,7 @@ def recompute_blocks(
         raise UsageError(f"every = {every}: it must be at least 1.", do="use 1 or more.")
     modules = {name: module for name, module in model.named_modules() if name}
     if classes is None:
-        found = _blocks(modules, model)
+        found = _blocks(modules, model, blocks)
         if not found:
             raise ModelError(
                 f"{type(model).__name__} has no list of modules of one class that could be recomputed one by one.",
@@ -173,9 +175,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return [module for name, module in modules.items() if name in found]
 
 
-def _blocks(modules: dict[str, nn.Module], model: nn.Module) -> set[str]:
+def _blocks(modules: dict[str, nn.Module], model: nn.Module, known: Sequence[str] = ()) -> set[str]:
     hinted = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
     found = {name for name, module in modules.items() if type(module).__name__ in hinted}
+    found = found or set(known)
     if not found:
         lists = {
             name: sum(parameter.numel() for parameter in module.parameters())

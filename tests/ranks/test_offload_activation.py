@@ -18,6 +18,7 @@ from shoal.parallel.activations import HostActivations
 from shoal.parallel.recompute import Recompute
 from shoal.parallel.recompute_budget import BudgetedRecompute
 from shoal.sharding.placement import Tier
+from tests.ranks.training import config, make, start_with
 from tests.slow_copies import SlowCopies
 
 torch.manual_seed(0)
@@ -183,3 +184,41 @@ def test_an_activation_that_is_changed_in_place_is_an_error() -> None:
     HostActivations(model, copies_of=lambda _: SlowCopies())
     with pytest.raises(UsageError, match=r"an activation of 'blocks\.1' was changed in place"):
         model(torch.randn(32, 64)).sum().backward()
+
+
+def test_a_pipeline_stage_of_one_block_offloads_the_block_and_not_a_list_inside_of_it() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = torch.nn.functional.linear(x, part.weight).tanh()
+            return x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Parts() for _ in range(2))
+
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return (x - target).square().mean()
+
+    def job(sections: dict[str, Any]) -> tuple[Any, float, int]:
+        engine: Any = start_with(make(Model), config(1, parallel={"pp": 2}, **sections))
+        rows = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
+        loss = float(engine.train_batch(iter([tuple(rows)])))
+        offloaded = engine._activations.offloaded
+        peak = offloaded.peak_saved_bytes if offloaded is not None else 0
+        return loss, engine.module_state_dict(), peak
+
+    plain = run_ranks(2, job, {})
+    for (loss, values, nbytes), (expected, whole, _) in zip(
+        run_ranks(2, job, {"offload_activation": {"device": "cpu"}}), plain, strict=True
+    ):
+        assert loss == expected
+        assert all(torch.equal(values[name], whole[name]) for name in whole)
+        assert nbytes >= 3 * 64 * 64 * 4

@@ -162,7 +162,7 @@ def train(
         typer.Option(help="A file, folder or pattern to train on; may be given several times. Default: Python's docs."),
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizers JSON file. Default: text is read as bytes.")
+        str | None, typer.Option(metavar="PATH", help="A tokenizers JSON file. Default: text is read as bytes.")
     ] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", "-n", min=1, help="Local ranks. Default: one per visible GPU, else 1.")
@@ -202,9 +202,12 @@ def train(
         float | None, typer.Option(min=0, help="Largest gradient norm; 0: no clipping. Default: 1.0.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A DeepSpeed-style JSON file; options given here override it.")
+        str | None,
+        typer.Option(metavar="PATH", help="A DeepSpeed-style JSON file; options given here override it."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run. Default: runs/DATE-TIME.")] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Folder of the run. Default: runs/DATE-TIME.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that --out contains.")] = False,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed of the weights, the order of data, and sampling. Default: 0.")
@@ -225,50 +228,13 @@ def train(
     verbose: Annotated[bool, _VERBOSE] = False,
 ) -> None:
     """Train a GPT on text, with validation, logs, a sample and a report."""
+    options = {**locals()}  # by the names of ``TrainJob``
     from shoal.cli.job import TrainJob
     from shoal.cli.start import start
 
-    job = TrainJob(
-        model=model,
-        parameters=parameters,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        vocab=vocab,
-        sequence=sequence,
-        experts=experts,
-        top_k=top_k,
-        text=tuple(text or ()),
-        tokenizer=None if tokenizer is None else str(tokenizer),
-        ranks=ranks,
-        stage=stage,
-        pp=pp,
-        pipeline_schedule=pipeline_schedule,
-        virtual_stages=virtual_stages,
-        tp=tp,
-        sp=sp,
-        cp=cp,
-        ep=ep,
-        precision=None if precision is None else precision.value,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        steps=steps,
-        minutes=minutes,
-        learning_rate=learning_rate,
-        schedule=None if schedule is None else schedule.value,
-        clip=clip,
-        config=None if config is None else str(config),
-        out=None if out is None else str(out),
-        seed=seed,
-        validate_every=validate_every,
-        prompt=prompt,
-        sample_tokens=sample_tokens,
-        temperature=temperature,
-        save_every=save_every,
-        resume=resume,
-        verbose=verbose,
-        command=shlex.join(["shoal", *sys.argv[1:]]),
-    )
+    del options["overwrite"]
+    command = shlex.join(["shoal", *sys.argv[1:]])
+    job = TrainJob(**{**options, "text": tuple(text or ())}, command=command)
     raise typer.Exit(start(job, overwrites=overwrite))
 
 

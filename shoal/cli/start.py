@@ -23,7 +23,7 @@ from shoal.cli.job import (
 )
 from shoal.comm.environment import read_launch
 from shoal.errors import UsageError
-from shoal.launch import LocalJob, read_environment, run_local
+from shoal.launch import LocalJob, run_local
 from shoal.observe.report import METRICS_FILE, REPORT_FILE, RUN_FILE
 
 _SHAPE = ("model", "parameters", "layers", "hidden", "heads", "vocab", "sequence", "experts", "top_k")
@@ -56,7 +56,7 @@ def start(job: TrainJob, *, overwrites: bool = False) -> int:
     if job.resume is not None and (why := _why_it_is_over(job, run_folder(job.resume))):
         print(f"--resume {job.resume}: nothing is left to do, {why}. Give a larger --steps or --minutes to go on.")
         return 0
-    if read_environment().is_launched or job.ranks == 1:
+    if launch is not None or job.ranks == 1:
         from shoal.cli.training import train
 
         train(job)

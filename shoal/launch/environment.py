@@ -1,13 +1,5 @@
-"""The environment of a process that may start ranks: its launcher, threads, devices and heap settings.
+"""The environment of a process that may start ranks: its threads, devices and heap settings.
 
-    launcher          its variables
-    TorchElastic      RANK and WORLD_SIZE
-    Open MPI          OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE
-    MPICH, Intel MPI  PMI_RANK and PMI_SIZE
-    Slurm (srun)      SLURM_PROCID, and a number in SLURM_STEP_ID
-    none              none of these
-
-The first row whose variables are there wins; Slurm comes last, since what srun has started may be TorchElastic or MPI.
 Which rank a process is, ``shoal.comm.environment`` reads.
 """
 
@@ -16,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from shoal.comm.environment import wants_tracebacks
 from shoal.errors import UsageError
@@ -24,28 +15,14 @@ from shoal.errors import UsageError
 LEVELS = ("debug", "info", "warning", "error", "critical")
 LOG_LEVEL = "SHOAL_LOG_LEVEL"
 
-Launcher = Literal["torchelastic", "slurm", "openmpi", "mpich", "none"]
-
-_KEYS: dict[Launcher, tuple[str, str]] = {
-    "torchelastic": ("RANK", "WORLD_SIZE"),
-    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "mpich": ("PMI_RANK", "PMI_SIZE"),
-}
-
 
 @dataclass(frozen=True)
 class Environment:
     """The settings of this process."""
 
-    launcher: Launcher
     num_threads: int | None  # OMP_NUM_THREADS
     visible_devices: tuple[str, ...] | None  # CUDA_VISIBLE_DEVICES; () hides all; None where unset
     wants_tracebacks: bool = False  # SHOAL_TRACEBACK: of Shoal's own errors, too
-
-    @property
-    def is_launched(self) -> bool:
-        """Whether a launcher started this process, so that it must not start ranks itself."""
-        return self.launcher != "none"
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -54,7 +31,6 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     devices = env.get("CUDA_VISIBLE_DEVICES")
     return Environment(
         wants_tracebacks=wants_tracebacks(env),
-        launcher=_launcher_of(env),
         num_threads=_num_threads(env.get("OMP_NUM_THREADS", "").strip()),
         visible_devices=None if devices is None else tuple(name for name in devices.split(",") if name.strip()),
     )
@@ -88,16 +64,6 @@ def schedulers_elasticity(variables: Mapping[str, str] | None = None) -> str | N
     from shoal.config.elastic import SCHEDULERS_VARIABLE
 
     return (os.environ if variables is None else variables).get(SCHEDULERS_VARIABLE)
-
-
-def _launcher_of(env: Mapping[str, str]) -> Launcher:
-    for launcher, keys in _KEYS.items():
-        if all(key in env for key in keys):
-            return launcher
-    # A shell inside an allocation has SLURM_PROCID too: only a step that srun started has a step's number.
-    if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "").isdigit():
-        return "slurm"
-    return "none"
 
 
 def _num_threads(text: str) -> int | None:

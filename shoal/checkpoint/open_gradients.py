@@ -49,8 +49,8 @@ def begin_again(saved: dict[str, Any]) -> str:
     counters = saved["counters"] = {**saved.get("counters", {}), **first.get("counters", {})}
     if saved.get("data") and first.get("taken") is not None:
         saved["data"] = {**saved["data"], "taken": first["taken"]}
-    num_micro, saved["micro_in_step"] = int(saved.get("micro_in_step", 0)), 0
-    done = counted(num_micro, "micro-batch", "micro-batches")
+    saved["micro_in_step"] = 0
+    done = counted(int(first.get("num_done", 1)), "micro-batch", "micro-batches")
     return (
         f"the checkpoint was saved in the middle of an accumulation, after {done} of step"
         f" {counters.get('global_steps', 0) + 1}, in another layout (ranks, stage, units or accumulation steps). Their"

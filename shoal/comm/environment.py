@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -35,6 +36,17 @@ class Launch:
     address: str | None
     port: int | None
     launcher: str
+
+
+def warn_on_rank_0(text: str, *, stacklevel: int = 3) -> None:
+    """A UserWarning in one process of those that a launcher started, by its variables: no communication is needed.
+
+    Args:
+        stacklevel: as of ``warnings.warn``, counted from here.
+    """
+    launch = read_launch()
+    if launch is None or launch.rank == 0:
+        warnings.warn(text, stacklevel=stacklevel)
 
 
 def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: bool = True) -> Launch | None:

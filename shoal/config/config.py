@@ -72,7 +72,8 @@ class Config(Schema):
         lines = [
             f"{each.path} = {shown(each.value)}: accepted, no effect: {each.support.reason}."
             for each in self._keys
-            if each.support.kind == "no effect" and ".params." not in each.path  # the notes on the optimizer have these
+            # The notes on the optimizer have ".params."; the note on a section stands for what is inside it.
+            if each.support.kind == "no effect" and ".params." not in each.path and not each.is_inside
         ]
         lines += [
             f"{each.path} = {shown(each.value)}: no effect here: {why}."

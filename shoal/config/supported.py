@@ -32,6 +32,7 @@ class KeySupport:
         schema_path: its path in the schema, where it is set to something else than its default; else empty.
         off_switch: a key above it that the file does not set, so that the section is off; ``is_off``: it, or one that
             the file sets, is off.
+        is_inside: a section above it has a support of its own.
     """
 
     path: str
@@ -41,6 +42,7 @@ class KeySupport:
     schema_path: str = ""
     off_switch: str = ""
     is_off: bool = False
+    is_inside: bool = False
 
 
 def keys_with_support(found: Normalised) -> list[KeySupport]:
@@ -71,6 +73,7 @@ def keys_with_support(found: Normalised) -> list[KeySupport]:
                 given.schema_path if is_changed else "",
                 off[0] if off and not any(name in found.given for name in off) else "",
                 bool(off),
+                given.is_inside,
             )
         )
     return keys

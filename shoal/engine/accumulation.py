@@ -100,6 +100,11 @@ class Accumulation:
         self.mean_loss: float | None = None  # over this rank's micro-batches of the last step
         self.is_loss_elsewhere = False  # another pipeline stage computes the losses of this step
 
+    @property
+    def num_open(self) -> int:
+        """Micro-batches of the unfinished step, the one between backward() and step() included."""
+        return max(self.micro_in_step, len(self.losses))
+
     # sizes
 
     @property

@@ -115,7 +115,7 @@ class Checkpointing:
                     " layout (ranks, stage, units) that loads it drops their gradients and begins the step again. Save"
                     " right after a step, where engine.global_steps has changed.",
                     tag,
-                    self._accumulation.micro_in_step,
+                    self._accumulation.num_open,
                     self._accumulation.num_micro,
                 )
         try:

@@ -111,7 +111,7 @@ class RunState:
         return {
             "counters": asdict(accumulation.counters),
             "micro_in_step": accumulation.micro_in_step,
-            "step_start": self._step_start,
+            "step_start": {**self._step_start, "num_done": accumulation.num_open},
             "accumulation_steps": accumulation.num_micro,
             "micro_batch": accumulation.micro_batch,
             "schedule": _schedule_state(self.lr_scheduler),

@@ -127,10 +127,11 @@ class Sharding:
         if self._has_warned or not status.has_grad or any(any(flags) for flags in status.has_grad.values()):
             return
         self._has_warned = True
+        if self._axes.world.rank:
+            return
         logger.warning(
-            "rank %d, step %d: the loss depends on no parameter of this engine, so nothing is trained. Compute it from"
+            "step %d: the loss depends on no parameter of this engine, so nothing is trained. Compute it from"
             " the output of engine(...), not from a copy of the model or from another model.",
-            self._axes.world.rank,
             step,
         )
 

@@ -10,7 +10,6 @@ another shape or a vector of one dim. What it does after the steps of the trial,
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from shoal.comm.environment import warn_on_rank_0
 from shoal.config.types import INSTEAD, NOT_ELEMENTWISE
 from shoal.errors import OptimizerError
 from shoal.optim.adam import AdamWithBias
@@ -120,7 +120,7 @@ def check(
             f"{type(problem).__name__}: {problem}"
         )
         if allow_untested:
-            warnings.warn(f"{message}. It is used because zero_allow_untested_optimizer is set.")
+            warn_on_rank_0(f"{message}. It is used because zero_allow_untested_optimizer is set.")
             return "elementwise"
         raise OptimizerError(
             message + ".",
@@ -134,7 +134,7 @@ def check(
         return _direct(optimizer, inner, stage)
     message = f"{kind.__name__} is not elementwise: {difference}"
     if allow_untested and world_size == 1:
-        warnings.warn(
+        warn_on_rank_0(
             f"{message}. It is used on one rank because zero_allow_untested_optimizer is set; its results will differ."
         )
         return "elementwise"

@@ -18,10 +18,10 @@ Each value depends on ``i`` alone, so the state is one number, and loading it se
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from shoal.comm.environment import warn_on_rank_0
 from shoal.config.types import NOT_FROM_JSON, torch_schedules
 from shoal.errors import OptimizerError
 from shoal.optim.options import accepted_names, hint, problems_with
@@ -227,7 +227,7 @@ class OneCycle(Schedule):
         self.max_moms = self._per_group(cycle_max_mom, "cycle_max_mom")
         self.cycle_momentum = cycle_momentum and any(map(_momentum_key, self.optimizer.param_groups))
         if cycle_momentum and not self.cycle_momentum:
-            warnings.warn(
+            warn_on_rank_0(
                 f"OneCycle: {type(self.optimizer).__name__} has neither betas nor a momentum, so only its rate is "
                 "cycled. Set cycle_momentum to false to say so."
             )
@@ -322,7 +322,7 @@ def _warmup_problems(num_steps: Any, kind: Any) -> list[str]:
 
 def _warn_if_short(name: str, total: int, warmup: int) -> None:
     if total < warmup:
-        warnings.warn(
+        warn_on_rank_0(
             f"{name}: total_num_steps {total} is less than warmup_num_steps {warmup}: no steps are left for the decay."
         )
 

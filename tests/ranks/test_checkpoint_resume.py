@@ -397,3 +397,23 @@ def test_the_loader_repeats_the_samples_of_a_step_that_begins_again(saves: int, 
     straight = read_data(tmp_path, 2, 2, saves + 1, saves=saves)  # two of them are a step
     resumed = read_data(tmp_path, 1, 4, 2, loads=True)
     assert resumed == straight[-2:]
+
+
+def test_a_script_that_sets_the_boundary_itself_is_told_how_many_micro_batches_a_save_leaves_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Accelerate does: ``step()`` is called at the boundary alone."""
+
+    def rank() -> None:
+        engine = engine_of(run_of("stage 1", gradient_accumulation_steps=4))
+        engine.set_gradient_accumulation_boundary(False)
+        for index in range(3):
+            engine.backward(engine(*batch(index, engine.global_rank, 2)))
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+
+    run_ranks(2, rank)
+    assert "after 3 of 4 micro-batches" in caplog.text
+    caplog.clear()
+    resume(run_of("stage 2", gradient_accumulation_steps=4), tmp_path, at=0, until=4)
+    assert "after 3 micro-batches of step 1, in another layout" in caplog.text

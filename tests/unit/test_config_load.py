@@ -291,7 +291,8 @@ def test_files_of_deepspeeds_own_examples_load() -> None:
     ).zero_optimization  # fmt: skip
     assert (zero.offload_param.device, zero.overlap_comm, zero.stage3_param_persistence_threshold) == ("cpu", False, 7)
     assert load({"prescale_gradients": True, "gradient_predivide_factor": 8}).gradient_predivide_factor == 8
-    assert load({"sparse_attention": {"mode": "fixed"}}).sparse_attention.mode == "fixed"
+    notes = load({"train_batch_size": 1, "sparse_attention": {"mode": "bigbird", "block": 8}}).notes()
+    assert [note[:39] for note in notes] == ["sparse_attention = {'mode': 'bigbird', "]
     schedule = {"schedule_type": "fixed_linear", "schedule_config": {"total_step": 10, "difficulty_step": 8}}
     curriculum = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 64, **schedule}
     found = load({"curriculum_learning": curriculum}, warns=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -359,3 +360,14 @@ def test_a_schedule_that_json_cannot_describe_is_refused_with_the_reason(name: s
 def test_a_mistake_inside_torch_is_reported_with_the_schedule() -> None:
     with pytest.raises(OptimizerError, match=r"scheduler.params of 'OneCycleLR'"):
         build_schedule("OneCycleLR", {"max_lr": 1.0, "total_steps": -1}, two_groups())
+
+
+def test_only_rank_0_of_a_launched_job_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the launcher's variables: a schedule may be made before the ranks have met."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    made = partial(WarmupDecayLR, torch.optim.SGD([torch.zeros(1)], lr=1.0), total_num_steps=1, warmup_num_steps=5)
+    monkeypatch.setenv("RANK", "1")
+    made()  # warnings are errors in tests
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(UserWarning, match="no steps are left"):
+        made()

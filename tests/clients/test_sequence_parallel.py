@@ -68,6 +68,8 @@ def batch_of(kind: str) -> dict[str, torch.Tensor]:
     batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(LENGTH).expand(2, LENGTH)}
     if kind == "packed":
         batch["position_ids"] = torch.tensor([[*range(5), *range(11)], [*range(9), *range(7)]])
+    if kind == "packed as the parts":
+        batch["position_ids"] = torch.arange(LENGTH // 2).repeat(2, 2)
     if kind == "padded":
         batch["attention_mask"] = torch.ones_like(ids)
         batch["attention_mask"][0, 11:] = 0
@@ -116,7 +118,7 @@ def check_parity(context: SequenceContext, kind: str, implementation: str, recom
         assert (found - wanted).norm() / wanted.norm() < 2e-6, name
 
 
-@pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
+@pytest.mark.parametrize("kind", ["plain", "packed", "padded", "packed as the parts"])
 @pytest.mark.parametrize("axis", ["sp", "cp"])
 def test_a_llama_over_two_ranks_equals_one_process(kind: str, axis: str) -> None:
     register()

@@ -9,7 +9,7 @@ With both, the sequence is cut along ``cp`` first, and what a coordinate of ``cp
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
@@ -81,6 +82,10 @@ class SequenceContext:
     # The tensors that describe the documents of the last batch, and the documents: one exchange serves all layers.
     _last: list[tuple[tuple[Tensor | None, ...], list[int | None], Documents | None]] = field(
         default_factory=list, init=False, repr=False, compare=False
+    )
+    # What ``shard`` has returned, as long as it exists: cut from tensors of the whole sequence.
+    _cut: MutableMapping[Tensor, bool] = field(
+        default_factory=WeakTensorKeyDictionary, init=False, repr=False, compare=False
     )
 
     @property
@@ -161,7 +166,9 @@ class SequenceContext:
         chunks = self.chunks(length)[0 if self.cp is None else self.cp.rank]
         together = torch.cat([tensor.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
         parts: tuple[Tensor, ...] = together.split(list(self.sp_lengths(length)), dim)
-        return parts[0 if self.sp is None else self.sp.rank].contiguous()
+        part = parts[0 if self.sp is None else self.sp.rank].contiguous()
+        self._cut[part] = True
+        return part
 
     def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """All positions of a tensor of which each rank has its part along ``dim``; the inverse of :meth:`shard`.
@@ -227,7 +234,8 @@ class SequenceContext:
 
     def _check_whole_positions(self, positions: Tensor) -> None:
         local = torch.arange(positions.shape[-1], device=positions.device)
-        flag = torch.tensor([float((positions == local).all())])
+        is_counted = positions not in self._cut and bool((positions == local).all())  # else documents as long as a part
+        flag = torch.tensor([float(is_counted)])
         for comm in (self.sp, self.cp):
             if comm is not None:
                 flag = comm.exchange(flag, label="positions from 0").wait().min().view(1)

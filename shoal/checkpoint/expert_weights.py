@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -53,14 +53,15 @@ class ExpertWeights:
 
     Args:
         names: of the model's parameters, with or without a prefix.
+        rename: gives a name in the folder as the model's library reads it.
     """
 
-    def __init__(self, weights: DequantizedWeights, names: Collection[str]) -> None:
+    def __init__(self, weights: DequantizedWeights, names: Collection[str], rename: Callable[[str], str] = str) -> None:
         self.url = weights.url
         self._weights = weights
         old, new = _RENAMED
         is_renamed = not any(old in name for name in names)
-        self._names = {name.replace(old, new) if is_renamed else name: name for name in weights.tensors}
+        self._names = {rename(name.replace(old, new) if is_renamed else name): name for name in weights.tensors}
         self.tensors: dict[str, StoredTensor | QuantizedTensor | JoinedTensor] = {
             name: weights.tensors[stored] for name, stored in self._names.items()
         }
@@ -82,6 +83,11 @@ class ExpertWeights:
                         del self.tensors[part]
                     shape = (num_experts, len(weights) * shape[0], shape[1])
                     self.tensors[f"{prefix}.{stack}"] = JoinedTensor(shape, parts, dtype)
+
+    def stored_names(self, name: str) -> list[str]:
+        """What the folder has of a tensor."""
+        stored = self.tensors[name]
+        return [self._names[part] for part in (stored.parts if isinstance(stored, JoinedTensor) else (name,))]
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, whole."""

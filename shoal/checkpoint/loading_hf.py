@@ -12,9 +12,11 @@ Experts that the folder has one by one are stacked where the model has them so.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,14 +29,20 @@ from shoal.checkpoint.expert_weights import ExpertWeights
 from shoal.checkpoint.formats.huggingface import SafetensorsWeights
 from shoal.checkpoint.formats.quantized import DEQUANTIZE, DequantizedWeights
 from shoal.checkpoint.tree import name_of
+from shoal.comm.world import current_world
 from shoal.errors import CheckpointError, UsageError
+from shoal.mesh import Mesh
 from shoal.parallel.expert.held import global_names, modules_with_experts
+from shoal.pipeline.cut import CutModel
+from shoal.pipeline.stage import StageModule
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import read_part
 from shoal.zero.engine_parameters import EngineParameters
 from shoal.zero.init import Init, suspended
 from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.sharded_at_init import ShardedAtInit
+
+logger = logging.getLogger("shoal")
 
 _MAX_LISTED = 20  # names of each kind of difference
 
@@ -59,13 +67,15 @@ def load_hf(
 
     Values are cast to the parameter's dtype; quantised ones (fp8, mxfp4) are dequantised. Tied weights are read once. A
     model may be built under ``shoal.zero.Init`` or be trained by a live engine already, whose main parameters are then
-    set too. Names may lack the model's ``base_model_prefix``, or have it where the model does not.
+    set too. Names may lack the model's ``base_model_prefix``, or have it where the model does not, or be old ones that
+    Transformers renames. Of a model in pipeline stages each rank fills its own.
 
     Args:
         model_or_config: a module, or a configuration of ``transformers``, whose model is built under
             ``shoal.zero.Init``.
         dtype: cast the model's floating-point parameters to it first; None: keep their dtype.
-        strict: raise for a name that is in only one of model and folder. A different shape always raises.
+        strict: raise for a name that is in only one of model (all its pipeline stages) and folder; False: rank 0 logs a
+            warning. A different shape always raises.
         parts: of a model that ``shoal.parallel.tensor`` has split: the ``parts`` of what ``parallelize`` returned, or
             what ``parallelize_grid`` returned. Those of a live engine's model are known.
 
@@ -73,15 +83,17 @@ def load_hf(
     Raises: CheckpointError: the folder cannot be read, is quantised in a format that is not read, or differs from the
         model: every difference is listed, and the model is as it was. UsageError: a model on the meta device, or
         ``dtype`` for one that an engine holds.
-    Communicates: nothing; every rank calls it and reads the same folder, so all find the same differences. Building
-        from a configuration communicates as ``shoal.zero.Init`` does; inside an open context of it, parameters that
-        code has accessed are broadcast first.
+    Communicates: of pipeline stages, the names that differ; else nothing, since every rank calls it and reads the same
+        folder, so all find the same differences. Building from a configuration communicates as ``shoal.zero.Init``
+        does; inside an open context of it, parameters that code has accessed are broadcast first.
     Memory: the largest range that this rank reads, once in the file's dtype; of quantised weights also once in fp32.
     """
     with suspended(), SafetensorsWeights(folder) as stored:
         model = model_or_config if isinstance(model_or_config, nn.Module) else _build(model_or_config, dtype)
         parameters, buffers = _homes(model)
-        weights = ExpertWeights(DequantizedWeights(stored), [name for home in parameters for name in home.names])
+        names = [name for home in (*parameters, *buffers) for name in home.names]
+        whole = model.whole_model if isinstance(model, CutModel) else model
+        weights = ExpertWeights(DequantizedWeights(stored), names, _library_renaming(whole, names))
         _refuse(parameters, dtype)
         known = {**_parts_of_engines(parameters), **(parts or {})}
         found = _matched(model, [*parameters, *buffers], weights, strict, known)
@@ -177,10 +189,12 @@ def _matched(
 
     Raises: CheckpointError: listing every difference.
     """
-    rename = _renaming(model, homes, weights.tensors)
+    whole = model.whole_model if isinstance(model, CutModel) else model
+    rename = _choose(_prefix_changes(whole), homes, weights.tensors)
     found: dict[tuple[str, ...], str] = {}
     used: set[str] = set()
     missing, shapes = [], []
+    narrow: list[tuple[_Home, torch.dtype]] = []
     for home in homes:
         present = [name for name in map(rename, home.names) if name in weights.tensors]
         used.update(present)
@@ -193,14 +207,23 @@ def _matched(
         stored = weights.tensors[present[0]]
         if stored.shape != ours:
             shapes.append(f"{home.names[0]} is {list(stored.shape)} in the folder and {list(ours)} in the model")
-        _check_dtype(home, stored.dtype, weights.url)
+        narrow.append((home, stored.dtype))
     is_elsewhere = _experts_elsewhere(model)
     unexpected = [name for name in weights.tensors if name not in used and not is_elsewhere(name)]
-    missing = _unignored(missing, model, "_keys_to_ignore_on_load_missing")
-    unexpected = _unignored(unexpected, model, "_keys_to_ignore_on_load_unexpected")
+    missing = _unignored(missing, whole, "_keys_to_ignore_on_load_missing")
+    unexpected = _unignored(unexpected, whole, "_keys_to_ignore_on_load_unexpected")
+    if isinstance(model, StageModule):
+        comm = current_world().communicator("world", Mesh.of(current_world().size))
+        left = [stored for name in unexpected for stored in weights.stored_names(name)]
+        every = comm.gather_objects([missing, shapes, left], label="load_hf: names")
+        missing, shapes = (list(dict.fromkeys(n for each in every for n in each[kind])) for kind in (0, 1))
+        unexpected = [name for name in left if all(name in each[2] for each in every)]
     lines = _listed("shapes differ", shapes)
+    skipped = _listed("missing in the folder", missing) + _listed("not in the model", unexpected)
     if strict:
-        lines = _listed("missing in the folder", missing) + _listed("not in the model", unexpected) + lines
+        lines = skipped + lines
+    elif skipped and current_world().rank == 0:
+        logger.warning("load_hf(strict=False) skips names of %s:%s", weights.url, "".join(skipped))
     if lines:
         raise CheckpointError(
             f"the weights are of another model than {type(model).__name__}:{''.join(lines)}",
@@ -208,6 +231,8 @@ def _matched(
             do="load a folder of this model; strict=False skips names that are missing or not in the model.",
             code="checkpoint-mismatch",
         )
+    for home, dtype in narrow:
+        _check_dtype(home, dtype, weights.url)
     return found
 
 
@@ -225,16 +250,43 @@ def _check_dtype(home: _Home, stored: torch.dtype, url: str) -> None:
         )
 
 
-def _renaming(model: nn.Module, homes: Sequence[_Home], present: Mapping[str, object]) -> Callable[[str], str]:
+def _prefix_changes(model: nn.Module) -> list[Callable[[str], str]]:
     """From the model's names to the folder's. A base model's weights fit a model with a head, and the reverse."""
     prefix = vars(type(model)).get("base_model_prefix") or next(
         (vars(cls)["base_model_prefix"] for cls in type(model).__mro__ if vars(cls).get("base_model_prefix")), ""
     )
+    if not prefix:
+        return [str]
+    return [str, lambda name: name.removeprefix(f"{prefix}."), lambda name: f"{prefix}.{name}"]
+
+
+def _choose(
+    choices: Sequence[Callable[[str], str]], homes: Sequence[_Home], present: Mapping[str, object]
+) -> Callable[[str], str]:
     names = [name for home in homes for name in home.names]
-    choices: list[Callable[[str], str]] = [lambda name: name]
-    if prefix:
-        choices += [lambda name: name.removeprefix(f"{prefix}."), lambda name: f"{prefix}.{name}"]
     return max(choices, key=lambda choice: sum(choice(name) in present for name in names))
+
+
+def _library_renaming(model: nn.Module, names: Sequence[str]) -> Callable[[str], str]:
+    """How Transformers renames what old folders have, where the model has the new name and not the old one."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return str
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+    except ImportError:  # Transformers 4 has the names of its folders
+        return str
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    known = {choice(name) for name in names for choice in _prefix_changes(model)}
+
+    def rename(name: str) -> str:
+        new = name
+        for renaming in renamings:
+            new = renaming.rename_source_key(new)[0]
+        return new if new in known and name not in known else name
+
+    return rename
 
 
 def _experts_elsewhere(model: nn.Module) -> Callable[[str], bool]:

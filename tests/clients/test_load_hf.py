@@ -5,17 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shoal
 from shoal import zero
-from shoal.checkpoint.formats.huggingface import HuggingFaceSource, write_huggingface
+from shoal.checkpoint.formats.huggingface import HuggingFaceSource, SafetensorsWeights, write_huggingface
 from shoal.checkpoint.loading_hf import load_hf
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.errors import UsageError
+from shoal.errors import CheckpointError, UsageError
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
@@ -113,3 +114,69 @@ def test_a_family_that_is_first_imported_inside_zero_init_is_whole_afterwards() 
     first, second = map(float, done.stdout.split("losses ")[1].split())
     assert 3.0 < first < 5.5
     assert 3.0 < second < 5.5
+
+
+def neox() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SHAPE, intermediate_size=48))
+
+
+STAGED = {**MODELS, "neox": neox}
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_pipeline_stages_take_every_name_of_a_folder_between_them(tmp_path: Path, name: str) -> None:
+    model = STAGED[name]()
+    model.save_pretrained(tmp_path)
+    expected = model.state_dict()
+    config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"pp": 2}}
+    models = [type(model)(model.config) for _ in range(2)]
+
+    def job() -> dict[str, torch.Tensor]:
+        engine: Any = shoal.initialize(model=models[current_world().rank], config=config)[0]
+        load_hf(engine.module, tmp_path)
+        values: dict[str, torch.Tensor] = engine.module_state_dict()
+        return values
+
+    for found in run_ranks(2, job):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
+def test_a_folder_with_the_old_name_of_a_head_is_read(tmp_path: Path) -> None:
+    model = neox()
+    model.save_pretrained(tmp_path)
+    with SafetensorsWeights(tmp_path) as stored:
+        assert "embed_out.weight" in stored.tensors
+    loaded = load_hf(transformers.GPTNeoXForCausalLM(model.config), tmp_path)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_names_that_no_stage_takes_or_the_folder_lacks_are_listed_over_all_stages(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama(is_tied=False)
+    values = model.state_dict()
+    values["model.layers.0.mlp.more.weight"] = values.pop("model.layers.0.mlp.up_proj.weight")
+    values["head.weight"] = values.pop("lm_head.weight")
+    model.save_pretrained(tmp_path, state_dict=values)
+    config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"pp": 2}}
+    models = [llama(is_tied=False) for _ in range(2)]
+    missing = "missing in the folder (2):\n    model.layers.0.mlp.up_proj.weight\n    lm_head.weight"
+    left = "not in the model (2):"
+
+    def job() -> str:
+        engine: Any = shoal.initialize(model=models[current_world().rank], config=config)[0]
+        with pytest.raises(CheckpointError) as error:
+            load_hf(engine.module, tmp_path)
+        load_hf(engine.module, tmp_path, strict=False)
+        return str(error.value)
+
+    for message in run_ranks(2, job):
+        assert missing in message
+        assert left in message
+        assert "head.weight\n" in message
+        assert "model.layers.0.mlp.more.weight" in message
+    (warning,) = [record.getMessage() for record in caplog.records if "strict=False" in record.getMessage()]
+    assert missing in warning
+    assert left in warning

@@ -5,10 +5,12 @@ The value comes from an ordinary tensor, from an initialiser (meta device), or f
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +78,7 @@ class Materializer:
             for _, module in self._modules
             if callable(initialise := getattr(module, "_init_weights", None))
         }
+        self._has_lora = any(hasattr(module, "reset_lora_parameters") for _, module in self._modules)
         self.came_as_meta = {id(parameter) for parameter in model.parameters() if parameter.is_meta}
         # Of parameters of other stages copies are made, tied as they are, since they themselves may have weakrefs.
         copies: dict[int, nn.Parameter] = {}
@@ -130,7 +133,7 @@ class Materializer:
         return True
 
     def _materialize_up_to(self, position: int) -> None:
-        if self._initialisers and not self._next:
+        if (self._initialisers or self._has_lora) and not self._next:
             with self._as_built() as model:
                 self._materialize_with_initialisers(model)
             self._next = len(self._modules)
@@ -219,19 +222,22 @@ class Materializer:
             for child in module.children():
                 visit(child, initialise)
             below = [id(parameter) in self.came_as_meta for parameter in module.parameters()]
-            if initialise is None or not (id(module) in is_made or (below and all(below))):
+            calls: list[Callable[[], Any]] = []
+            if initialise is not None and (id(module) in is_made or (below and all(below))):
+                calls = [partial(initialise, module)]
+            calls += self._lora_resets(module, configs)
+            if not calls:
                 return
-            if at_init is None and not self._whole:
-                initialise(module)
-                return
-            with ParameterAccessMode(on_access):
-                initialise(module)
+            with ParameterAccessMode(on_access) if at_init is not None or self._whole else nullcontext():
+                for call in calls:
+                    call()
             for parameter in of_others:
                 _replace(parameter, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
             of_others.clear()
             if at_init is not None:
                 at_init.release_accessed()
 
+        configs = next((c for m in model.modules() if isinstance(c := getattr(m, "peft_config", None), dict)), {})
         parts = sorted((name, spec.local) for name, spec in self._parts.items())
         with torch.random.fork_rng(enabled=bool(parts)), torch.no_grad():
             if parts:
@@ -239,6 +245,21 @@ class Materializer:
             visit(model, None)
         for name, module, key, version in unfilled.values():
             self._check_filled(name, module, {key: version})
+
+    def _lora_resets(self, module: Any, configs: Mapping[str, Any]) -> list[Callable[[], Any]]:
+        """What gives the adapters of a LoRA layer of PEFT's, which came on the meta device, their values.
+
+        ``reset_parameters()`` of their matrices gives other ones.
+        """
+        found: list[Callable[[], Any]] = []
+        reset: Any = getattr(module, "reset_lora_parameters", None)
+        for adapter, config in configs.items() if reset is not None else ():
+            matrices = (module.lora_A, module.lora_embedding_A)
+            owned = [p for own in matrices for name, p in own.named_parameters() if name.split(".")[0] == adapter]
+            if any(id(parameter) in self.came_as_meta for parameter in owned):
+                given = (adapter, getattr(config, "init_lora_weights", True))  # AdaLoRA's takes the name alone
+                found.append(partial(reset, *given[: len(inspect.signature(reset).parameters)]))
+        return found
 
     def _make(self, name: str, module: nn.Module) -> dict[str, int]:
         """Allocate the module's own tensors, and call its ``reset_parameters``.

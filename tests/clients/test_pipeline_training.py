@@ -146,6 +146,29 @@ def test_an_engine_of_stages_initialises_the_head_as_the_model_says(stage: int) 
         assert values.keys() == build("LlamaForCausalLM").state_dict().keys()
 
 
+@pytest.mark.parametrize(("size", "pp", "stage"), [(1, 1, 0), (2, 1, 3), (2, 2, 1)])
+def test_adapters_from_the_meta_device_start_with_the_values_of_their_library(size: int, pp: int, stage: int) -> None:
+    peft = pytest.importorskip("peft")
+
+    def build_adapted() -> Any:
+        lora = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+        return peft.get_peft_model(build("LlamaForCausalLM"), lora)
+
+    def job() -> Any:
+        with torch.device("meta"):
+            model = build_adapted()
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        engine: Any = shoal.initialize(model=model, config=config_of(pp, zero_optimization=zero))[0]
+        return engine.module_state_dict()
+
+    expected = build_adapted().state_dict()
+    for found in run_ranks(size, job):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            spread = float(value.float().std(correction=0))
+            assert float(found[name].float().std(correction=0)) == pytest.approx(spread, rel=0.3, abs=1e-6), name
+
+
 @pytest.mark.parametrize("axis", ["sp", "cp"])
 @pytest.mark.parametrize(
     ("kind", "config", "options", "message"),

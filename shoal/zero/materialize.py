@@ -228,6 +228,9 @@ class Materializer:
             calls += self._lora_resets(module, configs)
             if not calls:
                 return
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.is_meta:  # of which trunc_normal_ returns at once
+                    on_access(parameter)
             with ParameterAccessMode(on_access) if at_init is not None or self._whole else nullcontext():
                 for call in calls:
                     call()

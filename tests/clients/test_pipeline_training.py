@@ -40,6 +40,8 @@ BART = {
 }
 BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 
+VIT = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("LlamaConfig", LLAMA),
     "GPT2LMHeadModel": ("GPT2Config", GPT2),
@@ -49,7 +51,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(kind: str, **changes: Any) -> nn.Module:
     torch.manual_seed(0)
-    config, options = MODELS[kind]
+    config, options = MODELS.get(kind, ("ViTConfig", VIT))
     model: nn.Module = getattr(transformers, kind)(getattr(transformers, config)(**{**options, **changes}))
     return model.train()
 
@@ -108,7 +110,7 @@ def test_each_target_of_a_step_counts_the_same(kind: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [*MODELS, "ViTForImageClassification"])
 def test_stages_from_the_meta_device_start_with_the_values_of_one_process(kind: str, is_tied: bool) -> None:
     def materialized(num_stages: int, stage: int) -> dict[str, torch.Tensor]:
         with torch.device("meta"):

@@ -24,6 +24,7 @@ from shoal.errors import ModelError, UsageError
 from shoal.parallel.running_layers import running_from
 from shoal.pipeline.balance import balance, uniform
 from shoal.pipeline.blocks import Beside, ModelBlocks, Side, find_beside, find_blocks, is_list, joined, split_at
+from shoal.pipeline.left_behind import Learnt
 from shoal.pipeline.one_forward import EndOfStage, OneForward, RecordedModule, RunningBlocks
 from shoal.pipeline.stage import StageModule
 from shoal.pipeline.stand_in import AbsentModule, StandIn, meta_copy, to_meta
@@ -181,6 +182,7 @@ class CutModel(StageModule):
         self._cut_bounds = bounds
         self._cut_loss = loss_fn
         self.activation_checkpoint_interval = 0
+        self._cut_learnt = {stage: Learnt() for stage in stages}
         container = model.get_submodule(blocks.container)
         self._cut_modules = [container.get_submodule(name) for name in blocks.names]
         self._running_class: Any = type(f"Running{type(container).__name__}", (RunningBlocks, type(container)), {})
@@ -237,18 +239,10 @@ class CutModel(StageModule):
                 do="pass PipelineModule(model, loss_fn=...) to initialize(): its micro-batches are (inputs, labels).",
                 code="pipeline-batch",
             )
-        tensors = [leaf for leaf in tree_leaves((received, inputs)) if isinstance(leaf, torch.Tensor)]
-        device = tensors[0].device if tensors else torch.device("cpu")
-        begin, end = self._cut_bounds[stage : stage + 2]
-        container = self.whole_model.get_submodule(self.cut_blocks.container)
-        modules = [
-            container.get_submodule(self.cut_blocks.names[at]) if begin <= at < end else block
-            for at, block in enumerate(self._cut_modules)
-        ]
-        interval = self.activation_checkpoint_interval
-        forward = OneForward(self.cut_blocks, modules, begin, end, received, device, interval)
+        forward = self._begin(stage, received, inputs)
+        begin, end = forward.begin, forward.end
         try:
-            with running_from(container, begin), self._replaced(stage, forward, container) as model:
+            with running_from(self._container, begin), self._replaced(stage, forward, self._container) as model:
                 if isinstance(inputs, Mapping):
                     output = model(**{**inputs, **arguments})
                 else:
@@ -268,9 +262,28 @@ class CutModel(StageModule):
             )
         return output
 
+    @property
+    def _container(self) -> nn.Module:
+        return self.whole_model.get_submodule(self.cut_blocks.container)
+
+    def _begin(self, stage: int, received: Any, inputs: Any) -> OneForward:
+        tensors = [leaf for leaf in tree_leaves((received, inputs)) if isinstance(leaf, torch.Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        begin, end = self._cut_bounds[stage : stage + 2]
+        modules = [
+            self._container.get_submodule(self.cut_blocks.names[at]) if begin <= at < end else block
+            for at, block in enumerate(self._cut_modules)
+        ]
+        interval = self.activation_checkpoint_interval
+        return OneForward(self.cut_blocks, modules, begin, end, received, device, interval, self._cut_learnt[stage])
+
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         if self._cut_loss is not None:
-            return self._cut_loss(output, batch[1])
+            stage = self.num_stages - 1
+            ended = self._begin(stage, None, output)
+            ended.finish()
+            with self._replaced(stage, ended, self._container):  # the loss may read what blocks left behind
+                return self._cut_loss(output, batch[1])
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             has = f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else "without one"
@@ -354,6 +367,8 @@ class CutModel(StageModule):
             view = object.__new__(self._running_class)
             view.__dict__.update(container.__dict__)
             view.__dict__["_forward"] = forward
+            if stage == self.num_stages - 1:  # the loss may search all blocks for what they left behind
+                view.__dict__["_modules"] = dict(zip(self.cut_blocks.names, forward.modules, strict=True))
             if name:
                 replace(model.get_submodule(name.rpartition(".")[0])._modules, name.rpartition(".")[2], view)
             else:

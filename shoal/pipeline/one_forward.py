@@ -21,6 +21,7 @@ from torch import nn
 from shoal.errors import ModelError
 from shoal.parallel.recompute import checkpoint
 from shoal.pipeline.blocks import ModelBlocks, Side
+from shoal.pipeline.left_behind import Learnt, Place, kept, put, roots
 from shoal.pipeline.stand_in import Delegate, guard, guard_error, guarded_by, line_of_model
 
 
@@ -40,7 +41,8 @@ class OneForward:
         begin, end: the blocks of this stage.
         interval: recompute so many blocks of the stage at a time in backward; 0: none.
         received: what the stage before returned: ``{"arguments": tensors by position or name of the first block's
-            argument, "output": the form of what a block returns}``.
+            argument, "output": the form of what a block returns, "left": what the blocks before left behind}``.
+        learnt: of earlier forwards of the stage.
     """
 
     def __init__(
@@ -51,7 +53,8 @@ class OneForward:
         end: int,
         received: Any,
         device: torch.device,
-        interval: int = 0,
+        interval: int,
+        learnt: Learnt,
     ) -> None:
         self.blocks = blocks
         self.modules = modules
@@ -62,24 +65,36 @@ class OneForward:
         self.run: RecomputedRun | None = None
         self.has_begun = begin == 0 and end == len(blocks.names)
         self.is_over = False
+        self._is_last = end == len(blocks.names)
         self.form: Any = received["output"] if received else None
         self._received: dict[str, torch.Tensor] = received["arguments"] if received else {}
         self._is_found = False  # the list of blocks was asked for a block of this stage
         self._position = -1  # of the last block that was called
-        self._guards: list[torch.Tensor] = []
+        self._guards: dict[int, weakref.ref[torch.Tensor]] = {}  # by id
         self._produced: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; the next stage cannot compute them
         self._replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # the model's argument, what was received for it
-        self._hidden: torch.Tensor | None = None  # what the blocks before return
+        self._learnt = learnt
+        self._searches_modules = learnt.begin_forward()
+        self._left_before: list[Any] = received["left"] if received else []  # paths and values
+        self._left: list[Place] = []
+        self._new: list[Place] = []  # the blocks of this stage left it behind, for the loss or not
+        self._returned: dict[str, weakref.ref[torch.Tensor]] = {}  # the first tensor of each block's output
+        self._further: list[Place] = []  # further tensors of the last block's output
 
     def finish(self) -> None:
         self.is_over = True
+        if not self._is_last:
+            for place in self._left:
+                place.take_out()
+        self._left.clear()
+        self._new.clear()
         self._produced.clear()
         self._guards.clear()
 
     def guard(self, like: torch.Tensor, of: str) -> torch.Tensor:
         made = guard(like, self.device, of)
         if not self.is_over:
-            self._guards.append(made)
+            self._guards[id(made)] = weakref.ref(made)
         return made
 
     def record(self, output: Any) -> None:
@@ -95,22 +110,28 @@ class OneForward:
         self._is_found |= position < self.end
         return OwnBlock(self, position) if position < self.end else EndBlock(self, position)
 
-    def skip(self, position: int) -> Any:
-        """What a block before this stage returns."""
+    def skip(self, position: int, args: Any, kwargs: Any) -> Any:
+        """What a block before this stage returns; it leaves behind what it did on its own stage."""
         self._enter(position)
         if self.has_begun and not self.is_over:
             raise self._order_error(position)
-        hidden = self._hidden
-        # Another one each time for reentrant recomputation, which changes the graph of what is returned.
-        if hidden is None or not torch.is_grad_enabled() or self.is_over:
+        name, outputs = self.blocks.name(position), {}
+        for path, value in self._left_before:
+            if path[0] == name and path[1] == "output":
+                outputs[path[2]] = value if torch.is_grad_enabled() else value.detach()
+            if path[0] == name and not self.is_over:
+                self._left.append(put(roots(self.modules[position], args, kwargs), tuple(path), value))
+        if "hidden" not in outputs:
+            # Another one each time: the model may keep the outputs of several blocks apart.
             first = next(iter(self._received.values()))
-            hidden = self._hidden = self.guard(first, f"the output of {self.blocks.name(position)!r}{line_of_model()}")
-        output = _map(lambda _, leaf: hidden if leaf == "hidden" else None, self.form, "")
+            outputs["hidden"] = self.guard(first, f"the output of {name!r}{line_of_model()}")
+        output = _map(lambda key, leaf: outputs.get(key if leaf is None else leaf), self.form, "")
         return SkippedOutput(output) if isinstance(output, dict) else output
 
     def arguments(self, position: int, args: Any, kwargs: Any, is_first: bool) -> tuple[Any, Any]:
         """The arguments of a block of this stage: those received in place of the model's own."""
         self._enter(position)
+        self._pass_on(args, kwargs)
         if not (is_first or self._guards or self._replaced):
             return args, kwargs
         missing = set(self._received) if is_first else set()
@@ -140,7 +161,19 @@ class OneForward:
             )
         return replaced
 
-    def leave(self, output: Any) -> Any:
+    def call(self, begin: int, end: int, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
+        """``run`` some blocks of this stage; record what they return and leave behind."""
+        if self._is_last or self.is_over:
+            return self.leave(end - 1, run(*args, **kwargs))
+        modules = self.modules if self._searches_modules else [None] * end
+        of = {self.blocks.name(at): roots(modules[at], args, kwargs) for at in range(begin, end)}
+        before = kept(of)
+        output = run(*args, **kwargs)
+        after = kept(of).items()
+        self._new += [place for path, place in after if path not in before or before[path].stamp != place.stamp]
+        return self.leave(end - 1, output)
+
+    def leave(self, position: int, output: Any) -> Any:
         """Record what a block of this stage returned.
 
         Returns: it. Where there is no graph, what was received is not returned itself: reentrant recomputation would
@@ -153,7 +186,19 @@ class OneForward:
             self.record(output)
             tensors = _tensors(output)
             self.form = _map(lambda _, leaf: "hidden" if leaf is tensors[0] else None, _plain(output), "")
+            self._returned[self.blocks.name(position)] = weakref.ref(tensors[0])
+            self._further = [
+                Place((self.blocks.name(position), "output", key), None, leaf)
+                for key, leaf in _items(_plain(output))
+                if isinstance(leaf, torch.Tensor) and leaf is not tensors[0]
+            ]
         return output
+
+    def _pass_on(self, args: Any, kwargs: Any) -> None:
+        """A further output of the block before that is no argument of the next one is the model's: it is sent."""
+        passed = {id(leaf) for _, leaf in _leaves(args, kwargs)}
+        self._left += [place for place in self._further if id(place.value) not in passed]
+        self._further = []
 
     def message(self, position: int, args: Any, kwargs: Any) -> dict[str, Any]:
         """What crosses to the next stage, from the arguments of its first block.
@@ -164,12 +209,20 @@ class OneForward:
         if not self._is_found:
             raise self._order_error(position)
         args, kwargs = self.arguments(position, args, kwargs, is_first=not self.has_begun)
+        self._left += self._learnt.left(self._new)
+        outputs = {at: tensor for at, known in self._returned.items() if (tensor := known()) is not None}
+        collected = self._learnt.collected(outputs, [t for p in self._left for t in p.tensors])
+        self._left += [Place((at, "output", "hidden"), None, tensor) for at, tensor in collected]
+        behind = [place for place in self._left if place.is_there()]
         crossing: dict[str, torch.Tensor] = {}
 
         def visit(key: str, leaf: Any) -> None:
             is_received = any(leaf is tensor for tensor in self._received.values())
-            if isinstance(leaf, torch.Tensor) and (
-                not crossing or leaf.requires_grad or is_received or self._is_produced(leaf)
+            in_list = "." in key and any(leaf is place.value for place in behind)
+            if (
+                isinstance(leaf, torch.Tensor)
+                and not in_list
+                and (not crossing or leaf.requires_grad or is_received or self._is_produced(leaf))
             ):
                 crossing[key] = leaf
 
@@ -181,7 +234,8 @@ class OneForward:
                 do="pass it the hidden states as its first argument, or write a PipelineModule.",
                 code="pipeline-cut",
             )
-        return {"arguments": crossing, "output": self.form if self.has_begun or self.begin else "hidden"}
+        form = self.form if self.has_begun or self.begin else "hidden"
+        return {"arguments": crossing, "output": form, "left": [[list(place.path), place.value] for place in behind]}
 
     def check_beside(self, name: str, side: Side) -> None:
         """Raises: ModelError: the model calls a module of the first or last stage here, where it should not."""
@@ -194,7 +248,7 @@ class OneForward:
         """An argument that was computed from a guard is an error."""
         if self._is_produced(leaf):
             return
-        is_guard = any(leaf is tensor for tensor in self._guards)
+        is_guard = id(leaf) in self._guards and self._guards[id(leaf)]() is leaf
         of = guarded_by(leaf) if leaf.requires_grad else ("a module or block" if is_guard else None)
         if of is not None:
             name = f"{self.blocks.name(position)!r}{line_of_model()}"
@@ -243,7 +297,7 @@ class SkippedBlock(Delegate):
         self._at = position
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward.skip(self._at)
+        return self._forward.skip(self._at, args, kwargs)
 
 
 class OwnBlock(SkippedBlock):
@@ -258,7 +312,7 @@ class OwnBlock(SkippedBlock):
         forward = self._forward
         forward.has_begun = True
         if not forward.interval:
-            return forward.leave(self._module(*args, **kwargs))
+            return forward.call(self._at, self._at + 1, args, kwargs, self._module)
         if (self._at - forward.begin) % forward.interval == 0:
             end = min(self._at + forward.interval, forward.end)
             forward.run = RecomputedRun(forward, self._at, end, args, kwargs)
@@ -269,7 +323,7 @@ class OwnBlock(SkippedBlock):
 class RecomputedRun:
     """Consecutive blocks of a stage that are one recomputation: they run when the model calls the first of them.
 
-    The model gets the last block's output for each of them. So between them it may only pass on the hidden state, and
+    The model gets a guard from each of them but the last. So between them it may only pass on the hidden state, and
     must give all of them the same other arguments, which is checked.
 
     Raises: ModelError: it does not.
@@ -290,8 +344,17 @@ class RecomputedRun:
             return output
 
         args, kwargs = _map_arguments(lambda _, leaf: None if _is_cache(leaf) else leaf, args, kwargs)
-        self._output = forward.leave(checkpoint(run, *args, **kwargs))
-        self._hidden = _tensors(self._output)[0]
+        self._output = forward.call(begin, end, args, kwargs, partial(checkpoint, run))
+        given = {id(leaf) for leaf in self._given.values()}
+        of = f"an output of {forward.blocks.name(begin)!r}, which is recomputed together with the next block"
+        of += " (pipeline.activation_checkpoint_interval; 1 recomputes each by itself)"
+        self._inner = _map(
+            lambda _, x: guard(x, x.device, of) if isinstance(x, torch.Tensor) and id(x) not in given else x,
+            self._output,
+            "",
+        )
+        self._hidden = _tensors(self._inner)[0]
+        forward.record(self._inner)
 
     def output_of(self, position: int, args: Any, kwargs: Any) -> Any:
         """What the model gets from a block of the run."""
@@ -308,9 +371,10 @@ class RecomputedRun:
                 do="write 1, which recomputes each block by itself, or write the layers as a PipelineModule.",
                 code="pipeline-recompute",
             )
+        if position < self._last:
+            return self._inner
         output = self._output
-        if position == self._last:
-            self._forward.run = self._output = None
+        self._forward.run = self._output = self._inner = None
         return output
 
     def _is_same(self, key: str, given: dict[str, Any], position: int) -> bool:
@@ -382,6 +446,13 @@ def _leaves(args: Any, kwargs: Any) -> list[tuple[str, Any]]:
     return found
 
 
+def _items(output: Any) -> list[tuple[str, Any]]:
+    """The members of an output, by the keys that ``_map`` gives them."""
+    if isinstance(output, dict):
+        return [(f".{key}", value) for key, value in output.items()]
+    return [(f".{at}", value) for at, value in enumerate(output)] if isinstance(output, tuple | list) else []
+
+
 def _map_arguments(visit: Callable[[str, Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     return tuple(_map(visit, value, str(index)) for index, value in enumerate(args)), {
         name: _map(visit, value, name) for name, value in kwargs.items()
@@ -389,11 +460,14 @@ def _map_arguments(visit: Callable[[str, Any], Any], args: Any, kwargs: Any) -> 
 
 
 def _map(visit: Callable[[str, Any], Any], value: Any, key: str) -> Any:
-    """``visit(key, leaf)`` of all that is no tuple, list or dict, in a like value."""
+    """``visit(key, leaf)`` of all that is no tuple, list or dict, in a like value; the same one if nothing changes."""
     if type(value) in (tuple, list):
-        return type(value)(_map(visit, part, f"{key}.{index}") for index, part in enumerate(value))
+        parts = [_map(visit, part, f"{key}.{index}") for index, part in enumerate(value)]
+        is_same = all(part is old for part, old in zip(parts, value, strict=True))
+        return value if is_same else type(value)(parts)  # a block may extend a list among its arguments
     if type(value) is dict:
-        return {name: _map(visit, part, f"{key}.{name}") for name, part in value.items()}
+        mapped = {name: _map(visit, part, f"{key}.{name}") for name, part in value.items()}
+        return value if all(mapped[name] is part for name, part in value.items()) else mapped
     return visit(key, value)
 
 

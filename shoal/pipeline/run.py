@@ -357,8 +357,10 @@ class PipelineRun:
             starts = [torch.ones_like(end) if g is None else g for end, g in zip(ends, gradients, strict=True)]
 
             def inputs() -> None:
-                # They are detached in place, which a view and an input that is passed on cannot be.
-                visit.outputs = [end.clone() if end._is_view() or end.is_leaf else end for end in ends]
+                # They are detached in place, which a view, an input that is passed on, and one of which another one
+                # is computed cannot be.
+                is_one = len(ends) == 1
+                visit.outputs = [end if is_one and not (end._is_view() or end.is_leaf) else end.clone() for end in ends]
                 pairs = [(end, start) for end, start in zip(visit.outputs, starts, strict=True) if end.requires_grad]
                 edges = [torch.autograd.graph.get_gradient_edge(end) for end, _ in pairs]
                 try:

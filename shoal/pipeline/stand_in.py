@@ -119,6 +119,12 @@ class Delegate:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._module, name, value)
+
 
 class _KeepGuard(Protocol):
     def __call__(self, like: torch.Tensor, of: str) -> torch.Tensor: ...

@@ -105,6 +105,53 @@ def test_a_position_bias_and_the_encoders_output_cross_all_stages(ranks: list[tu
         assert len(parts[0](0, None, batch_of())["arguments"]) == 4
 
 
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+ROUTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", {**DECODER, "num_local_experts": 4}),
+    "qwen2 moe": ("Qwen2MoeConfig", {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 8}),
+    "qwen3 moe": ("Qwen3MoeConfig", {**DECODER, **EXPERTS}),
+}
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+@pytest.mark.parametrize("ranks", RANKS, ids=str)
+@pytest.mark.parametrize("name", ROUTED)
+def test_the_routers_loss_is_of_the_layers_of_all_stages(
+    name: str, ranks: list[tuple[int, ...]], interval: int
+) -> None:
+    torch.manual_seed(0)
+    kind, options = ROUTED[name]
+    options = {**options, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**options)).train()
+    parts = cut_over(model, ranks)
+    for part in parts:
+        part.activation_checkpoint_interval = interval
+    batches = [batch_of(), batch_of()]
+    assert_same(run_whole(copy.deepcopy(model), batches, loss_of), run_stages(parts, batches))
+    with torch.no_grad():
+        whole = run_whole(model.eval(), batches, loss_of)
+        for part in parts:
+            part.eval()
+        assert torch.equal(torch.stack(run_stages(parts, batches)[0]), torch.stack(whole[0]))
+
+
+def test_a_loss_of_all_hidden_states_is_that_of_the_whole_model() -> None:
+    model: Any = causal("llama")
+    model.config.output_hidden_states = True
+
+    def loss_fn(output: Any, labels: Any) -> torch.Tensor:
+        assert len(output.hidden_states) == 6
+        return sum((state.pow(2).mean() for state in output.hidden_states), output.logits.mean())
+
+    whole = copy.deepcopy(model)
+    loss = loss_fn(whole(**batch_of()), None)
+    loss.backward()
+    stages = run_stages(cut_over(model, RANKS[1], loss_fn=loss_fn), [(batch_of(), None)])
+    assert torch.equal(stages[0][0], loss.detach())
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(stages[1][name], parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_is_kept(use_reentrant: bool) -> None:
     model: Any = causal("llama")

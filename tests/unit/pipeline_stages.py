@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.pipeline.cut import CutModel, cut
 
@@ -63,14 +63,20 @@ def run_stages(parts: list[CutModel], batches: list[Any]) -> tuple[list[torch.Te
     return losses, gradients
 
 
+def tensors_of(message: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(message) if isinstance(leaf, torch.Tensor)]
+
+
 def backward(run: list[tuple[Any, Any]]) -> None:
     grads: list[torch.Tensor | None] = [None]
     for received, sent in reversed(run):
-        outputs = [sent] if isinstance(sent, torch.Tensor) else list(sent["arguments"].values())
-        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+        outputs = tensors_of(sent)
+        pairs = [
+            (o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad and (g is not None or o is sent)
+        ]
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         if received is not None:
-            grads = [t.grad for t in received["arguments"].values()]
+            grads = [t.grad for t in tensors_of(received)]
 
 
 def assert_same(whole: Any, stages: Any) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shoal.checkpoint import tree
 from shoal.config.batch import MICRO
 from shoal.device import in_backward, in_transform
 from shoal.engine.accumulation import Accumulation, NumTokens, check_for_backward, check_for_scale
@@ -422,6 +423,8 @@ class Engine(nn.Module):
         self.checkpointing.poll()
         if not self._has_stepped:
             self._has_stepped = True
+            if self._stop_signal is not None and self.client_state_on_signal is not None:
+                tree.encode(self.client_state_on_signal(), {}, "client_state")  # or raises now, and not at the signal
             if self.sharded_optimizer is not None:
                 # Torch's schedules warn if they are stepped before optimizer.step(), which engine.step() replaces.
                 self.sharded_optimizer.__dict__["_opt_called"] = True

@@ -16,6 +16,7 @@ import torch
 
 import shoal
 from shoal.engine.stop_signal import StopSignal
+from shoal.errors import CheckpointError
 
 SCRIPT = """
 import os, signal, sys, time
@@ -69,6 +70,17 @@ def test_a_rank_that_gets_the_signal_saves_with_the_others_and_ends_by_it(
         engine.destroy()
     finally:
         signal.signal(number, before)
+
+
+def test_a_client_state_that_a_signal_could_not_save_is_an_error_of_the_first_step() -> None:
+    settings = {"train_batch_size": 1, "checkpoint": {"save_on_signal": True}, "optimizer": {"type": "AdamW"}}
+    engine = shoal.initialize(model=torch.nn.Linear(4, 2), config=settings)[0]
+    engine.client_state_on_signal = lambda: {"epoch": 7, "log": open}
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    with pytest.raises(CheckpointError) as caught:
+        engine.step()
+    assert caught.value.where == "client_state/log"
+    engine.destroy()
 
 
 def test_without_a_folder_nothing_is_saved_and_a_line_says_so(caplog: pytest.LogCaptureFixture) -> None:

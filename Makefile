@@ -13,7 +13,8 @@ CLIENTS_VENV ?= .venv-clients
 DOCS_VENV ?= .venv-docs
 DOCS_TOOLS := mkdocs-material==9.8.1
 BIN := $(VENV)/bin
-PIP_FLAGS := --quiet --disable-pip-version-check --no-input
+# On a terminal pip shows what it downloads.
+PIP_FLAGS := $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check --no-input
 SETUP_INPUTS := pyproject.toml constraints.txt
 
 # Two test workers are the most that pay on a small machine; TEST_WORKERS=0 runs all tests in one process.

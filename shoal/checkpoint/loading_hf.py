@@ -28,6 +28,7 @@ from torch import nn
 from shoal.checkpoint.expert_weights import ExpertWeights
 from shoal.checkpoint.formats.huggingface import SafetensorsWeights
 from shoal.checkpoint.formats.quantized import DEQUANTIZE, DequantizedWeights
+from shoal.checkpoint.long_reads import reported
 from shoal.checkpoint.tree import name_of
 from shoal.comm.world import current_world
 from shoal.errors import CheckpointError, UsageError
@@ -98,7 +99,7 @@ def load_hf(
         known = {**_parts_of_engines(parameters), **(parts or {})}
         found = _matched(model, [*parameters, *buffers], weights, strict, known)
         with torch.no_grad():
-            for home in parameters:
+            for home in reported(parameters, f"reading weights of {folder}"):
                 name = found.get(home.names)
                 if name is not None:
                     _fill(home.tensor, weights, name, dtype, known.get(home.names[0]))

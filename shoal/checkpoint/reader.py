@@ -17,6 +17,7 @@ import torch
 
 from shoal.checkpoint.blocks import BlockReader
 from shoal.checkpoint.local_shards import LocalShard
+from shoal.checkpoint.long_reads import reported
 from shoal.checkpoint.manifest import Manifest, TensorRecord
 from shoal.checkpoint.problems import damaged
 from shoal.checkpoint.rectangles import Rectangle
@@ -135,7 +136,8 @@ class CheckpointReader:
         Memory: one block.
         """
         for file, copies in plan.items():
-            self.check_file(file, self._blocks(file, copies))
+            what = f"checking blocks of {self.manifest.files[file].name}"
+            self.check_file(file, reported(self._blocks(file, copies), what))
 
     def check_file(self, file: int, blocks: Iterable[int] | None = None) -> None:
         """Read blocks of a file (None: all) and compare their sums. Raises: CheckpointError."""
@@ -171,7 +173,7 @@ class CheckpointReader:
         """Do the copies. Raises: CheckpointError. Memory: one block."""
         for file, copies in plan.items():
             with self._open(file) as reader:
-                for copy in copies:
+                for copy in reported(copies, f"reading parts of {self.manifest.files[file].name}"):
                     at = copy.begin
                     for view in reader.parts(copy.offset, copy.nbytes):
                         values = torch.frombuffer(view, dtype=copy.dtype)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from shoal.checkpoint.local_shards import LocalShard
+from shoal.checkpoint.long_reads import reported
 from shoal.checkpoint.manifest import EXTRA, Manifest
 from shoal.checkpoint.native import manifest_of
 from shoal.checkpoint.portable import Source
@@ -47,7 +48,7 @@ class SourceReader:
     @torch.no_grad()
     def run(self, plan: dict[tuple[str, str], list[LocalShard]]) -> None:
         """Raises: CheckpointError."""
-        for (kind, name), shards in plan.items():
+        for (kind, name), shards in reported(list(plan.items()), "reading tensors"):
             values = self.tensor(kind, name)
             for shard in shards:
                 for begin, rectangle in shard.rectangles():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn, track
 
 from shoal.observe.monitor import Event
 from shoal.text import format_bytes, format_count
@@ -83,6 +84,10 @@ class TrainingProgress:
         """Print a line, without interpreting markup."""
         if self._enabled:
             self._console.print(text, markup=False)
+
+    def track(self, count: int, what: str) -> Iterable[int]:
+        """``range(count)``, with a bar where there is a terminal."""
+        return track(range(count), what, console=self._console, transient=True, disable=self._bar.disable)
 
     def show(self, reading: Reading, fraction: float) -> None:
         self._last = reading

@@ -433,14 +433,12 @@ class _Run:
         self.progress.say(f"generating a sample of {self.sample_tokens} tokens ...")
         generator = torch.Generator(self.engine.device).manual_seed(self.seed)
         model = cast(GPT, self.engine.module)
+        temperature = _DEFAULT_TEMPERATURE if self.job.temperature is None else self.job.temperature
+        tokens = given.to(self.engine.device)[None]
         with shoal.sequence_parallel(None):  # every rank has the whole text
-            written = model.generate(
-                given.to(self.engine.device)[None],
-                self.sample_tokens,
-                temperature=_DEFAULT_TEMPERATURE if self.job.temperature is None else self.job.temperature,
-                top_k=_SAMPLE_TOP_K,
-                generator=generator,
-            )[0].tolist()
+            for _ in self.progress.track(self.sample_tokens, "sample"):
+                tokens = model.generate(tokens, 1, temperature=temperature, top_k=_SAMPLE_TOP_K, generator=generator)
+        written = tokens[0].tolist()
         written = [min(token, self.tokenizer.vocab_size - 1) for token in written]  # --vocab may be larger
         return self.tokenizer.decode(written[: len(given)]), self.tokenizer.decode(written[len(given) :])
 

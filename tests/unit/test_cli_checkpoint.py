@@ -72,6 +72,23 @@ def test_a_written_state_reads_back_to_the_bit(tmp_path: Path) -> None:
     assert torch.equal(source.about.client_state["t"], torch.ones(2))
 
 
+def test_reading_that_takes_long_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    write_shoal(Fixed(3), tmp_path)
+    ShoalSource(tmp_path).read("model", "w")
+    assert caplog.text == ""
+    monkeypatch.setattr("shoal.checkpoint.long_reads._EVERY_SECONDS", 0.0)
+    ShoalSource(tmp_path).read("model", "w")
+    assert "reading parts of rank-00000.safetensors: 1 of 1" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ShoalSource(tmp_path).read("model", "w")
+    assert caplog.text == ""
+
+
 def test_list_shows_the_newest_first_and_which_is_latest(tmp_path: Path) -> None:
     for step in (1, 2):
         write_shoal(Fixed(step), tmp_path)

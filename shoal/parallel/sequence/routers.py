@@ -49,7 +49,7 @@ class _WholeBalance:
         """
         context = current_sequence_context()
         is_spread = context is not None and context.size > 1 and not context.is_alone
-        if not is_spread or not isinstance(gate_logits, tuple) or not gate_logits[0].requires_grad:
+        if not is_spread or not isinstance(gate_logits, tuple) or not torch.is_grad_enabled():
             return self.alone(gate_logits, num_experts, top_k, attention_mask)
         device = gate_logits[0].device
         counts = torch.zeros(num_experts + 1, device=device)  # of each expert's tokens; and of all rows

@@ -10,7 +10,18 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.sharding.partition import UnitRules
 from shoal.sharding.unit import Unit
-from tests.composition import AXES, FOLDED, REFUSALS, Combination, covering, is_allowed, named, refused, settings_of
+from tests.composition import (
+    AXES,
+    FOLDED,
+    REFUSALS,
+    Combination,
+    covering,
+    is_allowed,
+    named,
+    refused,
+    settings_of,
+    triples_of_sums,
+)
 from tests.composition_runs import check, check_run, train
 
 PAIRS = covering(2)
@@ -18,6 +29,16 @@ PAIRS = covering(2)
 
 @pytest.mark.parametrize("combination", PAIRS, ids=map(named, PAIRS))
 def test_any_two_settings_together_end_where_one_process_ends(combination: Combination) -> None:
+    check(combination)
+
+
+TRIPLES = triples_of_sums()
+
+
+@pytest.mark.parametrize("combination", TRIPLES, ids=map(named, TRIPLES))
+def test_any_three_of_stage_schedule_sums_precision_and_recomputation_end_where_one_process_ends(
+    combination: Combination,
+) -> None:
     check(combination)
 
 

@@ -206,6 +206,7 @@ class Engine(nn.Module):
         Communicates: stage 3: an all_gather per unit, Psi bytes in all (Psi: the parameters' bytes).
         """
         self._check_alive()
+        self.sharded.reads.stop()
         self.offloaded.require("forward()")
         use_sequence_context(self._attention_context)
         is_transformed = in_transform()  # by torch.func: the engine gets no gradient, and parameters may be replaced
@@ -366,6 +367,7 @@ class Engine(nn.Module):
         events = self._expert_balance.events(counters.global_steps, counters.global_samples)
         if self._progress.monitor is not None and events:
             self._progress.monitor.write_events(events)
+        self.sharded.watch_reads()
         if self._stop_number:
             self._save_and_stop(self._stop_number)
 

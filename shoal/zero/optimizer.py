@@ -151,10 +151,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _refuse_client_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Runs before each ``step()`` of the wrapped optimizer, whose groups have other lists during the engine's step.
 
-        Raises: UsageError: the script called it. The parameters have no gradients there, so nothing would change.
+        Raises: UsageError: the script called it. The parameters have no gradients there, or those of this rank alone.
         """
         is_own = [group["params"] is own for group, own in zip(optimizer.param_groups, self._user_groups, strict=False)]
-        if any(is_own) and all(parameter.grad is None for own in self._user_groups for parameter in own):
+        if any(is_own) and not any(group.gradient.is_shown for group in self.sharded_step.groups):
             raise UsageError(
                 f"step() of the {type(optimizer).__name__} that initialize() was given updates nothing: the engine"
                 " holds the gradients and the fp32 weights.",

@@ -2,20 +2,29 @@
 
 A tied head that computes ``x @ embedding.weight.T`` reads a parameter of another unit, which is sharded then. In the
 first passes such an access gathers that unit, and the unit that runs records it, so later passes gather both. Under
-``zero.Init`` an access gathers a parameter that is sharded already.
+``zero.Init`` an access gathers a parameter that is sharded already. Between a step and the next forward an access waits
+for the parameter's gather; a sharded one is warned of, since what is computed from it is NaN.
 Source: in DeepSpeed, ``register_external_parameter`` serves the same need.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C import (
+    _get_function_stack_at,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 from torch.overrides import TorchFunctionMode
 
+from shoal.sharding.parameter_buffer import is_placeholder
 from shoal.sharding.unit import Unit, UnitState
 
 _SLOTS = vars(torch._C.TensorBase)
@@ -75,6 +84,74 @@ def gather_on_access(unit_of: dict[int, Unit], on_access: Callable[[Unit], None]
             on_access(unit)
 
     return ParameterAccessMode(find, leave_out=_DATA_ACCESS)
+
+
+class ReadsBetweenSteps(ParameterAccessMode):
+    """While it is watching, a computation on values of sharded parameters is warned of, once.
+
+    Args:
+        on_access: called with a parameter before its data is read.
+        name_of: gives the name of a sharded parameter by the address of its placeholder.
+    """
+
+    def __init__(self, on_access: Callable[[nn.Parameter], None], name_of: Callable[[int], str | None]) -> None:
+        super().__init__(on_access, leave_out=[_SLOTS["data"].__set__])
+        self._name_of = name_of
+        self.has_warned = False
+
+    def watch(self) -> None:
+        """Begin. Does nothing inside a mode that the script may leave before ``stop``: torch would leave this one."""
+        default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # of ``torch.set_default_device``
+        if not self.has_warned and all(m is default or isinstance(m, ReadsBetweenSteps) for m in _modes()):
+            self.__enter__()
+
+    def stop(self) -> None:
+        """End, in whatever order modes were entered. Idempotent."""
+        if self in _modes():
+            outer = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
+            for mode in reversed(outer):
+                if mode is not self:
+                    _push_on_torch_function_stack(mode)
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        name = getattr(func, "__name__", "")
+        is_read = (
+            func not in self._leave_out and not name.endswith(("_like", "__set__")) and not name.startswith("new_")
+        )
+        if not self.has_warned and is_read and not torch.compiler.is_compiling():
+            results = _tensors(result) if result is not None else [None]
+            if any(each is None or not is_placeholder(each) for each in results):
+                self._check(name, _tensors([*args, *(kwargs or {}).values()]))
+        return result
+
+    def _check(self, function: str, read: Iterable[torch.Tensor]) -> None:
+        for tensor in read:
+            parameter = self._name_of(tensor.data_ptr()) if is_placeholder(tensor) else None
+            if parameter is not None:
+                self.has_warned = True
+                warnings.warn(
+                    f"{function}() reads the sharded parameter {parameter!r} between two steps, where it is NaN; so is"
+                    " the result. Call it inside `with shoal.zero.GatheredParameters(model.parameters()):`, on every"
+                    " rank.",
+                    stacklevel=4,
+                )
+                return
+
+
+def _modes() -> list[TorchFunctionMode]:
+    return [_get_function_stack_at(at) for at in range(_len_torch_function_stack())]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
 
 
 @contextmanager

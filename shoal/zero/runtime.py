@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.device import at_end_of_backward, backward_pass, in_backward, in_transform
+from shoal.device import at_end_of_backward, backward_pass, in_backward, in_transform, is_fake
 from shoal.errors import CommError, UsageError
 from shoal.memory.stream_copies import ComputeStream
 from shoal.parallel.expert.held import modules_with_experts
@@ -32,7 +32,7 @@ from shoal.zero.gather_ahead import GatherAhead
 from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.hooks import HookSet, accumulates_into, tensors_in
 from shoal.zero.order import UnitOrder
-from shoal.zero.parameter_access import eagerly, gather_on_access
+from shoal.zero.parameter_access import ReadsBetweenSteps, eagerly, gather_on_access
 from shoal.zero.reducer import Reducer
 from shoal.zero.settings import Axes
 from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
@@ -175,6 +175,7 @@ class ShardedModel:
             for unit in (*self.units, *self._readers)
         }
         self.deferred = DeferredGathers(device, self._gather_ahead)
+        self.reads = ReadsBetweenSteps(self._gather_pending, self._sharded_at)
         self._searched: set[str] = set()  # kinds of passes in which reads of other units' parameters are known
         self._is_searching = False
         self._kept_outputs: dict[str, list[tuple[nn.Module, str]]] = {unit.name: [] for unit in self._readers}
@@ -258,6 +259,7 @@ class ShardedModel:
         return "training" if torch.is_grad_enabled() else "evaluation"
 
     def before_model(self) -> None:
+        self.reads.stop()
         if in_transform():
             self.deferred.wait()
             return
@@ -448,6 +450,7 @@ class ShardedModel:
             if self._pass.outermost is None:
                 self._pass.outermost = backward_pass()
             return self._pass
+        self.reads.stop()
         self._follow_stream()
         self.reducer.at_step = self._on_backward()  # first, since it may refuse
         self.deferred.start()
@@ -582,6 +585,26 @@ class ShardedModel:
                 unit.pin_count -= 1
                 unit.release(keep_user_views=keep_user_views and not self.in_pass)
 
+    def watch_reads(self) -> None:
+        """A step has ended: parameters that the script reads before the next pass are valid, or it is warned."""
+        if (self.sharded or self.deferred.is_pending) and not is_fake(next(self.units[0].parameters)):
+            self.reads.watch()
+
+    def _gather_pending(self, parameter: nn.Parameter) -> None:
+        unit = self.unit_of.get(id(parameter))
+        if unit is not None and unit.state is UnitState.GATHERING and self.deferred.is_pending:
+            self.deferred.gather(unit)
+            for group in unit.groups:
+                group.buffer.comm.drain()  # the script may change them in place
+
+    def _sharded_at(self, address: int) -> str | None:
+        """The name of the sharded parameter with this placeholder."""
+        for group in self.groups if any(unit.is_released for unit in self.sharded) else ():
+            for data, spec in zip(group.buffer.placeholders, group.buffer.layout.specs, strict=False):
+                if data.data_ptr() == address:
+                    return spec.name
+        return None
+
     def defer_gathers(self) -> None:
         """From now on a step may leave its gathers to the next uses: ``deferred.defer``."""
         self.deferred.install(self._hooks, self.model, self.units, self._modules, self._follow_stream)
@@ -613,6 +636,7 @@ class ShardedModel:
         Memory: of a model that came sharded, the shards and one unit.
         """
         self._hooks.detach()
+        self.reads.stop()
         for _, _, held in modules_with_experts(self.model):
             held.usage = None
         at_init = ShardedAtInit(ChunkedTransfer(self.axes.data, self._device))

@@ -140,6 +140,11 @@ def test_step_of_the_optimizer_that_was_given_says_what_to_call(stage: int, prec
             engine.step()
             before.step()
             after.step()
+        with engine.no_sync():
+            engine.backward(engine(*batch(0, current_world().rank, RANKS)))  # leaves gradients of this rank alone
+        with pytest.raises(UsageError, match=r"\[optimizer-client-step\]"):
+            given.step()
+        engine.zero_grad()
         engine.backward(engine(*batch(0, current_world().rank, RANKS)))
         returned.step()
         assert engine.global_steps == 3

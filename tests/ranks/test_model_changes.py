@@ -36,6 +36,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.* reads the sharded parameter")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("change", CHANGES)
 def test_parameters_that_are_given_other_memory_are_an_error_that_names_them(stage: int, change: str) -> None:

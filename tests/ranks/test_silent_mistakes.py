@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.errors import OptimizerError, ShoalError, UsageError
+from tests.ranks.training import make
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
@@ -183,3 +185,78 @@ def test_a_schedule_of_torchs_that_is_made_after_initialize_does_not_warn_and_on
         engine.step(lr_kwargs={"metrics": 1.0})
     assert engine.get_lr() == [0.05]
     engine.destroy()
+
+
+AVERAGES: dict[str, Callable[[list[torch.Tensor], list[nn.Parameter]], Any]] = {
+    "lerp": lambda kept, read: [mean.lerp_(p, 0.5) for mean, p in zip(kept, read, strict=True)],
+    "data": lambda kept, read: [mean.mul_(0.5).add_(p.data, alpha=0.5) for mean, p in zip(kept, read, strict=True)],
+    "detach": lambda kept, read: [
+        mean.copy_(mean + 0.5 * (p.detach() - mean)) for mean, p in zip(kept, read, strict=True)
+    ],
+    "foreach": lambda kept, read: torch._foreach_lerp_(kept, read, 0.5),
+}
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_average_over_sharded_parameters_is_warned_of_and_over_pending_ones_is_right(
+    stage: int, average: str
+) -> None:
+    def job() -> list[torch.Tensor]:
+        model = make(layers)
+        kept = [p.detach().clone() for p in model.parameters()]
+        engine = engine_of(model, 0 if stage == 0 else stage)
+        if stage == 2:
+            engine.destroy()
+            zero = {"stage": 2, "overlap_param_gather": True}
+            engine = engine_of(model, 2, zero_optimization=zero)
+        for number in range(2):
+            step(engine)
+            assert all(
+                p.shape == mean.shape and p.grad is None for p, mean in zip(model.parameters(), kept, strict=True)
+            )
+            [torch.zeros_like(p) for p in model.parameters()]
+            catching = pytest.warns(UserWarning, match=r"the sharded parameter '0.weight'.*GatheredParameters")
+            with torch.no_grad(), catching if stage == 3 and number == 0 else nullcontext():
+                AVERAGES[average](kept, list(model.parameters()))
+        assert not torch.overrides._len_torch_function_stack() or stage == 2
+        engine.destroy()
+        assert not torch.overrides._len_torch_function_stack()
+        return kept
+
+    model = make(layers)
+    expected = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for mean, parameter in zip(expected, model.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 0.5)
+    for found in run_ranks(2, job):
+        for ours, theirs in zip(found, expected, strict=True):
+            if stage == 3:
+                assert ours.isnan().all()
+            else:
+                torch.testing.assert_close(ours, theirs)
+
+
+def test_an_average_in_gathered_parameters_is_right_and_the_watch_ends_inside_other_modes() -> None:
+    def job() -> None:
+        model = make(layers)
+        engine = engine_of(model, 3)
+        for _ in range(2):
+            step(engine)
+            with torch.device("cpu"), shoal.zero.GatheredParameters(list(model.parameters())), torch.no_grad():
+                means = [torch.zeros(p.shape).lerp_(p, 1.0) for p in model.parameters()]
+                assert all(torch.equal(mean, p) for mean, p in zip(means, model.parameters(), strict=True))
+        with torch.device("cpu"):
+            engine(torch.ones(2, 4))
+            assert len(torch.overrides._get_current_function_mode_stack()) == 1  # the device
+        assert not torch.overrides._get_current_function_mode_stack()
+        with torch.device("cpu"):
+            step(engine)
+        assert not torch.overrides._get_current_function_mode_stack()
+        engine.destroy()
+
+    run_ranks(2, job)

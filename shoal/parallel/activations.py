@@ -30,7 +30,7 @@ from shoal.parallel.saved_tensors import (
     Packed,
     SavedTensor,
     SavedTensors,
-    in_checkpoint,
+    checkpoint_around,
 )
 from shoal.sharding.placement import Tier
 
@@ -107,7 +107,7 @@ class HostActivations:
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():  # the compiler decides what is saved
             return function(*args, **kwargs)
-        if in_checkpoint():
+        if checkpoint_around() is not None:
             return function(*args, **kwargs)
         return self._run(name, function, args, kwargs)
 

@@ -253,13 +253,14 @@ class SavedTensors:
         self._store.reset()
 
 
-def in_checkpoint() -> bool:
-    """True inside a function that ``torch.utils.checkpoint`` recomputes. It takes what autograd saves there by order.
+def checkpoint_around() -> object | None:
+    """What tells apart the functions that ``torch.utils.checkpoint`` recomputes, inside of one; None outside.
 
-    Other hooks for saved tensors would take a part of it.
+    Such a function takes what autograd saves by its order: other hooks for saved tensors would take a part of it, and
+    tensors that were computed before the function began are not there in the recomputation.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
 
 
 def input_changed(tensor: torch.Tensor) -> UsageError:

@@ -83,3 +83,13 @@ def test_recomputed_blocks_that_communicate_give_the_same_bits(layout: str, poli
     for (losses, values), (other_losses, other_values) in zip(plain, again, strict=True):
         assert other_losses == losses
         assert all(torch.equal(other_values[key], value) for key, value in values.items())
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.startswith("tp")])
+def test_recomputed_parts_of_blocks_whose_input_entered_before_them_give_the_same_bits(layout: str) -> None:
+    name, num_ranks, settings = LAYOUTS[layout]
+    plain = run_ranks(num_ranks, train, name, settings, {})
+    again = run_ranks(num_ranks, train, name, settings, {"modules": ["Attention", "FeedForward"]})
+    for (losses, values), (other_losses, other_values) in zip(plain, again, strict=True):
+        assert other_losses == losses
+        assert all(torch.equal(other_values[key], value) for key, value in values.items())

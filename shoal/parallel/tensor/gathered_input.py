@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from shoal.comm.autograd import Gathering, begin_gather, once_differentiable
 from shoal.comm.protocol import Communicator
+from shoal.parallel.saved_tensors import checkpoint_around
 from shoal.parallel.tensor.products import add_bias, cast_for_autocast, weight_gradient
 
 
@@ -46,6 +47,7 @@ class GatheredInput:
 
     def __init__(self, own: torch.Tensor, gather: InputGather) -> None:
         self.gather = gather
+        self.checkpoint = checkpoint_around()  # a recomputed function inside of this one keeps the whole input
         self._own = {own.dtype: own.detach()}
 
     def own(self, dtype: torch.dtype) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from shoal.comm.protocol import Communicator
 from shoal.device import in_backward
+from shoal.parallel.saved_tensors import checkpoint_around
 from shoal.parallel.tensor.products import cast_for_autocast, weight_gradient
 from shoal.parallel.tensor.region import TensorRegion
 from shoal.sharding.parameter_buffer import is_placeholder
@@ -84,6 +85,7 @@ class InputColumns:
         self._readers: list[str] = []
         self._computed: list[str] = []  # those of the readers that are computed at entry now
         self._waiting = weakref.WeakSet[_Call]()  # for their backward pass
+        self._checkpoint: object | None = None  # in which the module's input entered
         self._input: torch.Tensor | None = None
         self._outputs: dict[str, torch.Tensor] = {}
 
@@ -92,6 +94,7 @@ class InputColumns:
 
     def enter(self, module: nn.Module, x: torch.Tensor, label: str) -> torch.Tensor:
         """The input whole."""
+        self._checkpoint = checkpoint_around()
         region, weights = self._region, self._weights(module, self._computed)
         if not self._waiting:
             weights = self._weights(module, self._readers)
@@ -113,7 +116,7 @@ class InputColumns:
 
     def take(self, name: str, input: torch.Tensor) -> torch.Tensor | None:
         """The output of a column, without its bias; None: it was not computed."""
-        if input is not self._input:
+        if input is not self._input or checkpoint_around() is not self._checkpoint:
             return None
         if name not in self._readers:
             self._readers.append(name)
@@ -122,7 +125,7 @@ class InputColumns:
     def end(self) -> None:
         """The module has run. What no column took is not computed the next time."""
         self._readers = [name for name in self._readers if name not in self._outputs]
-        self._input, self._outputs = None, {}
+        self._input, self._outputs, self._checkpoint = None, {}, None
 
     def _weights(self, module: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
         """[M, K] each; none where ZeRO gathers some of them later than the module's input."""

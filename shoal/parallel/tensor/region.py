@@ -30,6 +30,7 @@ from shoal.comm.protocol import Communicator
 from shoal.device import in_backward
 from shoal.errors import UsageError
 from shoal.parallel.rng_tracker import current_state, set_current_state, state_of_seed
+from shoal.parallel.saved_tensors import checkpoint_around
 from shoal.parallel.tensor.gathered_input import GatheredInput, InputGather, column_linear_of
 
 _SEED_OFFSET = 2718
@@ -126,7 +127,9 @@ class TensorRegion:
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``F.linear``; of an input that was gathered on entry, this rank's part is kept for backward."""
         gathered = self._gathered.get(input)
-        return F.linear(input, weight, bias) if gathered is None else column_linear_of(gathered, input, weight, bias)
+        if gathered is None or gathered.checkpoint is not checkpoint_around():
+            return F.linear(input, weight, bias)
+        return column_linear_of(gathered, input, weight, bias)
 
     def check_split(self, label: str) -> None:
         """Raise where the input of split layers has the whole sequence, since the layer around them was not called."""

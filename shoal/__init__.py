@@ -63,6 +63,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "DeepSpeedEngine": "shoal.compat.engine",
     "Documents": "shoal.parallel.sequence.documents",
     "LayerSpec": "shoal.pipeline.layers",
     "PipelineModule": "shoal.pipeline.module",
@@ -78,24 +79,19 @@ _MODULES = {
     "load_hf": "shoal.checkpoint.loading_hf",
     "sequence_parallel": "shoal.parallel.sequence.context",
 }
-_RENAMED = {"Engine": ("shoal.compat.engine", "DeepSpeedEngine")}
-_PARTS = ("comm", "data", "errors", "models", "optim", "parallel", "zero")
-_RENAMED_PARTS = {"checkpointing": "shoal.parallel.recompute"}
+_RENAMED = {"Engine": "DeepSpeedEngine", "checkpointing": "parallel.recompute"}
+_PARTS = ("comm", "data", "errors", "models", "optim", "parallel", "parallel.recompute", "zero")
 
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for one of these
 
     def __getattr__(name: str) -> Any:
         """Import a part at its first use (PEP 562)."""
-        if name in _PARTS:
-            return import_module(f"shoal.{name}")
-        if name in _RENAMED_PARTS:
-            return import_module(_RENAMED_PARTS[name])
-        if name in _RENAMED:
-            module, original = _RENAMED[name]
-            return vars(import_module(module))[original]
-        if name in _MODULES:
-            return vars(import_module(_MODULES[name]))[name]
+        original = _RENAMED.get(name, name)
+        if original in _PARTS:
+            return import_module(f"shoal.{original}")
+        if original in _MODULES:
+            return vars(import_module(_MODULES[original]))[original]
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 
 

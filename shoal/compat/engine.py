@@ -43,7 +43,20 @@ class DeepSpeedEngine(DeepSpeedGradients):
     loaded_checkpoint_mp_world_size = None
     use_ds_comm = False
 
-    if not TYPE_CHECKING:
+    if TYPE_CHECKING:
+        # Of the methods that are set below this class, those in common use.
+        def _reads_config(self) -> Any: ...
+
+        fp16_enabled = bfloat16_enabled = wall_clock_breakdown = steps_per_print = zero_optimization = _reads_config
+        zero_offload_param = zero_offload_optimizer = zero_cpu_offload = dynamic_loss_scale = _reads_config
+        zero_gather_16bit_weights_on_model_save = scheduler_name = scheduler_params = _reads_config
+
+        # The class of a model in pipeline stages has them: ``initialize`` decides that by the config.
+        def train_batch(self, *args: Any, **kwargs: Any) -> Any: ...
+
+        def eval_batch(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    else:
 
         def __getattr__(self, name: str) -> Any:
             refuse(name)

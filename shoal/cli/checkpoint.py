@@ -96,10 +96,10 @@ def verify_checkpoints(
         folders = [""]  # the folder is a checkpoint itself
     if not folders:
         raise _none_in(storage)
-    num_damaged = 0
+    num_damaged, console = 0, Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     for name in folders:
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             label = name or Path(storage.url).name
             total = sum(storage.size(f"{name}/{file}".lstrip("/")) for file in storage.names(name))
             task = progress.add_task(label, total=total)

@@ -54,7 +54,7 @@ def start(job: TrainJob, *, overwrites: bool = False) -> int:
         if changes:
             print(f"--resume {job.resume}: {', '.join(changes)}")
     if job.resume is not None and (why := _why_it_is_over(job, run_folder(job.resume))):
-        print(f"--resume {job.resume}: nothing is left to do, {why}. Give a larger --steps or --minutes to go on.")
+        print(f"--resume {job.resume}: nothing is left to do: {why}. Give larger --steps or --minutes to go on.")
         return 0
     if launch is not None or job.ranks == 1:
         from shoal.cli.training import train
@@ -101,10 +101,10 @@ def _why_it_is_over(job: TrainJob, run: Path) -> str:
     if not found or (manifest := found[0].manifest) is None:
         return ""
     if job.steps is not None and manifest.step >= job.steps:
-        return f"the run is at step {manifest.step:,} of {job.steps:,}"
+        return f"the run is at step {manifest.step:,} and ends at step {job.steps:,}"
     elapsed = manifest.client_state.get("elapsed", 0.0)
     if job.seconds is not None and elapsed >= job.seconds:
-        return f"the run has trained for {elapsed / 60:.1f} of {job.seconds / 60:.1f} minutes"
+        return f"the run has trained for {elapsed / 60:.1f} minutes and ends after {job.seconds / 60:.1f}"
     return ""
 
 

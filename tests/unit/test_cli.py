@@ -294,7 +294,7 @@ def test_a_resumed_run_keeps_its_options_and_says_what_the_command_line_changes(
     before = (run / "metrics.jsonl").read_text()
     for again in (TrainJob(resume=str(run)), TrainJob(resume=str(run), steps=3)):
         assert start(again) == 0
-        assert "nothing is left to do, the run is at step 4 of " in capsys.readouterr().out
+        assert "nothing is left to do: the run is at step 4 and ends at step " in capsys.readouterr().out
     assert (run / "metrics.jsonl").read_text() == before
 
     assert start(TrainJob(resume=str(run), steps=6, learning_rate=0.02)) == 0

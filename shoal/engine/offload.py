@@ -86,7 +86,7 @@ class Offload:
             needed += size.parameter_nbytes * (on.parameter is Tier.HOST)
             needed += size.offloaded_state_nbytes * copies * (on.state is Tier.HOST)
             needed += size.transfer_nbytes * (on.state is not Tier.DEVICE)
-        if any(on != Tiers() for on in tiers):
+        if (self._zero.parameter_tier, self._zero.state_tier) != (Tier.DEVICE, Tier.DEVICE):
             needed *= self.num_ranks_here
             _agree(self._comm, host_too_small(needed) if needed > host_available_nbytes() else None)
 
@@ -144,8 +144,10 @@ class Offload:
         """Make this rank's folders and reserve room.
 
         Raises: TierError, OutOfMemoryError: on every rank, if one rank's folder has no room. The folders are removed.
-        Communicates: each rank's error, or none.
+        Communicates: each rank's error, or none, if the config has a disk: this rank's units may have nothing on it.
         """
+        if not any(self._paths()):
+            return Disks()
         tiers: dict[str, DiskTier] = {}
         problem: ShoalError | None = None
         found = Disks()

@@ -25,12 +25,11 @@ def targets_of(batch: Any, model: nn.Module | None) -> torch.Tensor:
 
     Raises: UsageError: there are none.
     """
-    owner = None if model is None else _owner_of_loss(model)
     if isinstance(batch, tuple | list) and len(batch) > 1:
         names = [] if model is None else _arguments(model)[: len(batch)]
         batch = {"labels": batch[names.index("labels") if "labels" in names else 1]}
     given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
-    shifted = None if owner is None else given.get("shift_labels")
+    shifted = None if model is None else given.get("shift_labels")
     labels = given.get("labels") if shifted is None else shifted
     if not isinstance(labels, torch.Tensor):
         raise UsageError(
@@ -38,28 +37,19 @@ def targets_of(batch: Any, model: nn.Module | None) -> torch.Tensor:
             do='give dicts with "labels", or tuples (inputs, labels).',
             code="loss-tokens",
         )
-    return labels[..., 1:] if shifted is None and owner is not None and _shifts(owner) else labels
+    return labels[..., 1:] if shifted is None and model is not None and shifts_labels(model) else labels
 
 
-def shifts_labels(model: nn.Module) -> bool:
+def shifts_labels(model: Any) -> bool:
     """True if a model takes each label for the target of the position before, as causal models of Transformers do."""
-    owner = _owner_of_loss(model)
-    return owner is not None and _shifts(owner)
-
-
-def _owner_of_loss(model: Any) -> Any:
-    """The outermost module whose forward takes labels, below PEFT's, which passes them on."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return next((module for module in model.modules() if "labels" in _arguments(module)), None)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT passes labels on
+    owner: Any = next((module for module in model.modules() if "labels" in _arguments(module)), model)
+    shifts, calls_loss = _read(_code_of(type(owner).forward))
+    return shifts or (calls_loss and _read(_code_of(owner.loss_function))[0])
 
 
 def _arguments(module: Any) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
-
-
-def _shifts(owner: Any) -> bool:
-    shifts, calls_loss = _read(_code_of(type(owner).forward))
-    return shifts or (calls_loss and _read(_code_of(owner.loss_function))[0])
 
 
 def _code_of(function: Any) -> CodeType | None:

@@ -196,9 +196,7 @@ def _open(sizes: Sequence[UnitMemory], tiers: Sequence[Tiers], open_disks: Calla
     both = list(zip(sizes, tiers, strict=True))
     parameter_nbytes = sum(size.parameter_nbytes for size, on in both if on.parameter is Tier.DISK)
     state_nbytes = sum(size.offloaded_state_nbytes for size, on in both if on.state is Tier.DISK)
-    if open_disks is None or not (parameter_nbytes or state_nbytes):
-        return Disks()
-    return open_disks(parameter_nbytes, state_nbytes)
+    return Disks() if open_disks is None else open_disks(parameter_nbytes, state_nbytes)
 
 
 @dataclass(frozen=True)

@@ -327,3 +327,26 @@ def test_muon_with_a_stage_that_trains_no_matrix_continues_in_another_layout(tmp
     after = {n: run_ranks(n, partial(losses, n, tmp_path / str(3 - n), is_first=False))[0] for n in (1, 2)}
     assert after[2] == pytest.approx(after[1], rel=1e-6)
     assert after[1][0] < first[1][1]
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_stage_that_has_nothing_on_the_disk_starts_with_the_others(frozen: int, tmp_path: Path) -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    layers[frozen].requires_grad_(False)
+    inputs, targets = torch.randn(2, 4, 8)
+
+    def job(**offload: str) -> float:
+        model = shoal.PipelineModule(copy.deepcopy(layers), loss_fn=nn.functional.mse_loss)
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none", **offload}},
+            "pipeline": {"stages": 2, "partition": "uniform"},
+        }
+        engine: Any = shoal.initialize(model=model, config=config)[0]
+        losses = [float(engine.train_batch(iter([(inputs, targets)]))) for _ in range(2)]
+        engine.destroy()
+        return losses[-1]
+
+    expected = run_ranks(2, job)
+    assert run_ranks(2, partial(job, device="nvme", nvme_path=str(tmp_path)), timeout=20) == expected

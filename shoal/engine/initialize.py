@@ -39,7 +39,7 @@ from shoal.engine.model_parts import parts_of, with_experts
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
 from shoal.engine.over_stages import from_stages
-from shoal.engine.pipeline_parts import of_own_units, own_blocks, recomputed_blocks, stages_of
+from shoal.engine.pipeline_parts import of_own_units, recomputed_blocks, stages_of
 from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.progress import Progress
 from shoal.engine.properties import Properties
@@ -212,7 +212,8 @@ def _start(
             sharding = Sharding(model, sharded, step, properties, accumulation)
             run = RunState(sharding, properties, accumulation, Curriculum(settings), schedule)
             more = recomputed_blocks(model, settings) if isinstance(model, StageModule) else []
-            activations = SavedActivations(model, settings, world, axes.pp, more, own_blocks(model))
+            blocks = model.own_blocks if isinstance(model, StageModule) else []
+            activations = SavedActivations(model, settings, world, axes.pp, more, blocks)
             timers = (
                 ProfilingTimers(model, properties, accumulation, activations.num_recomputed)
                 if settings.flops_profiler.enabled

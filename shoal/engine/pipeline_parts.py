@@ -171,16 +171,7 @@ def recomputed_blocks(model: nn.Module, config: Config) -> list[str]:
     if interval > 1:
         model.activation_checkpoint_interval = interval
         return []
-    return own_blocks(model)
-
-
-def own_blocks(model: nn.Module) -> list[str]:
-    """The blocks of this rank's stages of a model that was cut."""
-    if not isinstance(model, CutModel):
-        return []
-    own = dict(model.named_modules())
-    names = (model.cut_blocks.name(block) for block in range(len(model.cut_blocks.names)))
-    return [name for name in names if name in own]
+    return model.own_blocks
 
 
 def _partition(

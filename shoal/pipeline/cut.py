@@ -205,6 +205,12 @@ class CutModel(StageModule):
         return self._cut_model[0]
 
     @property
+    def own_blocks(self) -> list[str]:
+        own = dict(self.named_modules())
+        names = (self.cut_blocks.name(block) for block in range(len(self.cut_blocks.names)))
+        return [name for name in names if name in own]
+
+    @property
     def loss_model(self) -> nn.Module | None:
         return self.whole_model if self._cut_loss is None else None
 

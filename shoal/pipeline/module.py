@@ -181,6 +181,11 @@ class PipelineModule(StageModule):
         self._layers: dict[int, list[_StageLayer]] = {stage: [] for stage in self.stages}
         self._num_runs = dict.fromkeys(self.stages, 0)
 
+    @property
+    def own_blocks(self) -> list[str]:
+        layers = (layer.module for own in self._layers.values() for layer in own)
+        return [name for name in dict.fromkeys(layers) if name is not None]
+
     def _own_layers(self) -> list[int]:
         return [i for stage in self.stages for i in range(self.parts[stage], self.parts[stage + 1])]
 

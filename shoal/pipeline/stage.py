@@ -30,6 +30,11 @@ class StageModule(nn.Module):
     has_engine: bool = False
 
     @property
+    def own_blocks(self) -> list[str]:
+        """The names of the modules that this rank's stages call one after the other."""
+        return []
+
+    @property
     def loss_model(self) -> nn.Module | None:
         """The model that computes the loss itself, from a micro-batch; None: a loss function does."""
         return None

@@ -186,7 +186,8 @@ def test_an_activation_that_is_changed_in_place_is_an_error() -> None:
         model(torch.randn(32, 64)).sum().backward()
 
 
-def test_a_pipeline_stage_of_one_block_offloads_the_block_and_not_a_list_inside_of_it() -> None:
+@pytest.mark.parametrize("has_layers", [False, True], ids=["model", "layers"])
+def test_a_pipeline_stage_of_one_block_offloads_the_block_and_not_a_list_inside_of_it(has_layers: bool) -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -208,7 +209,12 @@ def test_a_pipeline_stage_of_one_block_offloads_the_block_and_not_a_list_inside_
             return (x - target).square().mean()
 
     def job(sections: dict[str, Any]) -> tuple[Any, float, int]:
-        engine: Any = start_with(make(Model), config(1, parallel={"pp": 2}, **sections))
+        model: Any = make(Model)
+        made = config(1, parallel={"pp": 2}, **sections)
+        if has_layers:
+            model = shoal.PipelineModule(list(model.blocks), loss_fn=nn.functional.mse_loss)
+            del made["units"]
+        engine: Any = start_with(model, made)
         rows = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
         loss = float(engine.train_batch(iter([tuple(rows)])))
         offloaded = engine._activations.offloaded

@@ -100,6 +100,7 @@ def test_models_that_compute_positions_alone_are_trained_without_a_word(
     ("kind", "options", "message"),
     [
         ("Lfm2ForCausalLM", HYBRID, "Lfm2ForCausalLM computes a position from others outside of attention"),
+        ("Lfm2ForCausalLM", {**HYBRID, "initializer_range": 0.015}, "outside of attention (a convolution"),
         ("BloomForCausalLM", {**SMALL, "hidden_size": 32, "n_layer": 1, "n_head": 4}, "attention of its own"),
         ("BlenderbotSmallForCausalLM", BLENDERBOT, "counts positions itself, as if each rank's part were"),
         ("GPT2ForSequenceClassification", GPT, "returns nothing of each position"),

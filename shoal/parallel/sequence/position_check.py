@@ -19,7 +19,7 @@ from shoal.parallel.sequence.context import SequenceContext, sequence_parallel
 from shoal.parallel.targets import shifts_labels
 
 _LENGTH, _CHANGED = 16, 5  # positions, and the one that has another token in the second row
-_ROUNDING = 1e-4  # of the largest output; twice the precision of 16-bit formats
+_ROUNDING = 1e-5  # of the largest output; twice the precision of 16-bit formats
 _MIXES = "computes a position from others outside of attention (a convolution or a recurrence over the sequence, or"
 _MIXES += " attention of its own), and has only this rank's positions there"
 COUNTS = "counts positions itself, as if each rank's part were a sequence of its own"

@@ -362,10 +362,14 @@ class CutModel(StageModule):
             is_module = not isinstance(member.meta, torch.Tensor)
             if _is_on(member.side, stage, self.num_stages):
                 if is_module and stage < self.num_stages - 1:
-                    replace(parent._modules, member.key, RecordedModule(parent._modules[member.key], forward.record))
+                    replace(
+                        parent._modules, member.key, RecordedModule(parent._modules[member.key], member.name, forward)
+                    )
             elif is_module:
                 check = partial(forward.check_beside, member.name, member.side)
-                replace(parent._modules, member.key, StandIn(member.meta, repr(member.name), check, forward.guard))
+                receive = partial(forward.receive_beside, member.name)
+                stand_in = StandIn(member.meta, repr(member.name), check, receive, forward.guard)
+                replace(parent._modules, member.key, stand_in)
             else:
                 replace(parent.__dict__, member.key, forward.guard(member.meta, of=repr(member.name)))
         model, name = self.whole_model, self.cut_blocks.container

@@ -29,7 +29,7 @@ from shoal.errors import ModelError
 
 Path = tuple[Any, ...]
 
-_OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}  # recomputation wraps a module's forward on its own stage
+OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}  # recomputation wraps a module's forward on its own stage
 _WITHOUT_PLACES = ("torch", "shoal", "builtins", "numpy")  # packages whose objects hold nothing for a model's loss
 _MAX_DEPTH = 4  # of lists, dicts and objects below a module, a hook or an argument
 
@@ -203,7 +203,7 @@ def _members(owner: Any) -> Iterable[tuple[Any, Any]]:
     """What an object holds, by key."""
     if isinstance(owner, nn.Module):
         # A weight that weight_norm or spectral_norm computes is an attribute that no loss reads.
-        computed = {key.rpartition("_")[0] for key in owner._parameters} | _OF_MODULES
+        computed = {key.rpartition("_")[0] for key in owner._parameters} | OF_MODULES
         yield from [(key, value) for key, value in vars(owner).items() if key not in computed]
         yield from (*owner._buffers.items(), *owner._modules.items())
         for kind in ("_forward_pre_hooks", "_forward_hooks"):

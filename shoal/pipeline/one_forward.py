@@ -78,7 +78,7 @@ class OneForward:
         self._left_before: list[Any] = received["left"] if received else []  # paths and values
         self._left: list[Place] = []
         self._new: list[Place] = []  # the blocks of this stage left it behind, for the loss or not
-        self._returned: dict[str, weakref.ref[torch.Tensor]] = {}  # the first tensor of each block's output
+        self._returned: dict[str, Callable[[], torch.Tensor | None]] = {}  # the first tensor of each module's output
         self._further: list[Place] = []  # further tensors of the last block's output
 
     def finish(self) -> None:
@@ -115,18 +115,24 @@ class OneForward:
         self._enter(position)
         if self.has_begun and not self.is_over:
             raise self._order_error(position)
-        name, outputs = self.blocks.name(position), {}
-        for path, value in self._left_before:
-            if path[0] == name and path[1] == "output":
-                outputs[path[2]] = value if torch.is_grad_enabled() else value.detach()
-            if path[0] == name and not self.is_over:
-                self._left.append(put(roots(self.modules[position], args, kwargs), tuple(path), value))
+        name = self.blocks.name(position)
+        outputs = self._receive(name, self.modules[position], args, kwargs)
         if "hidden" not in outputs:
             # Another one each time: the model may keep the outputs of several blocks apart.
             first = next(iter(self._received.values()))
             outputs["hidden"] = self.guard(first, f"the output of {name!r}{line_of_model()}")
         output = _map(lambda key, leaf: outputs.get(key if leaf is None else leaf), self.form, "")
         return SkippedOutput(output) if isinstance(output, dict) else output
+
+    def _receive(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
+        """Leave behind what a module did on its own stage. Returns: those of its outputs that are sent, by key."""
+        outputs = {}
+        for path, value in self._left_before:
+            if path[0] == name and path[1] == "output":
+                outputs[path[2]] = value if torch.is_grad_enabled() else value.detach()
+            if path[0] == name and not self.is_over:
+                self._left.append(put(roots(module, args, kwargs), tuple(path), value))
+        return outputs
 
     def arguments(self, position: int, args: Any, kwargs: Any, is_first: bool) -> tuple[Any, Any]:
         """The arguments of a block of this stage: those received in place of the model's own."""
@@ -163,15 +169,28 @@ class OneForward:
 
     def call(self, begin: int, end: int, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """``run`` some blocks of this stage; record what they return and leave behind."""
+        modules = {self.blocks.name(at): self.modules[at] for at in range(begin, end)}
+        return self.leave(end - 1, self._run(modules, args, kwargs, run))
+
+    def call_beside(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call a module of the first stage; record what it returns and leaves behind."""
+        output = self._run({name: module}, args, kwargs, module)
+        self.record(output)
+        tensors = _tensors(output)
+        if tensors and not self.is_over:
+            # Of several calls, the last one's output would not be told from the others'.
+            self._returned[name] = weakref.ref(tensors[0]) if name not in self._returned else lambda: None
+        return output
+
+    def _run(self, modules: dict[str, nn.Module], args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         if self._is_last or self.is_over:
-            return self.leave(end - 1, run(*args, **kwargs))
-        modules = self.modules if self._searches_modules else [None] * end
-        of = {self.blocks.name(at): roots(modules[at], args, kwargs) for at in range(begin, end)}
+            return run(*args, **kwargs)
+        of = {n: roots(module if self._searches_modules else None, args, kwargs) for n, module in modules.items()}
         before = kept(of)
         output = run(*args, **kwargs)
         after = kept(of).items()
         self._new += [place for path, place in after if path not in before or before[path].stamp != place.stamp]
-        return self.leave(end - 1, output)
+        return output
 
     def leave(self, position: int, output: Any) -> Any:
         """Record what a block of this stage returned.
@@ -243,6 +262,10 @@ class OneForward:
             raise _beside_error(name, "last", "before the last block", "first")
         if self.has_begun and not self.is_over:
             raise _beside_error(name, "first", "after a block of a later one", "last")
+
+    def receive_beside(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """What the model gets from a module of the first stage, if that is sent."""
+        return self._receive(name, module, args, kwargs).get("hidden")
 
     def _check(self, leaf: torch.Tensor, key: str, position: int) -> None:
         """An argument that was computed from a guard is an error."""
@@ -399,14 +422,12 @@ class EndBlock(SkippedBlock):
 class RecordedModule(Delegate):
     """A module before the blocks, on its own stage."""
 
-    def __init__(self, module: nn.Module, record: Callable[[Any], None]) -> None:
+    def __init__(self, module: nn.Module, name: str, forward: OneForward) -> None:
         super().__init__(module)
-        self._record = record
+        self._name, self._forward = name, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._module(*args, **kwargs)
-        self._record(output)
-        return output
+        return self._forward.call_beside(self._name, self._module, args, kwargs)
 
 
 class RunningBlocks:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shoal.comm.recorder import shapes_only
 from shoal.compiler import untraced
 from shoal.errors import ModelError
+from shoal.pipeline.left_behind import OF_MODULES, kept, roots
 
 _SHOAL = Path(__file__).parent.parent
 _NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(_SHOAL / "pipeline"), str(_SHOAL / "compiler.py"))
@@ -136,12 +137,21 @@ class StandIn(Delegate):
     Args:
         module: with parameters on the meta device.
         check: called first; raises where the module must not be called.
+        receive: called last, with the module and the call's arguments; returns its first output, if that is known here.
     """
 
-    def __init__(self, module: nn.Module, of: str, check: Callable[[], None], keep: _KeepGuard) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        of: str,
+        check: Callable[[], None],
+        receive: Callable[..., torch.Tensor | None],
+        keep: _KeepGuard,
+    ) -> None:
         super().__init__(module)
         self._of = of
         self._check = check
+        self._receive = receive
         self._keep = keep
 
     def __getattr__(self, name: str) -> Any:
@@ -150,6 +160,8 @@ class StandIn(Delegate):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check()
+        root = {"": roots(self._module, args, kwargs)}
+        before = kept(root)
         try:
             with shapes_only():
                 output = _shapes_of(self._module, args, kwargs)
@@ -161,7 +173,12 @@ class StandIn(Delegate):
                 code="pipeline-cut",
             ) from error
         of = f"{self._of}{line_of_model()}"
-        return tree_map_only(torch.Tensor, lambda tensor: self._keep(tensor, of), output)
+        for path, place in kept(root).items():  # what hooks collected has no values
+            if path not in before:
+                place.take_out()
+        known = self._receive(self._module, args, kwargs)
+        first = [] if known is None else [known]
+        return tree_map_only(torch.Tensor, lambda tensor: first.pop() if first else self._keep(tensor, of), output)
 
 
 @torch.no_grad()
@@ -195,8 +212,10 @@ def to_meta(module: nn.Module, kept: set[int]) -> None:
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """A copy of a module, with parameters and buffers on the meta device."""
+    """A copy of a module, with parameters and buffers on the meta device. Hooks and attributes are the module's own."""
     memo: dict[int, Any] = {id(t): _meta(t) for t in (*module.parameters(), *module.buffers())}
+    for part in module.modules():
+        memo |= {id(v): v for key, v in vars(part).items() if key not in OF_MODULES or key == "_forward_hooks"}
     return copy.deepcopy(module, memo)
 
 

@@ -59,6 +59,17 @@ class Features:
         self.of.append(output)
 
 
+class Stem(nn.Linear):
+    """A module before the blocks that leaves an auxiliary loss, too."""
+
+    aux: Any = 0.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = super().forward(hidden)
+        self.aux = hidden.pow(2).mean()
+        return hidden
+
+
 class Model(nn.Module):
     def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -66,7 +77,7 @@ class Model(nn.Module):
         self.run = run
         self.sink: list[Tensor] = []
         self.features = Features()
-        self.embedding = nn.Linear(WIDTH, WIDTH)
+        self.embedding = Stem(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(6))
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -124,6 +135,14 @@ def hidden_states(model: Any, hidden: Tensor) -> Tensor:
     return sum((state.pow(at + 1).mean() for at, state in enumerate(states)), hidden.new_zeros(()))
 
 
+def embedding(model: Any, hidden: Tensor) -> Tensor:
+    states = [hidden]
+    for block in model.blocks:
+        hidden = block(hidden)
+        states.append(hidden)
+    return torch.stack(states).pow(2).sum() + model.embedding.aux
+
+
 def hidden_states_in_a_tuple(model: Any, hidden: Tensor) -> Tensor:
     states = (torch.ones_like(hidden),)
     for block in model.blocks:
@@ -165,10 +184,11 @@ def build(run: Callable[[Any, Tensor], Tensor], of: Any = None) -> Model:
     for block in model.blocks:
         block.returns_aux = run is further_outputs
         block.sink = model.sink if (of or run) is shared_list else None
-        if (of or run) is hooks:
-            block.router.register_forward_hook(model.features.collect)
+    if (of or run) is hooks:
+        for module in (model.embedding, *(block.router for block in model.blocks)):
+            module.register_forward_hook(model.features.collect)
     return model
 
 
 ALL = [attributes, attributes_of_modules, shared_list, list_among_arguments, hooks, further_outputs, hidden_states]
-ALL += [hidden_states_in_a_tuple, skips, skips_as_arguments, checkpointed]
+ALL += [hidden_states_in_a_tuple, embedding, skips, skips_as_arguments, checkpointed]

@@ -61,7 +61,7 @@ def test_a_loss_function_reads_what_blocks_left_behind(run: Any) -> None:
 
         def loss(output: Tensor, labels: Tensor) -> Tensor:
             left = {attributes: [b.aux for b in model.blocks], shared_list: model.sink, hooks: model.features.of}[run]
-            assert len(left) == 6
+            assert len(left) == (7 if run is hooks else 6)
             return nn.functional.mse_loss(output, labels) + sum(value.pow(2).mean() for value in left)
 
         return model, loss
@@ -100,16 +100,12 @@ def local_skip_as_argument(model: Any, hidden: Tensor) -> Tensor:
     return model.blocks[5](hidden, skip=skip).sum()
 
 
-def embedding(model: Any, hidden: Tensor) -> Tensor:
-    states = [hidden]
-    for block in model.blocks:
-        hidden = block(hidden)
-        states.append(hidden)
-    return torch.stack(states).sum()
+def local_embedding(model: Any, hidden: Tensor) -> Tensor:
+    return (in_turn(model, hidden) + hidden).sum()
 
 
 @pytest.mark.parametrize(
-    ("run", "of"), [(local_skip, "blocks.0"), (local_skip_as_argument, "blocks.0"), (embedding, "embedding")]
+    ("run", "of"), [(local_skip, "blocks.0"), (local_skip_as_argument, "blocks.0"), (local_embedding, "embedding")]
 )
 def test_what_is_not_sent_is_refused_by_name(run: Any, of: str) -> None:
     with pytest.raises(ModelError, match=rf"it uses .*'{of}' \(.*which this pipeline stage does not have"):
@@ -138,3 +134,22 @@ def test_a_block_that_is_recomputed_together_with_the_next_one_has_no_output_of_
             part.activation_checkpoint_interval = 2
         stages = run_stages(parts, BATCHES)
         torch.testing.assert_close(stages, whole, rtol=1e-6, atol=1e-7)
+
+
+def test_a_hook_that_only_the_blocks_own_stage_has_is_refused_if_it_keeps_gradients() -> None:
+    """Hooks that were registered after the cut."""
+
+    def hooked(keep: Callable[[Tensor], Tensor]) -> tuple[list[Any], list[Tensor]]:
+        parts = cut_over(build(in_turn), RANKS[0], loss_fn=lambda output, labels: output.sum())
+        kept: list[Tensor] = []
+        for module in parts[0].modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(lambda module, args, output: kept.append(keep(output)))
+        return parts, kept
+
+    batch = (BATCHES[0]["hidden"], None)
+    parts, kept = hooked(Tensor.detach)
+    run_stages(parts, [batch])
+    assert len(kept) == 7
+    with pytest.raises(ModelError, match=r"'embedding' leaves a tensor with .*\n.*\n.*hooks before initialize\(\)"):
+        run_stages(hooked(lambda output: output)[0], [batch])

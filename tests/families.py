@@ -269,7 +269,7 @@ compared with that of plain PyTorch on one. How to set the axes: [parallelism](.
 - *named* and a number: the model does not fit the axis, and the engine says so by a warning, or by a note on the
   model's own error. *refused* and a number: by a Shoal error. The numbers are of the messages below.
 - *wrong* and a number: other values, or an error that is not Shoal's.
-- *no experts*: the family has no experts, and `ep` is refused.
+- *no experts*: `ep` is refused, because nothing of the family is known as experts.
 - *random*: the model itself trains differently each time. *not tried*: over {seconds} seconds of one core.
 
 | | {columns} |
@@ -285,6 +285,9 @@ compared with that of plain PyTorch on one. How to set the axes: [parallelism](.
 {messages}
 
 ## Families without a small model
+
+Their configurations take other keys, or hold several models, whose text model is often a family of its own
+(`gemma3_text`).
 
 {without}
 """
@@ -324,9 +327,9 @@ def _cell(result: str, messages: list[str]) -> str:
     text = re.sub(r"/\S*/", "", re.sub(r"\s+", " ", text)).strip()  # files without their folders
     text = re.sub(r"\b[A-Za-z]\w*(For[A-Z]\w+|LMHeadModel)\b", "the model", re.sub(r"\.\d+\b", ".*", text))
     text = re.sub(r"^[Ee]ach rank of [cs]p", "Each rank of sp and cp", text)
-    text = ", ".join(dict.fromkeys(re.split(r"(?<=[\w\)\]*]\.) ", text)[0].split(", ")))
-    text = f"{text[:200]} ..." if len(text) > 200 else text
-    text = re.sub(r"([|<*_])", r"\\\1", text)
+    text = ", ".join(dict.fromkeys(re.split(r"(?<=[\w\)\]*]\.) ", text)[0].rstrip(".").split(", ")))
+    text = f"{text[:200].rstrip()} ..." if len(text) > 200 else text.rstrip(".") + "."
+    text = re.sub(r"([|<*])", r"\\\1", text)
     if text not in messages:
         messages.append(text)
     return f"{WORDS.get(kind, 'wrong')} {messages.index(text) + 1}"
@@ -401,6 +404,7 @@ def main() -> None:
                 file.write(json.dumps([family, "end", ""]) + "\n")
         arguments.write.write_text(page(results()), encoding="utf-8")
         print(family, flush=True)
+    arguments.write.write_text(page(results()), encoding="utf-8")
 
 
 if __name__ == "__main__":

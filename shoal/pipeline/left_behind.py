@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -165,19 +166,23 @@ def put(root: dict[str, Any], path: Path, value: Any) -> Place:
     if path[1] == "output":
         return Place(path, None, value)
     owner: Any = root
-    for key in path[1:-1]:
-        owner = None if owner is None else dict(_members(owner)).get(key)
+    for key, after in pairwise(path[1:]):
+        member = dict(_members(owner)).get(key)
+        if member is None and (not isinstance(owner, nn.Module) or key.startswith("_forward")):
+            raise ModelError(
+                f"the model cannot be cut between its blocks: block {path[0]!r} leaves a tensor with a gradient in "
+                f"{'.'.join(map(str, path[2:]))!r}, and a pipeline stage behind it has no such place.",
+                where="pipeline",
+                do="register hooks before initialize(); detach what no loss reads; or return it from the block.",
+                code="pipeline-cut",
+            )
+        if member is None:  # the block's forward makes it
+            member = [] if isinstance(after, int) else {}
+            setattr(owner, key, member)
+        owner = member
     key = path[-1]
-    if owner is None:
-        raise ModelError(
-            f"the model cannot be cut between its blocks: block {path[0]!r} leaves a tensor with a gradient in "
-            f"{'.'.join(map(str, path[2:]))!r}, and a pipeline stage behind it has no such place.",
-            where="pipeline",
-            do="register forward hooks before initialize(); detach what no loss reads; or return it from the block.",
-            code="pipeline-cut",
-        )
     if isinstance(owner, list):
-        owner.append(value)
+        owner[key:] = [value]  # nothing here removes what an earlier micro-batch left there
     elif isinstance(owner, dict):
         owner[key] = value
     elif isinstance(owner, FunctionType):

@@ -118,6 +118,8 @@ def test_nothing_is_sent_that_the_model_does_not_keep() -> None:
         ("module", "aux"),
         ("module", "router", "probabilities"),
         ("module", "router", "counts"),
+        ("module", "router", "of_pass"),
+        ("module", "router", "log"),
     }
 
 

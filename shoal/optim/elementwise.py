@@ -164,7 +164,7 @@ def refusal(name: str, reason: str) -> OptimizerError:
     """The error for one of torch's optimizers that cannot run on shards."""
     return OptimizerError(
         f"torch.optim.{name} is not elementwise: {reason}.",
-        do=INSTEAD.get(name, "use an elementwise optimizer, such as AdamW."),
+        do=INSTEAD.get(name, "use an elementwise optimizer, such as AdamW; or pass it as optimizer= with stage 0."),
         code="optimizer-not-elementwise",
     )
 

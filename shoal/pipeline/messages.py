@@ -212,7 +212,8 @@ class Channel:
             raise UsageError(
                 f"a stage returned {_text(form)} where an earlier micro-batch of the same shapes gave {_text(known)}.",
                 where=f"message {label}",
-                do="give PipelineModule dynamic_shape=True where shapes depend on values.",
+                do="give PipelineModule dynamic_shape=True where shapes depend on values; of another model, detach "
+                "what blocks leave in attributes and no loss reads.",
                 code="pipeline-shape",
             )
 

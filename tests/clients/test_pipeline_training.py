@@ -47,11 +47,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT2LMHeadModel": ("GPT2Config", GPT2),
     "T5ForConditionalGeneration": ("T5Config", T5),
 }
+ROUTED = {**LLAMA, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "MixtralForCausalLM": ("MixtralConfig", {**ROUTED, "num_local_experts": 4}),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", {**ROUTED, "num_experts": 4, "moe_intermediate_size": 8}),
+}
 
 
 def build(kind: str, **changes: Any) -> nn.Module:
     torch.manual_seed(0)
-    config, options = MODELS.get(kind, ("ViTConfig", VIT))
+    config, options = {**MODELS, **EXPERTS}.get(kind, ("ViTConfig", VIT))
     model: nn.Module = getattr(transformers, kind)(getattr(transformers, config)(**{**options, **changes}))
     return model.train()
 
@@ -217,5 +222,27 @@ def test_parts_of_sequences_count_each_target_once(axis: str) -> None:
 
     for found, values in run_ranks(4, job):
         assert found == pytest.approx(float(loss.detach()), rel=1e-5)
+        for name, value in values.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("schedule", "interval"), [("1f1b", 0), ("zb_h1", 0), ("1f1b", 1), ("1f1b", 2)])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_the_loss_of_the_routers_of_all_layers_trains_them(kind: str, schedule: str, interval: int) -> None:
+    whole = build(kind)
+    optimizer, losses = torch.optim.SGD(whole.parameters(), 0.5), []
+    for step in range(STEPS):
+        total = 0.0
+        for micro in range(MICRO):
+            loss = whole(**batch_of(2 * MICRO * step + micro)).loss / MICRO
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    expected = whole.state_dict()
+    pipeline = {"schedule": schedule, "activation_checkpoint_interval": interval}
+    for found, values in in_stages(build(kind), 2, config_of(2, pipeline=pipeline)):
+        assert found == pytest.approx(losses, rel=1e-5)
         for name, value in values.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)

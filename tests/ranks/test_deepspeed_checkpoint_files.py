@@ -8,15 +8,20 @@ import os
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, load_model
 
 import shoal
+from shoal.checkpoint.formats import open_source
+from shoal.checkpoint.formats.deepspeed_writing import write_deepspeed
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.compat.deepspeed import initialize
@@ -66,6 +71,26 @@ def saved(folder: Path, stage: int, **sections: Any) -> dict[str, torch.Tensor]:
         return values
 
     return run_ranks(2, train)[0]
+
+
+def test_what_a_script_keeps_of_its_command_line_is_in_the_files_and_comes_back_from_them(tmp_path: Path) -> None:
+    args = Namespace(device=torch.device("cuda:1"), rates=(0.1, 2), nested=SimpleNamespace(a=1))
+    state = {"args": args, "best": np.float64(0.5), "curve": np.arange(3.0)}
+
+    def save() -> None:
+        engine, *_ = initialize(model=make(Plain), optimizer=adamw, config=config(2), dist_init_required=False)
+        engine.backward(engine(*batch(0, current_world().rank, 2)))
+        engine.step()
+        engine.save_checkpoint(str(tmp_path / "saved"), client_state=state)
+        engine.destroy()
+
+    run_ranks(2, save)
+    assert (tmp_path / "saved" / "zero_to_fp32.py").exists()
+    file = tmp_path / "saved" / "global_step1" / "mp_rank_00_model_states.pt"
+    found = torch.load(file, weights_only=False)
+    assert (found["args"], found["best"], found["curve"].tolist()) == (args, 0.5, [0.0, 1.0, 2.0])
+    write_deepspeed(open_source(tmp_path / "saved", None, "shoal"), tmp_path / "deepspeed")
+    assert open_source(tmp_path / "deepspeed", None, "deepspeed").about.client_state["args"] == args
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -17,10 +17,12 @@ import os
 import re
 import threading
 import zipfile
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PosixPath, PurePosixPath
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -87,6 +89,10 @@ _ALLOWED_CLASSES: tuple[tuple[Any, str], ...] = (
     (FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
     (SubparamShape, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
     (ZeroStage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    # Of client states: what a script keeps of its command line, as Megatron's do. These hold values and run nothing.
+    (Namespace, "argparse.Namespace"),
+    (SimpleNamespace, "types.SimpleNamespace"),
+    (PosixPath, "pathlib.PosixPath"),
 )
 
 

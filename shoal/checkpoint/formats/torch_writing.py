@@ -13,12 +13,16 @@ from __future__ import annotations
 import math
 import struct
 import zipfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from shoal.checkpoint.portable import TensorInfo
@@ -92,8 +96,9 @@ def write_values(stream: Stream, value: Any) -> None:
     """Write nested plain values and tensors, as ``torch.save`` would; ``torch.load(weights_only=True)`` reads them.
 
     Args:
-        value: None, booleans, numbers, text, bytes, dtypes, tensors, and dicts, lists and tuples of them. Of tensors
-            that are the same memory one is written.
+        value: None, booleans, numbers, text, dtypes, devices, tensors, and dicts, lists and tuples of them. Of tensors
+            that are the same memory one is written. A path is written as text, an array as a tensor; a namespace is
+            read with ``weights_only=False`` alone.
 
     Raises: CheckpointError: anything else, before a byte is written.
     Memory: one tensor, of those that are deferred, not on the host, or not contiguous.
@@ -209,6 +214,17 @@ def _value(value: Any, tensors: _Tensors) -> bytes:
         return tensors.pickled_deferred(value)
     if isinstance(value, torch.dtype):
         return _name("torch", str(value).removeprefix("torch."))
+    if isinstance(value, torch.device):
+        return _name("torch", "device") + b"(" + _text(str(value)) + b"tR"
+    if isinstance(value, Path):
+        return _text(str(value))
+    if isinstance(value, np.generic):
+        return _value(value.item(), tensors)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return tensors.pickled(torch.from_numpy(np.array(value, order="C")))
+    if isinstance(value, Namespace | SimpleNamespace):
+        kind = Namespace if isinstance(value, Namespace) else SimpleNamespace
+        return _value(ClassInstance(kind.__module__, kind.__name__, vars(value)), tensors)
     if isinstance(value, Mapping):
         rows = b"".join(_value(key, tensors) + _value(inner, tensors) for key, inner in value.items())
         return b"}(" + rows + b"u"

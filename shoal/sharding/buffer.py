@@ -1,7 +1,4 @@
-"""A flat buffer and its one verb: ``redistribute`` moves it from one placement to another.
-
-This is the only caller of the collectives that move parameters and gradients.
-"""
+"""A flat buffer and its one verb: ``redistribute`` moves it from one placement to another."""
 
 from __future__ import annotations
 

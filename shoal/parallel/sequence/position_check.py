@@ -90,7 +90,7 @@ def mixed_positions(model: Any, given: Set[str]) -> str | None:
 
 
 def takes_positions(model: Any) -> bool:
-    """Has its forward an argument for position ids?"""
+    """True if its forward has an argument for position ids."""
     return "position_ids" in _arguments(model)
 
 

@@ -1,0 +1,243 @@
+"""What the documents say about the structure of the code, as tests. Numbers here may only fall.
+
+A claim that is not true yet is an expected failure: the mark goes when the claim holds. A count is a *ratchet*: above
+its limit the test fails, and below it too, until the limit is lowered to the count.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGE = ROOT / "shoal"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# The core in reading order: the nouns of sharding, the gradient included, and what runs them.
+CORE = (
+    "sharding/placement.py",
+    "sharding/layout.py",
+    "sharding/buffer.py",
+    "sharding/parameter_buffer.py",
+    "sharding/accumulator.py",
+    "sharding/gradient.py",
+    "sharding/staging.py",
+    "sharding/param_group.py",
+    "sharding/unit.py",
+    "sharding/table.py",
+    "zero/runtime.py",
+)
+CORE_LIMIT = 2_000  # where the core is to be
+MOVING = {"all_gather", "reduce_scatter", "all_reduce"}  # the collectives that move parameters and gradients
+# Words of axes and techniques, which the rooms of the nouns and of what runs them do not know.
+TECHNIQUES = re.compile(r"(?<![a-z])(tp|sp|cp|ep|etp|pp|experts?|pipeline|hpz|tied)(?![a-z])")
+QUESTION = re.compile(
+    r"(Is|Are|Was|Were|Does|Do|Did|Has|Have|Can|Could|May|Must|Should|Will|Would|How|Which|What|Where|Why)\b[^.?:]*\?"
+)
+NOUNS = ("sharding/", "zero/")
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def place(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def outside(*prefixes: str) -> list[Path]:
+    return [path for path in SOURCES if not place(path).startswith(prefixes)]
+
+
+def inside(*prefixes: str) -> list[Path]:
+    return [path for path in SOURCES if place(path).startswith(prefixes)]
+
+
+def lines_of(names: tuple[str, ...]) -> int:
+    return sum(len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in names)
+
+
+# what is counted
+
+
+def calls_of_moving_collectives() -> Iterator[str]:
+    """Calls, in the rooms of parameters and gradients, of collectives that move them, except by a flat buffer."""
+    for path in [path for path in inside("sharding/", "zero/", "engine/") if place(path) != "sharding/buffer.py"]:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MOVING:
+                yield f"{place(path)}:{node.lineno} {node.func.attr}"
+
+
+def assignments_of_placement() -> Iterator[str]:
+    """Assignments of a ``placement`` outside of the class ``FlatBuffer``."""
+    for path in outside("comm/"):
+        if ".placement" not in path.read_text(encoding="utf-8"):
+            continue
+        tree = parsed(path)
+        own = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef) and node.name == "FlatBuffer"
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if id(node) in own or not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in (part for each in targets for part in ast.walk(each)):
+                if isinstance(target, ast.Attribute) and target.attr == "placement":
+                    yield f"{place(path)}:{node.lineno}"
+
+
+def words_of_techniques() -> Iterator[str]:
+    """Identifiers and strings (docstrings apart) that name an axis or a technique."""
+    for path in inside(*NOUNS):
+        tree = parsed(path)
+        docstrings = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        for node in ast.walk(tree):
+            word = None
+            if isinstance(node, ast.Name):
+                word = node.id
+            elif isinstance(node, ast.Attribute):
+                word = node.attr
+            elif isinstance(node, ast.arg | ast.keyword):
+                word = node.arg
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                word = node.value
+            if word and TECHNIQUES.search(word.lower()):
+                yield f"{place(path)}:{getattr(node, 'lineno', 0)} {word[:40]}"
+
+
+def comparisons_with_one_rank() -> Iterator[str]:
+    """Comparisons of a communicator's ``size`` with 1 outside of ``comm``."""
+    for path in outside("comm/"):
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.Compare):
+                continue
+            sides = [node.left, *node.comparators]
+            has_size = any(isinstance(side, ast.Attribute) and side.attr == "size" for side in sides)
+            has_one = any(isinstance(side, ast.Constant) and side.value == 1 for side in sides)
+            if has_size and has_one:
+                yield f"{place(path)}:{node.lineno}"
+
+
+def calls_of_drain() -> Iterator[str]:
+    """Calls of ``drain`` outside of ``comm``."""
+    for path in outside("comm/"):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "drain":
+                yield f"{place(path)}:{node.lineno}"
+
+
+def questions() -> Iterator[str]:
+    """Docstrings whose first sentence is a question."""
+    for path in SOURCES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node) or ""
+                if QUESTION.match(text.split("\n\n")[0].replace("\n", " ")):
+                    yield f"{place(path)}:{node.lineno} {text.splitlines()[0]}"
+
+
+def question_comments() -> Iterator[str]:
+    """Comments that end with a question mark."""
+    for path in SOURCES:
+        source = path.read_text(encoding="utf-8")
+        if not re.search(r"#.*\?\s*$", source, re.MULTILINE):
+            continue
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT and token.string.rstrip().endswith("?"):
+                yield f"{place(path)}:{token.start[0]} {token.string}"
+
+
+def second_dialect() -> Iterator[str]:
+    """Words that the vocabulary replaces, in comments and strings: see the table in the contributors' guide."""
+    words = re.compile(r"\b(beside|aside|let go|at rest|bucket)\b")
+    for path in outside("compat/", "config/"):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            for match in words.finditer(line):
+                yield f"{place(path)}:{number} {match[0]}"
+
+
+def modules_with_one_importer() -> Iterator[str]:
+    """Modules that one other module of the same package imports, and no other."""
+    importers: dict[str, set[str]] = {}
+    names = {f"shoal.{place(path).removesuffix('.py').removesuffix('/__init__').replace('/', '.')}" for path in SOURCES}
+    for path in SOURCES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    importers.setdefault(full if full in names else node.module, set()).add(place(path))
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    importers.setdefault(alias.name, set()).add(place(path))
+    for name, users in importers.items():
+        if name in names and len(users) == 1:
+            (user,) = users
+            if name.rpartition(".")[0] == f"shoal.{user.removesuffix('.py').replace('/', '.')}".rpartition(".")[0]:
+                yield name
+
+
+# Lower a limit when the count falls.
+LIMITS: dict[Callable[[], Iterator[str]], int] = {
+    calls_of_moving_collectives: 13,
+    assignments_of_placement: 7,
+    words_of_techniques: 242,
+    comparisons_with_one_rank: 64,
+    calls_of_drain: 78,
+    questions: 0,
+    question_comments: 0,
+    second_dialect: 281,
+    modules_with_one_importer: 104,
+}
+
+
+@pytest.mark.parametrize("count", LIMITS, ids=lambda count: count.__name__)
+def test_a_count_only_falls(count: Callable[[], Iterator[str]]) -> None:
+    places = list(count())
+    limit = LIMITS[count]
+    assert len(places) <= limit, f"{count.__doc__} {len(places)}, at most {limit}:\n" + "\n".join(places[:2000])
+    assert len(places) == limit, f"{count.__doc__} {len(places)}, fewer than {limit}: lower the limit"
+
+
+def core_figure() -> str:
+    """The lines of the core, in hundreds, as the documents print it."""
+    return f"{-(-lines_of(CORE) // 100) * 100:,} lines"
+
+
+@pytest.mark.parametrize("page", ["docs/concepts/the-life-of-a-parameter.md", "docs/design/the-core.md"])
+def test_the_documents_print_the_size_of_the_core(page: str) -> None:
+    assert core_figure() in (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.xfail(strict=True, reason="gradients and parameters have buffers of several classes")
+def test_the_core_is_small() -> None:
+    assert lines_of(CORE) < CORE_LIMIT
+
+
+@pytest.mark.xfail(strict=True, reason="the engine names what joins a step")
+def test_the_engine_names_no_technique() -> None:
+    tree = parsed(PACKAGE / "engine" / "engine.py")
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    techniques = ("shoal.parallel", "shoal.pipeline", "shoal.simulation")
+    assert sorted(module for module in modules if module.startswith(techniques)) == []
+
+
+def test_a_technique_is_found_in_an_identifier_and_not_inside_of_a_word() -> None:
+    words = ["tp", "of_tp", "num_experts", "tied:0,3", "hpz", "step", "expect", "pipelines", "support"]
+    assert [bool(TECHNIQUES.search(word)) for word in words] == [True] * 5 + [False] * 4

@@ -36,7 +36,7 @@ _MAX_DEPTH = 4  # of lists, dicts and objects below a module, a hook or an argum
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class LeftTensors:
     """Where a tensor, or a tuple of tensors, was left.
 
     Args:
@@ -81,13 +81,13 @@ def roots(module: nn.Module | None, args: Any, kwargs: Any) -> dict[str, Any]:
     return {"module": module or {}, "arguments": containers[0], "context": containers[1]}
 
 
-def kept(of: Mapping[str, dict[str, Any]]) -> dict[Path, Place]:
+def kept(of: Mapping[str, dict[str, Any]]) -> dict[Path, LeftTensors]:
     """The tensors in all places, each place once.
 
     Args:
         of: the roots of each block, by its name.
     """
-    result: dict[Path, Place] = {}
+    result: dict[Path, LeftTensors] = {}
     seen: set[int] = set()
     for name, root in of.items():
         for kind, depth in (("module", 0), ("arguments", _MAX_DEPTH - 1), ("context", _MAX_DEPTH - 2)):
@@ -110,14 +110,14 @@ class Learnt:
         self._num_forwards[torch.is_grad_enabled()] += 1
         return self._num_forwards[torch.is_grad_enabled()] <= 2 or len(self._paths) > 1
 
-    def left(self, places: Sequence[Place]) -> list[Place]:
+    def left(self, places: Sequence[LeftTensors]) -> list[LeftTensors]:
         """Those of the places with new values that a loss may read.
 
         Of attributes and hooks: what has a gradient, and what is new next to it. Without gradients: what had one in an
         earlier pass, and numbers; before the first such pass, what is in lists.
         """
 
-        def is_left(place: Place) -> bool:
+        def is_left(place: LeftTensors) -> bool:
             if place.path[1] != "module" or place.named in self._paths:
                 return True
             if torch.is_grad_enabled():
@@ -158,13 +158,13 @@ def _collects(holder: Any, tensor: torch.Tensor) -> bool:
     return (type(holder) is list or are_alike) and any(value is tensor for value in values)
 
 
-def put(root: dict[str, Any], path: Path, value: Any) -> Place:
+def put(root: dict[str, Any], path: Path, value: Any) -> LeftTensors:
     """Leave a value in the place that it was left in on another stage.
 
     Raises: ModelError: there is no such place.
     """
     if path[1] == "output":
-        return Place(path, None, value)
+        return LeftTensors(path, None, value)
     owner: Any = root
     for key, after in pairwise(path[1:]):
         member = dict(_members(owner)).get(key)
@@ -189,16 +189,16 @@ def put(root: dict[str, Any], path: Path, value: Any) -> Place:
         (owner.__closure__ or ())[owner.__code__.co_freevars.index(key)].cell_contents = value
     else:
         setattr(owner, key, value)
-    return Place(path, owner, value)
+    return LeftTensors(path, owner, value)
 
 
-def _search(owner: Any, path: Path, depth: int, seen: set[int], result: dict[Path, Place]) -> None:
+def _search(owner: Any, path: Path, depth: int, seen: set[int], result: dict[Path, LeftTensors]) -> None:
     for key, value in _members(owner):
         is_part = isinstance(owner, nn.Module) and isinstance(value, nn.Module)  # of a hook's module: attributes alone
         if isinstance(value, torch.Tensor) or (type(value) is tuple and isinstance(next(iter(value), 0), torch.Tensor)):
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             stamp = [(id(t), 0 if t.is_inference() else t._version) for t in tensors]
-            result[*path, key] = Place((*path, key), owner, value, stamp)
+            result[*path, key] = LeftTensors((*path, key), owner, value, stamp)
         elif id(value) not in seen and (depth == 0 if is_part else depth < _MAX_DEPTH and _has_places(value)):
             seen.add(id(value))
             _search(value, (*path, key), 0 if is_part else depth + 1, seen, result)

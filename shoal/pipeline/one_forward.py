@@ -21,7 +21,7 @@ from torch import nn
 from shoal.errors import ModelError
 from shoal.parallel.recompute import checkpoint
 from shoal.pipeline.blocks import ModelBlocks, Side
-from shoal.pipeline.left_behind import Learnt, Place, kept, put, roots
+from shoal.pipeline.left_behind import Learnt, LeftTensors, kept, put, roots
 from shoal.pipeline.stand_in import Delegate, guard, guard_error, guarded_by, line_of_model
 
 
@@ -76,10 +76,10 @@ class OneForward:
         self._learnt = learnt
         self._searches_modules = learnt.begin_forward()
         self._left_before: list[Any] = received["left"] if received else []  # paths and values
-        self._left: list[Place] = []
-        self._new: list[Place] = []  # the blocks of this stage left it behind, for the loss or not
+        self._left: list[LeftTensors] = []
+        self._new: list[LeftTensors] = []  # the blocks of this stage left it behind, for the loss or not
         self._returned: dict[str, Callable[[], torch.Tensor | None]] = {}  # the first tensor of each module's output
-        self._further: list[Place] = []  # further tensors of the last block's output
+        self._further: list[LeftTensors] = []  # further tensors of the last block's output
 
     def finish(self) -> None:
         self.is_over = True
@@ -207,7 +207,7 @@ class OneForward:
             self.form = _map(lambda _, leaf: "hidden" if leaf is tensors[0] else None, _plain(output), "")
             self._returned[self.blocks.name(position)] = weakref.ref(tensors[0])
             self._further = [
-                Place((self.blocks.name(position), "output", key), None, leaf)
+                LeftTensors((self.blocks.name(position), "output", key), None, leaf)
                 for key, leaf in _items(_plain(output))
                 if isinstance(leaf, torch.Tensor) and leaf is not tensors[0]
             ]
@@ -231,7 +231,7 @@ class OneForward:
         self._left += self._learnt.left(self._new)
         outputs = {at: tensor for at, known in self._returned.items() if (tensor := known()) is not None}
         collected = self._learnt.collected(outputs, [t for p in self._left for t in p.tensors])
-        self._left += [Place((at, "output", "hidden"), None, tensor) for at, tensor in collected]
+        self._left += [LeftTensors((at, "output", "hidden"), None, tensor) for at, tensor in collected]
         behind = [place for place in self._left if place.is_there()]
         crossing: dict[str, torch.Tensor] = {}
 

@@ -64,7 +64,7 @@ def column_linears(
     return whole, outputs
 
 
-class _Call:
+class _EarlierCall:
     """A call of a module; its graph keeps it."""
 
 
@@ -84,7 +84,7 @@ class InputColumns:
         self._region = region
         self._readers: list[str] = []
         self._computed: list[str] = []  # those of the readers that are computed at entry now
-        self._waiting = weakref.WeakSet[_Call]()  # for their backward pass
+        self._waiting = weakref.WeakSet[_EarlierCall]()  # for their backward pass
         self._checkpoint: object | None = None  # in which the module's input entered
         self._input: torch.Tensor | None = None
         self._outputs: dict[str, torch.Tensor] = {}
@@ -109,7 +109,7 @@ class InputColumns:
             )
             self._outputs = dict(zip(self._computed, outputs, strict=True))
         if self._input.grad_fn is not None and not in_backward():
-            call = _Call()
+            call = _EarlierCall()
             self._waiting.add(call)
             self._input.grad_fn.register_hook(lambda *_: self._waiting.discard(call))
         return self._input

@@ -5,6 +5,7 @@ flops, macs, params = get_model_profile(model, (8, 3, 224, 224), as_string=False
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -143,6 +144,8 @@ class FlopsProfiler:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text + "\n", encoding="utf-8")
             except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
                 logger.warning("the profile cannot be written, training goes on: %s", error)
         else:
             sys.stdout.write(f"\n{text}\n")

@@ -23,6 +23,8 @@ TESTS ?= tests/unit tests/ranks tests/device
 CLIENT_TESTS ?= tests/clients
 RANDOM_TESTS ?= tests/ranks/test_zero_property.py tests/ranks/test_offload_composition.py
 NIGHTLY_SECONDS ?= 7200
+SEARCH_MINUTES ?= 60
+SEARCH_SEED ?= 1
 MINUTES ?= 3
 FIRST_GPU ?= --out runs/first-gpu.md
 
@@ -31,7 +33,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 help:
 	@echo "make test        set up, run the tests (TESTS='tests/unit/test_x.py' for some of them)"
-	@echo "make test-nightly  set up, run what is too long for make test: any three settings together, every causal family of Transformers, and the random tests longer"
+	@echo "make test-nightly  set up, run what is too long for make test: any three settings together, every causal family of Transformers, the random tests longer, and the random search (SEARCH_MINUTES=60 SEARCH_SEED=1)"
 	@echo "make test-clients  set up a third environment with Accelerate, Transformers and the others, run Shoal under them"
 	@echo "make lint        set up, run ruff, mypy and the import contract"
 	@echo "make quickstart  set up, train a small GPT on 2 local ranks with ZeRO-3 for about $(MINUTES) minutes"
@@ -72,6 +74,8 @@ test-nightly: $(VENV)/.stamp-test $(CLIENTS_VENV)/.stamp
 	$(ONE_THREAD) $(CLIENTS_VENV)/bin/python -m pytest -n $(TEST_WORKERS) tests/nightly/test_families.py
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --hypothesis-profile thorough \
 	    --timeout $(NIGHTLY_SECONDS) $(RANDOM_TESTS)
+	$(ONE_THREAD) $(CLIENTS_VENV)/bin/python -m tests.search --minutes $(SEARCH_MINUTES) --seed $(SEARCH_SEED) \
+	    --jobs $(TEST_WORKERS)
 
 lint: $(VENV)/.stamp-lint
 	$(BIN)/ruff check .

@@ -67,7 +67,9 @@ def train(
         count: the targets of a micro-batch.
     """
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model = copy.deepcopy(model).to(numbers.dtype)
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():  # buffers keep their dtype
+        parameter.data = parameter.data.to(numbers.dtype)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     main = {name: nn.Parameter(start[name].to(numbers.main_dtype)) for name in trained}
     optimizer = optimizer_of(list(main.values()))

@@ -81,7 +81,8 @@ def serve() -> None:
     from tests.search.run import run
 
     answers, sys.stdout = sys.stdout, sys.stderr
-    logging.disable(logging.CRITICAL)
+    logging.lastResort = None  # run() reads the warnings of Shoal itself
+    logging.getLogger("shoal").propagate = False
     torch.set_num_threads(1)
     for line in sys.stdin:
         outcome = run(json.loads(line))

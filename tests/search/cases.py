@@ -104,7 +104,7 @@ def complete(case: Case) -> Case | None:
             plain.add("hybrid")
     if case["stage"] == 0:
         plain |= {"offload"}
-    if case["dp"] < 2 or case["stage"] == 0:
+    if case["dp"] < 2 or case["stage"] == 0 or case["ep"] > 1:
         plain.add("hybrid")
     if case["overlap"] == "gather" and case["stage"] not in (1, 2):
         plain.add("overlap")
@@ -127,6 +127,8 @@ def complete(case: Case) -> Case | None:
         plain.add("lora")
     if case["lora"] and case["built"] != "plainly":
         plain.add("built")
+    if family.options.get("loss") in ("aux", "hook") and case["sp"] * case["cp"] > 1:
+        plain.add("ragged")  # what blocks leave behind is over a rank's positions, which then count alike
     if case["precision"] != "fp32" and (is_moe(case) and case["precision"] != "bf16"):
         plain.add("precision")  # rounding changes which experts a token uses
     if case["between"] == "error" and (case["pp"] > 1 or case["tp"] > 1 or case["then"]):

@@ -136,7 +136,12 @@ FAMILIES: dict[str, Family] = {
         lora=_QV,
     ),
     "falcon": Family(
-        "FalconConfig", {**_SIZES, **_IDS}, block="FalconDecoderLayer", heads=(4, 1), lora=("query_key_value",)
+        "FalconConfig",
+        {**_SIZES, **_IDS},
+        block="FalconDecoderLayer",
+        heads=(4, 1),
+        has_sequences=False,
+        lora=("query_key_value",),
     ),
     "bloom": Family(
         "BloomConfig",
@@ -290,6 +295,8 @@ class Own(nn.Module):
             self.positions.requires_grad_(False)
         for block in self.blocks:
             block.has_aux = loss == "aux"
+            if loss == "hook":
+                block.register_forward_hook(self._keep)
 
     def forward(
         self,
@@ -300,18 +307,12 @@ class Own(nn.Module):
     ) -> torch.Tensor:
         x = self.embedding(input_ids) + self.positions(position_ids)
         states: list[torch.Tensor] = []
-        collected: list[torch.Tensor] = []
-        handles = []
-        if self.loss == "hook":
-            keep = lambda module, args, output: collected.append(output)  # noqa: E731
-            handles = [block.register_forward_hook(keep) for block in self.blocks]
+        self.collected: list[torch.Tensor] = []
         for number, block in enumerate(self.blocks):
             if self.loss == "skip" and number == LAYERS - 1:
                 x = x + states[0]
             x = block(x)
             states.append(x)
-        for handle in handles:
-            handle.remove()
         if self.late is not None and late is not None:
             x = x + self.late(x)
         loss = self._loss(x, labels)
@@ -320,8 +321,11 @@ class Own(nn.Module):
         elif self.loss == "aux":
             loss = loss + 0.3 * sum(block.aux for block in self.blocks)
         elif self.loss == "hook":
-            loss = loss + 0.3 * sum(output.float().square().mean() for output in collected)
+            loss = loss + 0.3 * sum(output.float().square().mean() for output in self.collected)
         return loss
+
+    def _keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.collected.append(output)
 
     def _loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.last_norm(x)).flatten(0, 1).float()

@@ -1,7 +1,8 @@
 """Trains one case with Shoal, on ranks that are threads, and in plain PyTorch; and says what came out.
 
 equal    losses, norms and parameters are those of plain PyTorch, within the bounds
-refused  one of Shoal's own errors, before a wrong number
+refused  one of Shoal's own errors
+warned   other numbers, or another error, and a warning of Shoal that names what does not fit
 wrong    other numbers
 crash    any other exception
 hang     ranks waited for each other, or for nothing
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import math
 import tempfile
 import traceback
@@ -50,11 +52,36 @@ class Outcome:
     details: str = field(default="", repr=False)
 
 
+class _Warnings(logging.Handler):
+    """What the engine says of models that do not fit a layout."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text.startswith(("each rank of ", "tensor parallelism: ")):
+            self.texts.append(text)
+
+
 def run(case: Case) -> Outcome:
     """The outcome of a case; options may be lacking."""
     full = complete(case)
     if full is None:
         return Outcome("refused", "no case")
+    logger, handler = logging.getLogger("shoal"), _Warnings()
+    logger.addHandler(handler)
+    try:
+        outcome = _run(full)
+    finally:
+        logger.removeHandler(handler)
+    if outcome.kind in ("wrong", "crash") and handler.texts:
+        return Outcome("warned", handler.texts[0])
+    return outcome
+
+
+def _run(full: Case) -> Outcome:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             start = models.build(full["model"], lora=full["lora"])

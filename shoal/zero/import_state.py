@@ -42,7 +42,7 @@ def import_state(step: ShardedStep, given_dtypes: Mapping[int, torch.dtype]) -> 
             for own, parameter in zip(held, parameters, strict=True)
         ]
         scalars = [
-            {key: value for key, value in own.items() if key not in wide}
+            {key: _made(optimizer, key, value) for key, value in own.items() if key not in wide}
             for own, wide in zip(held, ranges, strict=True)
         ]
         dtypes = [
@@ -76,6 +76,13 @@ def _is_elementwise(key: str, value: Any, parameter: nn.Parameter) -> bool:
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
     return value.dim() > 0 or key not in _OF_A_PARAMETER
+
+
+def _made(optimizer: torch.optim.Optimizer, key: str, value: Any) -> Any:
+    """A state of one number; one that the constructor made on the meta device (fused Adagrad's step) gets its value."""
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return torch.full((), _first_value(optimizer, 0, key), dtype=value.dtype)
+    return value
 
 
 def _first_value(optimizer: torch.optim.Optimizer, group: int, key: str) -> float:

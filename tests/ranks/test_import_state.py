@@ -125,10 +125,11 @@ def test_state_of_an_fp32_model_follows_the_parameters_to_bf16_where_there_are_n
     run_ranks(1, rank)
 
 
-def test_what_a_constructor_made_on_the_meta_device_begins_with_its_value() -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["", "the number of steps is on the parameter's device"])
+def test_what_a_constructor_made_on_the_meta_device_begins_with_its_value(fused: bool) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1))
-    optimizer = MAKERS["Adagrad"](model.parameters())
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.25, fused=fused)
     engine, *_ = shoal.initialize(
         model=model, optimizer=optimizer, config=config(3, units={"names": ["0", "1"]}, gradient_clipping=0.0)
     )

@@ -256,7 +256,7 @@ class _Rank:
             optimizer = client(case, [p for p in model.parameters() if p.requires_grad])
         engine = shoal.initialize(model=model, optimizer=optimizer, config=settings)[0]
         if case["built"] == "meta":
-            shoal.load_hf(model, f"{self.folder}/weights")
+            shoal.load_hf(engine.module, f"{self.folder}/weights")
         return engine
 
     def load(self) -> None:

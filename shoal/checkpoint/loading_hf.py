@@ -90,7 +90,8 @@ def load_hf(
     Memory: the largest range that this rank reads, once in the file's dtype; of quantised weights also once in fp32.
     """
     with suspended(), SafetensorsWeights(folder) as stored:
-        model = model_or_config if isinstance(model_or_config, nn.Module) else _build(model_or_config, dtype)
+        given = model_or_config if isinstance(model_or_config, nn.Module) else _build(model_or_config, dtype)
+        model = _stages_of(given) or given
         parameters, buffers = _homes(model)
         names = [name for home in (*parameters, *buffers) for name in home.names]
         whole = model.whole_model if isinstance(model, CutModel) else model
@@ -108,7 +109,15 @@ def load_hf(
                 if name is not None:
                     home.tensor.copy_(weights.read(name))
     _remove_quantization(model)
-    return model
+    return given
+
+
+def _stages_of(model: nn.Module) -> CutModel | None:
+    """This rank's pipeline stages of a model that a live engine has cut; None: none has."""
+    owners = (OWNERS.get(parameter) for parameter in model.parameters())
+    owner = next((owner for owner in owners if isinstance(owner, EngineParameters)), None)
+    stages = None if owner is None else getattr(owner.engine, "module", None)
+    return stages if isinstance(stages, CutModel) and stages.whole_model is model else None
 
 
 def _remove_quantization(model: nn.Module) -> None:

@@ -133,8 +133,9 @@ def test_pipeline_stages_take_every_name_of_a_folder_between_them(tmp_path: Path
     models = [type(model)(model.config) for _ in range(2)]
 
     def job() -> dict[str, torch.Tensor]:
-        engine: Any = shoal.initialize(model=models[current_world().rank], config=config)[0]
-        load_hf(engine.module, tmp_path)
+        rank = current_world().rank
+        engine: Any = shoal.initialize(model=models[rank], config=config)[0]
+        load_hf(engine.module if rank == 0 else models[rank], tmp_path)  # the script's model is of the same stages
         values: dict[str, torch.Tensor] = engine.module_state_dict()
         return values
 

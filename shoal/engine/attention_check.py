@@ -14,6 +14,7 @@ from shoal.device import is_fake
 from shoal.errors import ShoalError, UsageError
 from shoal.parallel.sequence.position_check import (
     COUNTS,
+    counts_positions,
     given_arguments,
     is_of_transformers,
     mixed_positions,
@@ -48,11 +49,13 @@ class AttentionCheck:
             passes: entered around each pass of the model.
             recover: called if the model raises.
 
-        Raises: UsageError: without position ids the model counts positions itself.
+        Raises: UsageError: without position ids the model counts positions itself, or it takes none.
         Communicates: once, as a forward in eval mode of 32 tokens.
         """
         if self._axes and model.training and any(type(each) in _BATCH_NORMS for each in model.modules()):
             self._warn(_STATISTICS)
+        if self._axes and model.training and counts_positions(model):
+            raise self._takes_none(model)
         if not self._axes or not model.training or not takes_tokens(model) or any(map(is_fake, model.parameters())):
             return
         given = given_arguments(model, args, kwargs)
@@ -66,13 +69,7 @@ class AttentionCheck:
             logger.debug("positions of %s were not checked: %s", type(model).__name__, error)
             return
         if found == COUNTS and takes_positions(model):
-            raise UsageError(
-                f"{type(model).__name__} got no position_ids, and {found}: there are {' and '.join(sorted(self._axes))}"
-                " ranks.",
-                do="give it position_ids of the whole sequence (as the model counts them on one rank), cut like"
-                " input_ids.",
-                code="sequence-positions",
-            )
+            raise self._got_none(model)
         if found is not None:
             self._warn(f"{_PARTS}, but {type(model).__name__} {found}. {_INSTEAD}")
 
@@ -92,14 +89,27 @@ class AttentionCheck:
         if shifts_labels_here(model, given):
             self._warn(_LABELS)
         if "input_ids" in given and not (takes_positions(model) and "position_ids" in given):
-            takes = takes_positions(model)
-            raise UsageError(
-                f"{type(model).__name__} {'got' if takes else 'takes'} no position_ids, and {COUNTS}: there are"
-                f" {' and '.join(sorted(self._axes))} ranks.",
-                where="pipeline",
-                do="give it position_ids of the whole sequence, cut like input_ids." if takes else _INSTEAD,
-                code="sequence-positions",
-            )
+            raise self._got_none(model, "pipeline") if takes_positions(model) else self._takes_none(model, "pipeline")
+
+    def _got_none(self, model: nn.Module, where: str = "") -> UsageError:
+        return UsageError(
+            f"{type(model).__name__} got no position_ids, and {COUNTS}: there are {self._names} ranks.",
+            where=where,
+            do="give it position_ids of the whole sequence (as the model counts them on one rank), cut like input_ids.",
+            code="sequence-positions",
+        )
+
+    def _takes_none(self, model: nn.Module, where: str = "") -> UsageError:
+        return UsageError(
+            f"{type(model).__name__} takes no position_ids, and {COUNTS}: there are {self._names} ranks.",
+            where=where,
+            do="train it without sp and cp: with tp, pp, recomputed activations.",
+            code="sequence-positions",
+        )
+
+    @property
+    def _names(self) -> str:
+        return " and ".join(sorted(self._axes))
 
     @contextmanager
     def watching(self, *, is_training: bool) -> Iterator[None]:
@@ -112,7 +122,7 @@ class AttentionCheck:
                 yield
             except Exception as error:
                 if not isinstance(error, ShoalError):
-                    error.add_note(_IN_MODEL % " and ".join(sorted(self._axes)))
+                    error.add_note(_IN_MODEL % self._names)
                 raise
         axes = self._axes
         if not any(entry.axis in axes or entry.op == "all_to_all" for entry in entries):
@@ -121,7 +131,7 @@ class AttentionCheck:
 
     def _warn(self, text: str) -> None:
         if self._is_first_rank:
-            logger.warning(text, " and ".join(sorted(self._axes)))
+            logger.warning(text, self._names)
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -130,6 +130,15 @@ def test_a_model_that_counts_positions_where_it_gets_none_is_an_error(
         warnings_of(kind, options, caplog, stage=stage, counts=True)
 
 
+@pytest.mark.parametrize("kind", ["BartForConditionalGeneration", "T5ForConditionalGeneration"])
+def test_an_encoder_and_decoder_that_takes_no_positions_is_an_error(kind: str, caplog: Any) -> None:
+    bart = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    t5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    options = {**SMALL, "decoder_start_token_id": 1, **(bart if kind.startswith("Bart") else t5)}
+    with pytest.raises(UsageError, match=f"{kind} takes no position_ids, and counts positions itself"):
+        warnings_of(kind, options, caplog, counts=True)
+
+
 def test_labels_that_each_rank_shifts_are_named(caplog: Any) -> None:
     found, _ = warnings_of("LlamaForCausalLM", LLAMA, caplog, shifts=True)
     assert len(found) == 1

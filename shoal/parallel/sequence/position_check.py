@@ -28,8 +28,16 @@ _POOLS = "returns nothing of each position: each rank pools its own part of the 
 
 def takes_tokens(model: Any) -> bool:
     """True for a model of Transformers that is called with ``input_ids`` alone."""
-    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return not is_encoder_decoder and is_of_transformers(model) and "input_ids" in _arguments(model)
+    return not _is_encoder_decoder(model) and is_of_transformers(model) and "input_ids" in _arguments(model)
+
+
+def counts_positions(model: Any) -> bool:
+    """True for an encoder and decoder of Transformers that takes no position ids (BART, T5)."""
+    return is_of_transformers(model) and _is_encoder_decoder(model) and not takes_positions(model)
+
+
+def _is_encoder_decoder(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def is_of_transformers(model: Any) -> bool:

@@ -921,9 +921,7 @@ class Engine(nn.Module):
             self._explain_out_of_memory(error, phase)
             explain_mismatch(error, self.sharded.sharded)
             if phase == "forward":
-                region = self._split_tensors.region
-                if region is not None and region.unfinished is not None and not isinstance(error, ShoalError):
-                    raise region.unfinished from error
+                self._split_tensors.explain(error)
                 explain_mixed_formats(error, self.module, self.plan.precision.parameter, inputs)
                 if self.axes.tp is not None:
                     explain_split_module(error, self.module)

@@ -454,7 +454,8 @@ class Collecting(torch.nn.Module):
     Args:
         kind: where the statistic is from: "aux", the blocks' attributes; "hook", what a forward hook collects; "list",
             the hidden states between them; "returned", those that a module around the blocks returns; "exit": the last
-            block is left out, and positions are added to the output of the one before.
+            block is left out, and positions are added to the output of the one before; "deep": each block's output
+            has a loss of its own.
     """
 
     class Blocks(torch.nn.Module):
@@ -488,7 +489,7 @@ class Collecting(torch.nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.collected.clear()
         x, hidden = self.embedding(tokens), []
-        if self.kind in ("list", "exit"):
+        if self.kind in ("list", "exit", "deep"):
             for layer in self.layers[: 2 if self.kind == "exit" else 3]:
                 x = layer(x)
                 hidden.append(x)
@@ -496,6 +497,9 @@ class Collecting(torch.nn.Module):
         else:
             x, hidden = self.blocks(x, 3)
         loss = torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+        if self.kind == "deep":
+            losses = [torch.nn.functional.cross_entropy(self.head(h).flatten(0, 1), targets.flatten()) for h in hidden]
+            return loss + sum(losses)
         if self.kind == "aux":
             return loss + sum(layer.aux for layer in self.layers)
         if self.kind == "hook":
@@ -530,7 +534,7 @@ def test_a_loss_of_what_blocks_compute_of_a_part_of_the_sequence_is_an_error_or_
     run_ranks(2, job)
 
 
-@pytest.mark.parametrize("kind", ["list", "exit"])
+@pytest.mark.parametrize("kind", ["list", "exit", "deep"])
 def test_a_split_sequence_in_the_module_around_the_layers_is_an_error_before_the_models(kind: str) -> None:
     """The layers' list is the model's own, whose forward reads the hidden states itself."""
 
@@ -550,7 +554,11 @@ def test_a_split_sequence_in_the_module_around_the_layers_is_an_error_before_the
     def job() -> None:
         parallel = {**COLLECTING, "tp_plan": plan}
         engine = initialize(make(Flat), config(1, 2, parallel=parallel))
-        what = {"list": "part of the sequence", "exit": "list.0 was called, and list.2, .* was not called after it"}
+        what = {
+            "list": "part of the sequence",
+            "exit": "list.0 was called, and list.2, .* was not called after it",
+            "deep": r"Flat raised ValueError: Expected input batch_size .*\. The layers of list split the sequence",
+        }
         with pytest.raises(UsageError, match=what[kind]):
             train(engine, range(1))
 

@@ -11,6 +11,7 @@ ends at the gather and at the cross entropy, so that it visits the nodes of the 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from shoal.comm.autograd import is_gather
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 from shoal.parallel.cross_entropy import token_losses
 from shoal.parallel.tensor.layers import LayerSplit
 
@@ -53,6 +54,27 @@ class SplitTensors:
             _search(loss, self._sequences, lambda node: is_gather(node, region.comm), *_SEQUENCE)
         if self._heads:
             _search(loss, self._heads, _is_loss, *_LOGITS)
+
+
+    def explain(self, error: Exception) -> None:
+        """Raises: UsageError: ``error`` left the sequence split, or a module around the layers raised it."""
+        if self.region is None or isinstance(error, ShoalError):
+            return
+        if self.region.unfinished is not None:
+            raise self.region.unfinished from error
+        selves = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        module = next((each for each in reversed(selves) if isinstance(each, nn.Module)), None)
+        inner = [] if module is None else [name for name, _ in module.named_modules() if name]
+        is_around = any(f".{stack}".endswith(f".{name}") for stack in self.region.stacks for name in inner)
+        if is_around and isinstance(error, RuntimeError | ValueError | IndexError):
+            raise UsageError(
+                f"{type(module).__name__} raised {type(error).__name__}: {str(error)[:300].rstrip(".")}. The layers of"
+                f" {', '.join(self.region.stacks)} split the sequence: what the module reads between them is this"
+                " rank's part.",
+                do="if one rank raises it too, it is the model's own. Else read the output of the last layer only,"
+                " return the others' from the module around the layers, or turn parallel.tp_sequence_parallel off.",
+                code="tensor-parallel",
+            ) from error
 
 
 def _is_loss(node: Any) -> bool:

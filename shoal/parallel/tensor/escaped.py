@@ -68,7 +68,7 @@ class SplitTensors:
         is_around = any(f".{stack}".endswith(f".{name}") for stack in self.region.stacks for name in inner)
         if is_around and isinstance(error, RuntimeError | ValueError | IndexError):
             raise UsageError(
-                f"{type(module).__name__} raised {type(error).__name__}: {str(error)[:300].rstrip(".")}. The layers of"
+                f"{type(module).__name__} raised {type(error).__name__}: {str(error)[:300].rstrip('.')}. The layers of"
                 f" {', '.join(self.region.stacks)} split the sequence: what the module reads between them is this"
                 " rank's part.",
                 do="if one rank raises it too, it is the model's own. Else read the output of the last layer only,"

@@ -215,7 +215,7 @@ def meta_copy(module: nn.Module) -> nn.Module:
     """A copy of a module, with parameters and buffers on the meta device. Hooks and attributes are the module's own."""
     memo: dict[int, Any] = {id(t): _meta(t) for t in (*module.parameters(), *module.buffers())}
     for part in module.modules():
-        memo |= {id(v): v for key, v in vars(part).items() if key not in OF_MODULES or key == "_forward_hooks"}
+        memo |= {id(v): v for key, v in vars(part).items() if key not in OF_MODULES or key.startswith("_forward_hooks")}
     return copy.deepcopy(module, memo)
 
 

@@ -19,6 +19,7 @@ from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.recompute import recompute_blocks
 from shoal.pipeline.blocks import find_blocks
 from shoal.pipeline.cut import cut
+from shoal.pipeline.stand_in import meta_copy
 from tests.unit.pipeline_stages import assert_same, cut_over, run_stages, run_whole
 
 WIDTH = 8
@@ -451,3 +452,13 @@ def test_an_output_without_a_loss_and_a_stage_without_a_batch_are_errors() -> No
         part.loss(part(0, None, batch), batch)
     with pytest.raises(UsageError, match="pipeline stage 0 has no micro-batch"):
         part(0, None, None)
+
+
+def test_a_copy_without_data_calls_the_hooks_that_its_module_gets_later() -> None:
+    module = nn.Linear(4, 4)
+    copied = meta_copy(module)
+    calls: list[tuple[Any, ...]] = []
+    module.register_forward_hook(lambda called, args, kwargs, output: calls.append((kwargs, output)), with_kwargs=True)
+    output = copied(torch.empty(2, 4, device="meta"))
+    assert [kwargs for kwargs, _ in calls] == [{}]
+    assert calls[0][1] is output

@@ -14,6 +14,7 @@ import copy
 import gc
 import logging
 import math
+import re
 import tempfile
 import traceback
 from dataclasses import dataclass, field
@@ -89,6 +90,10 @@ def _run(full: Case) -> Outcome:
             return compare(full, start, over_ranks(full, start, folder), expected)
         except ShoalError as error:
             text = f"{error.code}: {error}"
+            # A pipeline tells every rank what one of them raised, which need not be an error of Shoal's.
+            raised = re.search(r" raised (\w+)", error.what) if error.code == "pipeline-failed" else None
+            if raised is not None and not hasattr(shoal.errors, raised[1]):
+                return Outcome("crash", text, traceback.format_exc())
             if isinstance(error, RankFailedError) or error.code.startswith(("rank-", "comm-mismatch", "comm-conn")):
                 return Outcome("crash", text, traceback.format_exc())
             return Outcome("hang" if error.code.startswith("comm") else "refused", text, traceback.format_exc())

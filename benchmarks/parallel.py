@@ -122,14 +122,18 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = Norm(shape.hidden)
         self.lm_head = nn.Linear(shape.hidden, shape.vocab, bias=False)
-        self.loss_function = None  # parallelize() sets it where the loss is computed from split logits
+        self.loss_function = mean_loss  # parallelize() replaces it where the loss is computed from split logits
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
         logits: Tensor = self.lm_head(self.norm(x))
-        return logits
+        return logits if targets is None else self.loss_function(logits, targets)
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 PLAN = {
@@ -145,7 +149,7 @@ def tensor(
     comm: Communicator, shape: Shape, *, peer: str, sequence_parallel: bool = False, loss_parallel: bool = False
 ) -> Pair:
     """Tensor parallelism beside a peer's."""
-    from shoal.parallel.tensor import parallelize, vocab_parallel_cross_entropy
+    from shoal.parallel.tensor import parallelize
 
     torch.manual_seed(0)
     ours = Decoder(shape)
@@ -155,10 +159,7 @@ def tensor(
     parallelize(ours, comm, PLAN, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
 
     def forward() -> Tensor:
-        logits = ours(tokens)
-        if loss_parallel:
-            return vocab_parallel_cross_entropy(logits, targets, comm, shape.vocab)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return ours(tokens, targets)
 
     if peer == DTENSOR:
         options = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}

@@ -45,7 +45,10 @@ def shifts_labels(model: Any) -> bool:
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT passes labels on
     owner: Any = next((module for module in model.modules() if "labels" in _arguments(module)), model)
     shifts, calls_loss = _read(_code_of(type(owner).forward))
-    return shifts or (calls_loss and _read(_code_of(owner.loss_function))[0])
+    if shifts or not calls_loss:
+        return shifts
+    said: bool | None = getattr(owner.loss_function, "shifts_labels", None)  # a loss of split logits in its place
+    return _read(_code_of(owner.loss_function))[0] if said is None else said
 
 
 def _arguments(module: Any) -> list[str]:

@@ -9,6 +9,7 @@ Source: in DeepSpeed, ``register_external_parameter`` serves the same need.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -121,7 +122,7 @@ class ReadsBetweenSteps(ParameterAccessMode):
         is_read = (
             func not in self._leave_out and not name.endswith(("_like", "__set__")) and not name.startswith("new_")
         )
-        if not self.has_warned and is_read and not torch.compiler.is_compiling():
+        if not self.has_warned and is_read and not torch.compiler.is_compiling() and not _is_copied():
             results = _tensors(result) if result is not None else [None]
             if any(each is None or not is_placeholder(each) for each in results):
                 self._check(name, _tensors([*args, *(kwargs or {}).values()]))
@@ -139,6 +140,18 @@ class ReadsBetweenSteps(ParameterAccessMode):
                     stacklevel=4,
                 )
                 return
+
+
+def _is_copied() -> bool:
+    """True inside of ``copy.deepcopy`` of a parameter: a copy of its module is an error, which says what to do."""
+    frame = sys._getframe(2)
+    for _ in range(3):
+        if frame.f_code.co_name in ("__deepcopy__", "__reduce_ex__"):
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _modes() -> list[TorchFunctionMode]:

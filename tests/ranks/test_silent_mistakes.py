@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -187,6 +188,7 @@ def test_a_schedule_of_torchs_that_is_made_after_initialize_does_not_warn_and_on
     engine.destroy()
 
 
+ONE_AT_A_TIME = threading.Lock()
 AVERAGES: dict[str, Callable[[list[torch.Tensor], list[nn.Parameter]], Any]] = {
     "lerp": lambda kept, read: [mean.lerp_(p, 0.5) for mean, p in zip(kept, read, strict=True)],
     "data": lambda kept, read: [mean.mul_(0.5).add_(p.data, alpha=0.5) for mean, p in zip(kept, read, strict=True)],
@@ -217,7 +219,9 @@ def test_an_average_over_sharded_parameters_is_warned_of_and_over_pending_ones_i
             )
             [torch.zeros_like(p) for p in model.parameters()]
             catching = pytest.warns(UserWarning, match=r"the sharded parameter '0.weight'.*GatheredParameters")
-            with torch.no_grad(), catching if stage == 3 and number == 0 else nullcontext():
+            # Warnings are the process's, not a thread's. At stage 2 ranks wait for each other.
+            turn = ONE_AT_A_TIME if stage == 3 else nullcontext()
+            with turn, torch.no_grad(), catching if stage == 3 and number == 0 else nullcontext():
                 AVERAGES[average](kept, list(model.parameters()))
         assert not torch.overrides._len_torch_function_stack() or stage == 2
         engine.destroy()

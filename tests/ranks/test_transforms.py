@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -33,17 +34,20 @@ def small_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
 
+MODEL = small_model()  # ranks as threads share the generator, so that each must not draw values of its own
+
+
 def engine_of(stage: int) -> shoal.Engine:
     config = {
         "train_micro_batch_size_per_gpu": 3,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
-    return shoal.initialize(model=small_model(), config=config)[0]
+    return shoal.initialize(model=copy.deepcopy(MODEL), config=config)[0]
 
 
 def assert_equal_to_the_plain_model(model: Any) -> None:
-    plain, x = small_model(), torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    plain, x = copy.deepcopy(MODEL), torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
     for name, transform in TRANSFORMS.items():
         results = zip(tree_leaves(transform(model, x)), tree_leaves(transform(plain, x)), strict=True)
         assert all(torch.equal(ours, theirs) for ours, theirs in results), name

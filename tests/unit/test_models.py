@@ -217,8 +217,10 @@ def test_experts_compute_what_each_token_would_alone(per_token: int) -> None:
         layer.zero_grad()
         hidden.grad = None
     assert len(results[0]) == 6
+    # One expert's weight is 1 whatever the router says: the gradient through it is a difference of equal numbers.
+    atol = 1e-3 if per_token == 1 else 1e-4
     for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=atol)
 
 
 def test_an_expert_without_a_token_and_all_tokens_on_one_expert() -> None:

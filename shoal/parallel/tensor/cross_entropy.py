@@ -88,7 +88,7 @@ class VocabParallelLoss:
     def __init__(self, comm: Communicator, vocab_size: int, *, shifts: bool) -> None:
         self._comm = comm
         self._vocab_size = vocab_size
-        self._shifts = shifts
+        self.shifts_labels = shifts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabParallelLoss:
         return self
@@ -104,7 +104,7 @@ class VocabParallelLoss:
         **_: Any,
     ) -> torch.Tensor:
         targets = labels if shift_labels is None else shift_labels
-        if self._shifts and shift_labels is None:
+        if self.shifts_labels and shift_labels is None:
             targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         loss = vocab_parallel_cross_entropy(
             logits, targets, self._comm, self._vocab_size, ignore_index=ignore_index,

@@ -7,6 +7,7 @@ import torch
 
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.processor import has_instructions_for
 from tests.ranks.models import OddParameters, Plain
 from tests.ranks.training import (
     STAGES,
@@ -102,6 +103,9 @@ def test_sixteen_bit_training_follows_an_fp32_main_parameter_reference(
     precision: str, dtype: torch.dtype, scale: float, world: int, accumulation: int
 ) -> None:
     section = {"enabled": True} if precision == "bf16" else {"enabled": True, "loss_scale": scale}
+    # Four updates of at most 1e-2. A processor with fp16 instructions adds in fp16, in an order that the number of rows
+    # chooses: then each update may be one rounding away.
+    bound = 4e-2 * 2**-11 if precision == "fp16" and has_instructions_for("fp16") else 1e-6
     hand = train_by_hand(Plain, dtype, adamw, world=world, steps=4, accumulation=accumulation, clip=CLIP, scale=scale)
     found = []
     for stage in STAGES:
@@ -112,9 +116,7 @@ def test_sixteen_bit_training_follows_an_fp32_main_parameter_reference(
         assert_ranks_agree(results)
         found.append(results)
         assert {p.dtype for p in results[0].parameters.values()} == {dtype}
-        assert (
-            largest_difference(results[0].main_parameters, hand.main_parameters) <= 1e-6
-        )  # four updates of at most 1e-2
+        assert largest_difference(results[0].main_parameters, hand.main_parameters) <= bound
         assert are_bit_equal(results[0].parameters, {n: m.to(dtype) for n, m in results[0].main_parameters.items()})
         losses = [sum(values) / world for values in zip(*(r.losses for r in results), strict=True)]
         assert max(abs(a - b) for a, b in zip(losses, hand.losses, strict=True)) <= 1e-3

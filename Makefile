@@ -79,6 +79,7 @@ test-nightly: $(VENV)/.stamp-test $(CLIENTS_VENV)/.stamp
 
 lint: $(VENV)/.stamp-lint
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 

@@ -205,9 +205,7 @@ def train(
         str | None,
         typer.Option(metavar="PATH", help="A DeepSpeed-style JSON file; options given here override it."),
     ] = None,
-    out: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Folder of the run. Default: runs/DATE-TIME.")
-    ] = None,
+    out: Annotated[str | None, typer.Option(metavar="PATH", help="Folder of the run. Default: runs/DATE-TIME.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that --out contains.")] = False,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed of the weights, the order of data, and sampling. Default: 0.")

@@ -401,6 +401,7 @@ def test_a_model_that_the_ranks_do_not_fit_is_refused() -> None:
         with pytest.raises(UsageError, match=message):
             UlyssesSPAttentionHF.register_with_transformers(llama(), micro_batch_size=1, **arguments)
 
+
 MIXTURES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8, "num_experts_per_tok": 2},

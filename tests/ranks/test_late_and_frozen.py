@@ -114,9 +114,9 @@ def test_a_network_that_is_frozen_while_another_is_updated_trains_as_alone(stage
     def run() -> torch.Tensor:
         models = copy.deepcopy(made)
         generator, critic = (
-            shoal.initialize(
-                model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), config=config(stage)
-            )[0]
+            shoal.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), config=config(stage))[
+                0
+            ]
             for model in models
         )
         for batch in (whole.chunk(RANKS)[generator.global_rank] for whole in BATCHES):

@@ -245,9 +245,7 @@ def test_a_bad_loss_under_fp16_is_named_each_time_and_raised_at_the_third_in_a_r
         assert "rank 1, step 5, first parameter 'embedding.weight'" in message
         assert (skipped, untouched) == (5, True)
     warned = [r.message for r in caplog.records if r.levelname == "WARNING" and "skipped" in r.message]
-    assert [text[:46] for text in warned] == [
-        f"step {n} skipped: the loss of rank 1 is not fini" for n in (0, 1, 3, 4)
-    ]
+    assert [text[:46] for text in warned] == [f"step {n} skipped: the loss of rank 1 is not fini" for n in (0, 1, 3, 4)]
 
 
 def test_overflows_under_fp16_may_go_on_for_longer_than_bad_losses() -> None:

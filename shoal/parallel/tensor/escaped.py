@@ -55,7 +55,6 @@ class SplitTensors:
         if self._heads:
             _search(loss, self._heads, _is_loss, *_LOGITS)
 
-
     def explain(self, error: Exception) -> None:
         """Raises: UsageError: ``error`` left the sequence split, or a module around the layers raised it."""
         if self.region is None or isinstance(error, ShoalError):

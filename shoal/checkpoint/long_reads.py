@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from shoal.comm.environment import read_launch
+from shoal.comm.environment import is_first_process
 
 T = TypeVar("T")
 
@@ -23,5 +23,5 @@ def reported(items: Sequence[T], what: str) -> Iterator[T]:
         yield item
         if time.monotonic() - said >= _EVERY_SECONDS:
             said = time.monotonic()
-            if (launch := read_launch()) is None or launch.rank == 0:
+            if is_first_process():
                 logger.info("%s: %d of %d", what, number + 1, len(items))

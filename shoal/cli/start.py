@@ -21,7 +21,7 @@ from shoal.cli.job import (
     read_config,
     run_folder,
 )
-from shoal.comm.environment import read_launch
+from shoal.comm.environment import is_first_process, read_launch
 from shoal.errors import UsageError
 from shoal.launch import LocalJob, run_local
 from shoal.observe.report import METRICS_FILE, REPORT_FILE, RUN_FILE
@@ -48,15 +48,14 @@ def start(job: TrainJob, *, overwrites: bool = False) -> int:
         job = dataclasses.replace(job, out=str(Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}"))
     job = dataclasses.replace(job, ranks=job.ranks or default_ranks())
     _check(job)
-    launch = read_launch()
-    if launch is None or launch.rank == 0:
+    if is_first_process():
         _make_room(job, overwrites=overwrites)
         if changes:
             print(f"--resume {job.resume}: {', '.join(changes)}")
     if job.resume is not None and (why := _why_it_is_over(job, run_folder(job.resume))):
         print(f"--resume {job.resume}: nothing is left to do: {why}. Give larger --steps or --minutes to go on.")
         return 0
-    if launch is not None or job.ranks == 1:
+    if read_launch() is not None or job.ranks == 1:
         from shoal.cli.training import train
 
         train(job)

@@ -44,9 +44,14 @@ def warn_on_rank_0(text: str, *, stacklevel: int = 3) -> None:
     Args:
         stacklevel: as of ``warnings.warn``, counted from here.
     """
-    launch = read_launch()
-    if launch is None or launch.rank == 0:
+    if is_first_process():
         warnings.warn(text, stacklevel=stacklevel)
+
+
+def is_first_process() -> bool:
+    """True in one process of those that a launcher started, by its variables, and in one that none started."""
+    launch = read_launch()
+    return launch is None or launch.rank == 0
 
 
 def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: bool = True) -> Launch | None:

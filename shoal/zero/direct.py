@@ -22,11 +22,10 @@ from shoal.errors import OptimizerError
 from shoal.optim.elementwise import inner_optimizers
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.unit import Unit
+from shoal.zero.import_state import has_parameter_shape
 from shoal.zero.step import Gather, HasGrad, ShardedStep
 
 logger = logging.getLogger("shoal")
-
-_OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")  # torch's state of one number, whatever the parameter's shape
 
 
 class DirectStep(ShardedStep):
@@ -157,7 +156,8 @@ class DirectStep(ShardedStep):
                     continue
                 self._note_others(held, target)
                 self.optimizer.state[part.param] = {
-                    key: _flat(value) if _has_shape(key, value, target) else value for key, value in held.items()
+                    key: _flat(value) if has_parameter_shape(key, value, target) else value
+                    for key, value in held.items()
                 }
                 if target is not parameter:
                     del holder.state[target]
@@ -172,7 +172,9 @@ class DirectStep(ShardedStep):
             for key, value in held.items()
             if key not in self._others
             and not isinstance(value, int | float | bool | str | None)
-            and not (isinstance(value, torch.Tensor) and (value.numel() == 1 or _has_shape(key, value, target)))
+            and not (
+                isinstance(value, torch.Tensor) and (value.numel() == 1 or has_parameter_shape(key, value, target))
+            )
         }
         if others and not self._others and self.groups[0].buffer.comm.rank == 0:
             logger.warning(
@@ -210,12 +212,6 @@ def _flat(value: torch.Tensor) -> torch.Tensor:
 
 def _is_flat(value: Any, part: ParameterRange) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == part.param.numel()
-
-
-def _has_shape(key: str, value: Any, target: nn.Parameter) -> bool:
-    if not isinstance(value, torch.Tensor) or value.shape != target.shape:
-        return False
-    return value.dim() > 0 or key not in _OF_A_PARAMETER
 
 
 def _is_same(found: Mapping[str, Any], left: Mapping[str, Any]) -> bool:

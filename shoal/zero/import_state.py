@@ -38,7 +38,7 @@ def import_state(step: ShardedStep, given_dtypes: Mapping[int, torch.dtype]) -> 
         if not any(held):
             continue
         ranges = [
-            {key: value for key, value in own.items() if _is_elementwise(key, value, parameter)}
+            {key: value for key, value in own.items() if has_parameter_shape(key, value, parameter)}
             for own, parameter in zip(held, parameters, strict=True)
         ]
         scalars = [
@@ -71,7 +71,7 @@ def _fill(step: ShardedStep, group: ParameterGroup, slot: int, wide: dict[str, t
                 target.copy_(value.reshape(-1)[segment.offset : segment.offset + target.numel()])
 
 
-def _is_elementwise(key: str, value: Any, parameter: nn.Parameter) -> bool:
+def has_parameter_shape(key: str, value: Any, parameter: nn.Parameter) -> bool:
     """True if the state has one element per parameter element. A 0-d state is recognised by its name."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False

@@ -55,7 +55,7 @@ class AttentionCheck:
         if self._axes and model.training and any(type(each) in _BATCH_NORMS for each in model.modules()):
             self._warn(_STATISTICS)
         if self._axes and model.training and counts_positions(model):
-            raise self._takes_none(model)
+            raise self._no_positions(model)
         if not self._axes or not model.training or not takes_tokens(model) or any(map(is_fake, model.parameters())):
             return
         given = given_arguments(model, args, kwargs)
@@ -69,7 +69,7 @@ class AttentionCheck:
             logger.debug("positions of %s were not checked: %s", type(model).__name__, error)
             return
         if found == COUNTS and takes_positions(model):
-            raise self._got_none(model)
+            raise self._no_positions(model)
         if found is not None:
             self._warn(f"{_PARTS}, but {type(model).__name__} {found}. {_INSTEAD}")
 
@@ -89,21 +89,14 @@ class AttentionCheck:
         if shifts_labels_here(model, given):
             self._warn(_LABELS)
         if "input_ids" in given and not (takes_positions(model) and "position_ids" in given):
-            raise self._got_none(model, "pipeline") if takes_positions(model) else self._takes_none(model, "pipeline")
+            raise self._no_positions(model, "pipeline")
 
-    def _got_none(self, model: nn.Module, where: str = "") -> UsageError:
+    def _no_positions(self, model: nn.Module, where: str = "") -> UsageError:
+        verb, do = ("got", _GIVE_POSITIONS) if takes_positions(model) else ("takes", _TRAIN_WITHOUT)
         return UsageError(
-            f"{type(model).__name__} got no position_ids, and {COUNTS}: there are {self._names} ranks.",
+            f"{type(model).__name__} {verb} no position_ids, and {COUNTS}: there are {self._names} ranks.",
             where=where,
-            do="give it position_ids of the whole sequence (as the model counts them on one rank), cut like input_ids.",
-            code="sequence-positions",
-        )
-
-    def _takes_none(self, model: nn.Module, where: str = "") -> UsageError:
-        return UsageError(
-            f"{type(model).__name__} takes no position_ids, and {COUNTS}: there are {self._names} ranks.",
-            where=where,
-            do="train it without sp and cp: with tp, pp, recomputed activations.",
+            do=do,
             code="sequence-positions",
         )
 
@@ -139,6 +132,10 @@ _STATISTICS = (
     "each rank of %s holds a part of every sequence, and the model's batch norms take the mean over this rank's part."
     " Use torch.nn.SyncBatchNorm, or norms of each position."
 )
+_GIVE_POSITIONS = (
+    "give it position_ids of the whole sequence (as the model counts them on one rank), cut like input_ids."
+)
+_TRAIN_WITHOUT = "train it without sp and cp: with tp, pp, recomputed activations."
 _PARTS = "each rank of %s holds a part of every sequence"
 _NO_ATTENTION = (
     "but the model's forward computed no attention over these ranks: positions attend to those of their own rank only."

@@ -26,7 +26,7 @@ def targets_of(batch: Any, model: nn.Module | None) -> torch.Tensor:
     Raises: UsageError: there are none.
     """
     if isinstance(batch, tuple | list) and len(batch) > 1:
-        names = [] if model is None else _arguments(model)[: len(batch)]
+        names = [] if model is None else argument_names(model)[: len(batch)]
         batch = {"labels": batch[names.index("labels") if "labels" in names else 1]}
     given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
     shifted = None if model is None else given.get("shift_labels")
@@ -42,8 +42,8 @@ def targets_of(batch: Any, model: nn.Module | None) -> torch.Tensor:
 
 def shifts_labels(model: Any) -> bool:
     """True if a model takes each label for the target of the position before, as causal models of Transformers do."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT passes labels on
-    owner: Any = next((module for module in model.modules() if "labels" in _arguments(module)), model)
+    model = without_adapters(model)
+    owner: Any = next((module for module in model.modules() if "labels" in argument_names(module)), model)
     shifts, calls_loss = _read(_code_of(type(owner).forward))
     if shifts or not calls_loss:
         return shifts
@@ -51,7 +51,13 @@ def shifts_labels(model: Any) -> bool:
     return _read(_code_of(owner.loss_function))[0] if said is None else said
 
 
-def _arguments(module: Any) -> list[str]:
+def without_adapters(model: Any) -> Any:
+    """The model inside of a wrapper of PEFT, which passes its arguments on; another model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def argument_names(module: Any) -> list[str]:
+    """The names of the arguments of the module's forward, in their order."""
     return list(inspect.signature(module.forward).parameters)
 
 

@@ -6,7 +6,6 @@ positions that the model counts itself then see this rank's part only, without a
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.parallel.sequence.context import SequenceContext, sequence_parallel
-from shoal.parallel.targets import shifts_labels
+from shoal.parallel.targets import argument_names, shifts_labels, without_adapters
 
 _LENGTH, _CHANGED = 16, 5  # positions, and the one that has another token in the second row
 _ROUNDING = 1e-5  # of the largest output; twice the precision of 16-bit formats
@@ -48,7 +47,7 @@ def is_of_transformers(model: Any) -> bool:
 
 def given_arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
     """The names of the arguments of a forward that are not None."""
-    named = dict(zip(inspect.signature(_inner(model).forward).parameters, args, strict=False))
+    named = dict(zip(_arguments(model), args, strict=False))
     return {name for name, value in {**named, **kwargs}.items() if value is not None}
 
 
@@ -78,7 +77,7 @@ def mixed_positions(model: Any, given: Set[str]) -> str | None:
     tokens = torch.full((2, _LENGTH), vocabulary // 2, device=device)
     tokens[1, _CHANGED] = vocabulary // 3
     inputs: dict[str, Any] = {"input_ids": tokens}
-    if "position_ids" in known & given:
+    if "position_ids" in known and "position_ids" in given:
         inputs["position_ids"] = torch.zeros_like(tokens)
     if "use_cache" in known:
         inputs["use_cache"] = False
@@ -102,12 +101,8 @@ def takes_positions(model: Any) -> bool:
     return "position_ids" in _arguments(model)
 
 
-def _inner(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
-
-
-def _arguments(model: Any) -> set[str]:
-    return set(inspect.signature(_inner(model).forward).parameters)
+def _arguments(model: Any) -> list[str]:
+    return argument_names(without_adapters(model))
 
 
 def _plain(output: Any) -> Any:

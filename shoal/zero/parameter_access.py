@@ -122,7 +122,7 @@ class ReadsBetweenSteps(ParameterAccessMode):
         is_read = (
             func not in self._leave_out and not name.endswith(("_like", "__set__")) and not name.startswith("new_")
         )
-        if not self.has_warned and is_read and not torch.compiler.is_compiling() and not _is_copied():
+        if not self.has_warned and is_read and not torch.compiler.is_compiling():
             results = _tensors(result) if result is not None else [None]
             if any(each is None or not is_placeholder(each) for each in results):
                 self._check(name, _tensors([*args, *(kwargs or {}).values()]))
@@ -132,6 +132,8 @@ class ReadsBetweenSteps(ParameterAccessMode):
         for tensor in read:
             parameter = self._name_of(tensor.data_ptr()) if is_placeholder(tensor) else None
             if parameter is not None:
+                if _is_copied():
+                    return
                 self.has_warned = True
                 warnings.warn(
                     f"{function}() reads the sharded parameter {parameter!r} between two steps, where it is NaN; so is"
@@ -144,7 +146,7 @@ class ReadsBetweenSteps(ParameterAccessMode):
 
 def _is_copied() -> bool:
     """True inside of ``copy.deepcopy`` of a parameter: a copy of its module is an error, which says what to do."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     for _ in range(3):
         if frame.f_code.co_name in ("__deepcopy__", "__reduce_ex__"):
             return True

@@ -44,7 +44,7 @@ def main() -> None:
     base = shoal.load_hf(AutoConfig.from_pretrained(options.model), options.model)
     torch.manual_seed(0)
     adapters = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model = get_peft_model(base, adapters)  # type: ignore[arg-type]
+    model = get_peft_model(base, adapters)  # type: ignore[arg-type]  # load_hf gives an nn.Module
     engine, _, loader, _ = shoal.initialize(model=model, config=CONFIG, training_data=rows)
     batches = RepeatingLoader(loader)
 

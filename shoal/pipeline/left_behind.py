@@ -99,9 +99,8 @@ class Learnt:
     """What earlier forwards of a stage have shown, so that each message has the same structure."""
 
     def __init__(self) -> None:
-        self._paths: set[Path] = (
-            set()
-        )  # places where blocks left tensors with a gradient; () from the first backward on
+        # Places where blocks left tensors with a gradient; () from the first forward with gradients on.
+        self._paths: set[Path] = set()
         self._collected: dict[bool, list[str]] = {}  # with and without gradients
         self._num_forwards = {False: 0, True: 0}
 

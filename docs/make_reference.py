@@ -98,8 +98,8 @@ def page() -> str:
     parts += ["## shoal.zero\n"]
     for name in shoal.zero.__all__:
         parts += entry(f"shoal.zero.{name}", getattr(shoal.zero, name), 3)
-    parameters = importlib.import_module("shoal.zero.engine_parameters").EngineParameters
-    owner = importlib.import_module("shoal.zero.parameter_owner").ParameterOwner
+    parameters = importlib.import_module("shoal.access.engine_parameters").EngineParameters
+    owner = importlib.import_module("shoal.running.parameter_owner").ParameterOwner
     parts += [
         "### What the safe accessors do\n",
         "Each finds its parameter's engine and calls one of these methods.\n",

@@ -1,6 +1,6 @@
 """Forward and backward never make the host wait for the device, and step() does so once, for norm, flags and loss.
 
-`torch.cuda.set_sync_debug_mode("error")` raises at a call that waits. The one read of `shoal.zero.step_status` is
+`torch.cuda.set_sync_debug_mode("error")` raises at a call that waits. The one read of `shoal.running.status` is
 allowed, and counted. With states on the host an update waits for its gradient, on the thread of the updates.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import shoal
 from benchmarks.first_gpu.common import Finding, Setting, attempt, config, main, micro_step, model, tokens
-from shoal.zero import step_status
+from shoal.running import status as step_status
 
 CASES = [*((stage, ()) for stage in range(4)), (2, ("optimizer",)), (3, ("optimizer",)), (3, ("param",))]
 

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.access.engine_parameters import EngineParameters
+from shoal.access.init import Init, suspended
 from shoal.checkpoint.expert_weights import ExpertWeights
 from shoal.checkpoint.formats.huggingface import SafetensorsWeights
 from shoal.checkpoint.formats.quantized import DEQUANTIZE, DequantizedWeights
@@ -36,12 +38,10 @@ from shoal.mesh import Mesh
 from shoal.parallel.expert.held import global_names, modules_with_experts
 from shoal.pipeline.cut import CutModel
 from shoal.pipeline.stage import StageModule
+from shoal.running.parameter_owner import OWNERS
+from shoal.running.sharded_at_init import ShardedAtInit
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import read_part
-from shoal.zero.engine_parameters import EngineParameters
-from shoal.zero.init import Init, suspended
-from shoal.zero.parameter_owner import OWNERS
-from shoal.zero.sharded_at_init import ShardedAtInit
 
 logger = logging.getLogger("shoal")
 

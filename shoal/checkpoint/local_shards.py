@@ -27,12 +27,12 @@ from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.rectangles import Rectangle, rectangles
 from shoal.errors import CheckpointError
 from shoal.parallel.expert.held import global_names
+from shoal.running.runtime import ShardedModel
+from shoal.running.step import ShardedStep
+from shoal.sharding.axes import Axes
 from shoal.sharding.layout import ParameterSpec, Ranges
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.parameter_buffer import ParameterBuffer
-from shoal.zero.runtime import ShardedModel
-from shoal.zero.settings import Axes
-from shoal.zero.step import ShardedStep
 
 
 def local_rectangles(spec: ParameterSpec, begin: int, end: int) -> Iterator[tuple[int, Rectangle]]:

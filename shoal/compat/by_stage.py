@@ -10,7 +10,7 @@ import torch
 from shoal.compat.absent import not_built
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer as ShardedOptimizer
 from shoal.compat.optimizer import config_of
-from shoal.zero.parameter_owner import OWNERS
+from shoal.running.parameter_owner import OWNERS
 
 
 class _Kind(type):

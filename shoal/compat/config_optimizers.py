@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shoal.config import Config
-from shoal.zero.optimizer import ShardedOptimizer
+from shoal.running.optimizer import ShardedOptimizer
 
 _STANDS_FOR = "stands_for"  # the name of a class of DeepSpeed's, on the optimizer
 ON_DEVICE = {"adam": "FusedAdam", "adamw": "FusedAdam", "lion": "FusedLion", "lamb": "FusedLamb"}

@@ -27,8 +27,8 @@ from shoal.models.layer_drop import ProgressiveLayerDrop
 from shoal.observe.monitor import Monitor
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.layer import MOELayer, TopKGate
-from shoal.zero.hook_switch import ParameterOffload
-from shoal.zero.optimizer import ShardedOptimizer
+from shoal.running.hook_switch import ParameterOffload
+from shoal.running.optimizer import ShardedOptimizer
 
 
 class DeepSpeedEngine(DeepSpeedGradients):

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from shoal.access.init import suspended
 from shoal.comm.world import current_world, init_distributed
 from shoal.compat.engine import DeepSpeedEngine
 from shoal.compat.given_mesh import given_degrees
@@ -18,7 +19,6 @@ from shoal.data import Loader
 from shoal.engine.initialize import check_model
 from shoal.engine.initialize import initialize as initialize_engine
 from shoal.errors import ConfigError
-from shoal.zero.init import suspended
 
 MaybeNone: TypeAlias = Any  # not checked for None, as typeshed does: the config decides whether there is one
 Initialized: TypeAlias = tuple[DeepSpeedEngine, DeepSpeedShardedOptimizer | MaybeNone, Loader | MaybeNone, Any]

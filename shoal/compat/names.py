@@ -245,7 +245,7 @@ EXPORTS: dict[str, dict[str, str]] = {
         ),
     },
     "runtime.zero.offload_states": {_SMALL: "get_state_devices"},
-    "runtime.zero.parameter_offload": {"shoal.zero.hook_switch": "DeepSpeedZeRoOffload=ParameterOffload"},
+    "runtime.zero.parameter_offload": {"shoal.running.hook_switch": "DeepSpeedZeRoOffload=ParameterOffload"},
     "runtime.zero.stage3": {
         "shoal.compat.by_stage": "DeepSpeedZeroOptimizer_Stage3",
         "shoal.compat.estimates": (

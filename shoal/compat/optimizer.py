@@ -7,8 +7,8 @@ import torch
 from shoal.config import Config
 from shoal.engine.engine import Engine
 from shoal.optim.loss_scale import LossScaleSettings
-from shoal.zero.optimizer import LastStep, ShardedOptimizer
-from shoal.zero.parameter_owner import OWNERS
+from shoal.running.optimizer import LastStep, ShardedOptimizer
+from shoal.running.parameter_owner import OWNERS
 
 
 def config_of(optimizer: ShardedOptimizer) -> Config | None:

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.access.gathered import GatheredParameters
 from shoal.comm.world import process_group
 from shoal.engine.clipping import CLIPPING
 from shoal.errors import UsageError
-from shoal.zero.gathered import GatheredParameters
-from shoal.zero.parameter_owner import OWNERS, ParameterOwner, ParameterState
-from shoal.zero.sharded_at_init import ShardedAtInit
+from shoal.running.parameter_owner import OWNERS, ParameterOwner, ParameterState
+from shoal.running.sharded_at_init import ShardedAtInit
 
 
 class ZeroParamStatus(Enum):

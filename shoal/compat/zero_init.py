@@ -21,14 +21,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from shoal.access.init import Init as ShardingInit
+from shoal.build.buffer_formats import widen
 from shoal.comm.world import current_world, init_distributed
 from shoal.compat.engine import DeepSpeedEngine
 from shoal.compat.environment import launched_ranks
 from shoal.engine.settings import wide_buffers_of
 from shoal.errors import UsageError
 from shoal.zero import GatheredParameters
-from shoal.zero.buffer_formats import widen
-from shoal.zero.init import Init as ShardingInit
 
 _FACADE = "shoal.compat.deepspeed.runtime.zero.partition_parameters"
 Constructor = Callable[..., torch.Tensor]

@@ -22,7 +22,7 @@ from shoal.parallel.sequence.position_check import (
     takes_positions,
     takes_tokens,
 )
-from shoal.zero.settings import Axes
+from shoal.sharding.axes import Axes
 
 logger = logging.getLogger("shoal")
 

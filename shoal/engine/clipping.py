@@ -25,10 +25,10 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from shoal.access.engine_parameters import EngineParameters
 from shoal.engine.accumulation import Accumulation
 from shoal.errors import UsageError
-from shoal.zero.engine_parameters import EngineParameters
-from shoal.zero.parameter_owner import OWNERS, ParameterOwner
+from shoal.running.parameter_owner import OWNERS, ParameterOwner
 
 
 class _Replaced(NamedTuple):

@@ -55,12 +55,12 @@ from shoal.parallel.sequence.context import (
 from shoal.parallel.sequence.rotary import follow_longest_sequence
 from shoal.parallel.sequence.routers import balance_whole_sequences
 from shoal.parallel.tensor.escaped import SplitTensors
+from shoal.running.optimizer import ShardedOptimizer
+from shoal.running.parameter_owner import OWNERS
+from shoal.running.status import GlobalStatus
 from shoal.sharding.param_group import ParameterGroup
 from shoal.simulation.check import LastingCheck
 from shoal.text import did_you_mean
-from shoal.zero.optimizer import ShardedOptimizer
-from shoal.zero.parameter_owner import OWNERS
-from shoal.zero.step_status import GlobalStatus
 
 
 @cache

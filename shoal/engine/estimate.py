@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.build.plan import BuildPlan, GroupPlan, ModelParts
 from shoal.comm.fake import FakeTransport
 from shoal.comm.world import World
 from shoal.config import load
 from shoal.engine.settings import plan_of
 from shoal.errors import UsageError
+from shoal.offload.policy import Tiers
+from shoal.sharding.axes import Axes
 from shoal.sharding.memory_model import ADAM_STATES, UnitMemory
 from shoal.sharding.placement import Tier
 from shoal.sharding.staging import MAX_BUFFERS_ON_ACCELERATOR, MAX_SHARDS
-from shoal.zero.build_plan import BuildPlan, GroupPlan, ModelParts
-from shoal.zero.offload_policy import Tiers
-from shoal.zero.settings import Axes
 
 KINDS = ("parameter", "gradient", "master", "optimizer state", "gathered", "buffers")
 _ONE_STATE = ("adagrad", "lion")  # per element; others keep Adam's two, SGD its momentum

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.engine.log import say_on_rank_0
+from shoal.engine.move_experts import can_move, move_experts
 from shoal.engine.over_stages import from_stages
 from shoal.engine.properties import Properties
 from shoal.engine.sharding import Sharding
@@ -20,7 +21,6 @@ from shoal.parallel.expert.copies import ExpertCopies
 from shoal.parallel.expert.held import ExpertsHeld, modules_with_experts
 from shoal.parallel.expert.load import ExpertLoad
 from shoal.parallel.expert.rebalance import Placement, most_loaded, num_moved, plan_copies
-from shoal.zero.move_experts import can_move, move_experts
 
 _EVENTS_EVERY = 10  # steps, where the config has no steps_per_print
 

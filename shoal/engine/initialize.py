@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from shoal.access.engine_parameters import EngineParameters
+from shoal.build.build import build
 from shoal.comm.world import World
 from shoal.compiler import refuse_cuda_graphs
 from shoal.config import Config, load
@@ -63,18 +65,16 @@ from shoal.parallel.expert.divide import ep_size_of, wants_split
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.stage import StageModule
 from shoal.processor import emulation_notes
+from shoal.running.direct import DirectStep
+from shoal.running.import_state import import_state
+from shoal.running.parameter_owner import OWNERS
+from shoal.running.runtime import ShardedModel
+from shoal.running.step import ShardedStep
+from shoal.sharding.axes import Axes
 from shoal.sharding.placement import Tier
 from shoal.simulation.check import LastingCheck
 from shoal.streams import simulation
 from shoal.text import counted, listed
-from shoal.zero.build import build
-from shoal.zero.direct import DirectStep
-from shoal.zero.engine_parameters import EngineParameters
-from shoal.zero.import_state import import_state
-from shoal.zero.parameter_owner import OWNERS
-from shoal.zero.runtime import ShardedModel
-from shoal.zero.settings import Axes
-from shoal.zero.step import ShardedStep
 
 # By name: importing FSDP takes half a second.
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from shoal.build.plan import ModelParts
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import current_world
 from shoal.config import Config
@@ -23,10 +24,9 @@ from shoal.parallel.tensor.apply import parallelize
 from shoal.parallel.tensor.grid import Grid
 from shoal.parallel.tensor.grid_apply import parallelize_grid
 from shoal.parallel.tensor.plan import plan_for
+from shoal.running.parameter_owner import OWNERS
+from shoal.sharding.axes import Axes, ExpertAxis
 from shoal.sharding.layout import ParameterSpec
-from shoal.zero.build_plan import ModelParts
-from shoal.zero.parameter_owner import OWNERS
-from shoal.zero.settings import Axes, ExpertAxis
 
 
 def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device) -> ModelParts:

@@ -14,7 +14,7 @@ from shoal.engine.sharding import Sharding
 from shoal.errors import NonFiniteError
 from shoal.optim.loss_scale import Event, LossScale
 from shoal.parallel.expert.held import first_bad_router
-from shoal.zero.step_status import GlobalStatus, first_bad_parameter
+from shoal.running.status import GlobalStatus, first_bad_parameter
 
 # Steps in a row whose loss, before scaling, is not finite. A smaller loss scale repairs none of them.
 MAX_BAD_LOSSES = 3  # under a loss scale: one odd batch may overflow in an fp16 forward

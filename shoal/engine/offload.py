@@ -23,10 +23,10 @@ from shoal.memory.disk import DiskTier
 from shoal.memory.disk_store import DiskStore
 from shoal.memory.tier_error import free_nbytes
 from shoal.memory.unwritten_disk import UnwrittenDisk
+from shoal.offload.disk_state import DiskOptimizerState, Disks
+from shoal.offload.policy import FittedTiers, Free, Tiers, fit_to_memory
 from shoal.sharding.memory_model import UnitMemory
 from shoal.sharding.placement import Tier
-from shoal.zero.disk_state import DiskOptimizerState, Disks
-from shoal.zero.offload_policy import FittedTiers, Free, Tiers, fit_to_memory
 
 
 def measure(device: Device, *, is_host_separate: bool, num_ranks_here: int, path: str | None) -> Free:

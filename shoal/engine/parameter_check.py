@@ -9,12 +9,12 @@ from operator import attrgetter
 import torch
 from torch import nn
 
+from shoal.build.build import check_unchanged
 from shoal.device import is_fake
 from shoal.errors import ModelError
+from shoal.running.runtime import ShardedModel
 from shoal.streams import is_accelerator
 from shoal.text import counted, listed
-from shoal.zero.build import check_unchanged
-from shoal.zero.runtime import ShardedModel
 
 logger = logging.getLogger("shoal")
 

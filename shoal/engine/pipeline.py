@@ -27,8 +27,8 @@ from shoal.pipeline.run import Failure, MicroBatch, PipelineRun
 from shoal.pipeline.schedule import Action, PipelineSchedule, build_schedule, forward_schedule
 from shoal.pipeline.stage import StageModule
 from shoal.pipeline.topology import PipelineParallelGrid
+from shoal.running.status import GlobalStatus
 from shoal.sharding.unit import Unit
-from shoal.zero.step_status import GlobalStatus
 
 
 class PipelineEngine(Engine):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.build.plan import ModelParts, ModuleAsBuilt
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import World
 from shoal.config import Config
@@ -25,12 +26,11 @@ from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.schedule import build_schedule
 from shoal.pipeline.stage import StageModule
 from shoal.pipeline.topology import topology_of_mesh
+from shoal.running.parameter_owner import OWNERS
+from shoal.running.sharded_at_init import ChunkedTransfer, ShardedAtInit
+from shoal.sharding.axes import Axes
 from shoal.sharding.partition import names_a_unit
 from shoal.sharding.parts import cut as cut_part
-from shoal.zero.build_plan import ModelParts, ModuleAsBuilt
-from shoal.zero.parameter_owner import OWNERS
-from shoal.zero.settings import Axes
-from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
 
 
 def stages_of(

@@ -8,7 +8,7 @@ from shoal.comm.world import World
 from shoal.config import Config
 from shoal.device import Device
 from shoal.engine.settings import Plan
-from shoal.zero.settings import Axes
+from shoal.sharding.axes import Axes
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shoal.build.settings import Precision, ZeroSettings
 from shoal.config import Config
 from shoal.config.ranks import mesh_of
 from shoal.errors import ConfigError
@@ -16,7 +17,6 @@ from shoal.optim.loss_scale import LossScale, LossScaleSettings
 from shoal.sharding.gradient import GradientPolicy
 from shoal.sharding.partition import UnitRules
 from shoal.sharding.placement import Tier
-from shoal.zero.settings import Precision, ZeroSettings
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,

@@ -14,19 +14,19 @@ from contextlib import suppress
 import torch
 from torch import nn
 
+from shoal.access.engine_parameters import EngineParameters
 from shoal.checkpoint.local_shards import LocalShards, owned_range
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.parameter_check import ParameterCheck
 from shoal.engine.properties import Properties
 from shoal.errors import UsageError
 from shoal.observe.ledger import Ledger, account
+from shoal.running.runtime import ShardedModel
+from shoal.running.status import GlobalStatus, refuse_unused, synchronize_status
+from shoal.running.step import ShardedStep
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
 from shoal.text import counted, listed
-from shoal.zero.engine_parameters import EngineParameters
-from shoal.zero.runtime import ShardedModel
-from shoal.zero.step import ShardedStep
-from shoal.zero.step_status import GlobalStatus, refuse_unused, synchronize_status
 
 logger = logging.getLogger("shoal")
 

@@ -17,8 +17,8 @@ import torch
 
 from shoal.device import is_fake
 from shoal.engine.log import logger
+from shoal.sharding.axes import Axes
 from shoal.sharding.param_group import ParameterGroup
-from shoal.zero.settings import Axes
 
 _DIFFERS = 1e-2  # of the sum of absolute values; sums in another order differ by less
 _IS_SAME = 1e-6

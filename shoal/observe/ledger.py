@@ -9,13 +9,13 @@ import torch
 
 from shoal.comm.protocol import Communicator
 from shoal.device import Device, MemoryReading
+from shoal.running.runtime import ShardedModel
+from shoal.running.step import ShardedStep
 from shoal.sharding.memory_model import GroupMemory
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
 from shoal.text import format_bytes
 from shoal.text import table as text_table
-from shoal.zero.runtime import ShardedModel
-from shoal.zero.step import ShardedStep
 
 KINDS = (
     "parameter",

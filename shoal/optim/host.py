@@ -5,7 +5,7 @@
     blocks      the same                                                   torch's, which share each block
     plain       whole ranges, operation after operation                    torch's
 
-All three give the same bits: those of the optimizer's own ``step()`` in ``shoal.zero.step``.
+All three give the same bits: those of the optimizer's own ``step()`` in ``shoal.running.step``.
 """
 
 from __future__ import annotations

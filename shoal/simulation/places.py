@@ -15,7 +15,7 @@ _SKIPPED = (
     "/shoal/streams.py",
     "/shoal/comm/",
     "/shoal/memory/",
-    "/shoal/zero/parameter_access.py",
+    "/shoal/running/parameter_access.py",
 )
 _NUM_PLACES = 3
 

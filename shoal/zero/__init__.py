@@ -1,6 +1,6 @@
 """ZeRO: the table of placements and what executes it."""
 
-from shoal.zero.engine_parameters import (
+from shoal.access.engine_parameters import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -14,8 +14,8 @@ from shoal.zero.engine_parameters import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from shoal.zero.gathered import GatheredParameters, register_external_parameter, unregister_external_parameter
-from shoal.zero.init import Init
+from shoal.access.gathered import GatheredParameters, register_external_parameter, unregister_external_parameter
+from shoal.access.init import Init
 
 __all__ = [
     "GatheredParameters",

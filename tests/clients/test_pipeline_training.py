@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.build.materialize import Materializer
+from shoal.build.plan import ModuleAsBuilt
 from shoal.comm.single import SingleCommunicator
 from shoal.comm.threads import run_ranks
 from shoal.errors import UsageError
 from shoal.parallel.sequence.huggingface import register
 from shoal.pipeline.cut import cut
-from shoal.zero.build_plan import ModuleAsBuilt
-from shoal.zero.materialize import Materializer
 from tests.clients.test_sequence_parallel import transformers_functions  # noqa: F401
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")

@@ -11,7 +11,7 @@ import torch
 
 import shoal
 from shoal.models.gpt import GPT, GPTConfig
-from shoal.zero import step_status
+from shoal.running import status as step_status
 
 pytestmark = pytest.mark.device
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import shoal
-from shoal.comm.threads import run_ranks
-from shoal.comm.world import current_world
-from shoal.compat.deepspeed.utils import groups
-from shoal.models.gpt import GPT, GPTConfig
-from shoal.zero.engine_parameters import (
+from shoal.access.engine_parameters import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
 )
+from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from shoal.compat.deepspeed.utils import groups
+from shoal.models.gpt import GPT, GPTConfig
 from tests.ranks.training import make
 
 VOCABULARY, LENGTH, ROWS, HIDDEN = 50, 8, 2, 56

@@ -25,7 +25,7 @@ from shoal.compat.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from shoal.compat.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from shoal.compat.deepspeed.utils.timer import ThroughputTimer
 from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
-from shoal.zero.optimizer import ShardedOptimizer
+from shoal.running.optimizer import ShardedOptimizer
 
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
 TWICE = {"train_batch_size": 3, "gradient_accumulation_steps": 2}  # 3 is not 1 x 2 x 1

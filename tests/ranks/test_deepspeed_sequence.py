@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import shoal
+from shoal.access.engine_parameters import safe_get_full_grad
 from shoal.comm.of_group import communicator_of
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
@@ -27,7 +28,6 @@ from shoal.errors import UsageError
 from shoal.mesh import Mesh
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.sequence.context import current_sequence_context, set_sequence_context
-from shoal.zero.engine_parameters import safe_get_full_grad
 from tests.ranks.training import make
 
 E = 8

@@ -17,8 +17,8 @@ from shoal.comm.world import current_world
 from shoal.compat.deepspeed import initialize
 from shoal.compat.zero_init import Init
 from shoal.errors import UsageError
+from shoal.running.parameter_owner import OWNERS
 from shoal.zero import GatheredParameters
-from shoal.zero.parameter_owner import OWNERS
 from tests.ranks.models import Plain
 from tests.ranks.training import batch, config, sgd, start, start_with
 

@@ -11,12 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shoal
+from shoal.build.settings import ZeroSettings
 from shoal.comm.threads import run_ranks
 from shoal.engine.estimate import Estimate, activation_nbytes, estimate, variants
 from shoal.errors import UsageError
 from shoal.models import GPT, GPTConfig
 from shoal.sharding.placement import Tier
-from shoal.zero.settings import ZeroSettings
 
 SHAPE = GPTConfig(512, 32, num_layers=2, hidden_size=128, num_heads=2, tied=False)
 STATES = ("parameter", "gradient", "master", "optimizer state")

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.access.engine_parameters import safe_get_full_optimizer_state
 from shoal.comm.threads import run_ranks
 from shoal.errors import ConfigError, NotBuiltError
 from shoal.parallel.expert.bias import add_bias
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.grouped import grouped_linear
 from shoal.parallel.expert.held import modules_with_experts
-from shoal.zero.engine_parameters import safe_get_full_optimizer_state
 from tests.ranks.expert_cases import NUM_EXPERTS, WIDTH, ExpertModel, ListedExperts, StackedExperts
 from tests.ranks.models import SEQUENCE
 from tests.ranks.training import BF16, adamw, batch, config, make, sgd, start_with

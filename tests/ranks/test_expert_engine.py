@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.access.engine_parameters import safe_get_full_fp32_param
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import ConfigError, ModelError, UsageError
@@ -17,7 +18,6 @@ from shoal.mesh import Mesh
 from shoal.parallel.expert.divide import divide
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.pipeline.module import PipelineModule
-from shoal.zero.engine_parameters import safe_get_full_fp32_param
 from tests.ranks.expert_cases import (
     NUM_EXPERTS,
     WIDTH,

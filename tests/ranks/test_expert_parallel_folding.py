@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.build.plan import ModelParts
 from shoal.comm.world import current_world
 from shoal.errors import ConfigError, ModelError, UsageError
 from shoal.mesh import Mesh
@@ -23,7 +24,6 @@ from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.sharding.layout import ParameterSpec
-from shoal.zero.build_plan import ModelParts
 from tests.ranks.expert_layers import TOP_K, WIDTH
 from tests.ranks.models import VOCABULARY
 from tests.ranks.test_expert_tensor_parallel import (

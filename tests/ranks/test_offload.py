@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import shoal
+from shoal.build.settings import ZeroSettings
 from shoal.comm.threads import run_ranks
 from shoal.errors import ConfigError, TierError
 from shoal.sharding.placement import Tier
-from shoal.zero.settings import ZeroSettings
 
 VOCABULARY = 13
 

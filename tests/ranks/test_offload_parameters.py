@@ -14,7 +14,7 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import ConfigError, OutOfMemoryError
 from shoal.memory.disk_store import DiskStore
-from shoal.zero.offload_policy import Free
+from shoal.offload.policy import Free
 from tests.ranks.composing import MODEL as COMPOSED
 from tests.ranks.live_storages import LiveStorages
 from tests.ranks.test_offload import MODEL, accessed, config, go_on, held, loaded, make_apart, train

@@ -18,10 +18,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shoal
+from shoal.build.settings import ZeroSettings
 from shoal.comm.threads import run_ranks
 from shoal.engine import offload_states
 from shoal.errors import OutOfMemoryError, UsageError
-from shoal.zero.settings import ZeroSettings
 from tests.ranks.test_offload import MODEL, VOCABULARY, config, make_apart
 
 KINDS = ["optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer"]

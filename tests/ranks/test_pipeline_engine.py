@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.comm.threads import run_ranks
-from shoal.zero.runtime import ShardedModel
+from shoal.running.runtime import ShardedModel
 from tests.ranks.pipeline_layers import NUM_LAYERS, STEPS, alone, batches, engine_of
 
 

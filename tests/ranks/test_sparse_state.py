@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.build.settings import ZeroSettings
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.zero import (
@@ -19,7 +20,6 @@ from shoal.zero import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from shoal.zero.settings import ZeroSettings
 from tests.ranks.sparse_models import (
     CASES,
     IDS,

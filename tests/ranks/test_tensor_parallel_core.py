@@ -11,17 +11,17 @@ from torch import nn
 from torch.nn import functional
 
 import shoal
-from shoal.comm.autograd import all_gather, all_reduce, copy, gather, reduce_scatter
-from shoal.comm.protocol import Communicator
-from shoal.comm.threads import run_ranks
-from shoal.comm.world import current_world
-from shoal.mesh import Mesh
-from shoal.zero.engine_parameters import (
+from shoal.access.engine_parameters import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
 )
+from shoal.comm.autograd import all_gather, all_reduce, copy, gather, reduce_scatter
+from shoal.comm.protocol import Communicator
+from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from shoal.mesh import Mesh
 from tests.ranks.training import make
 
 HIDDEN, LENGTH, ROWS = 10, 4, 2

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 import shoal
+from shoal.access.engine_parameters import safe_get_full_fp32_param
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import ConfigError, ModelError, UsageError
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.tensor import vocab_parallel_cross_entropy
-from shoal.zero.engine_parameters import safe_get_full_fp32_param
 from tests.ranks.training import make, sgd
 
 ROWS, LENGTH, VOCABULARY = 2, 8, 50

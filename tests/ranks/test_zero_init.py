@@ -17,7 +17,7 @@ from shoal import zero
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import ConfigError, ModelError
-from shoal.zero.parameter_owner import OWNERS
+from shoal.running.parameter_owner import OWNERS
 from tests.ranks.models import HIDDEN, VOCABULARY, Block, Plain, WithBuffers, cross_entropy
 from tests.ranks.training import (
     STAGES,

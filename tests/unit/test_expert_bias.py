@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from shoal.build.buffer_formats import widen
 from shoal.config.experts import ExpertParallel
 from shoal.models import GPTConfig
 from shoal.parallel.expert.apply import prepare_experts
@@ -12,7 +13,6 @@ from shoal.parallel.expert.bias import add_bias, bias_of, update_bias
 from shoal.parallel.expert.load import imbalance
 from shoal.parallel.expert.losses import tokens_per_expert
 from shoal.parallel.expert.stacked import ExpertFeedForward
-from shoal.zero.buffer_formats import widen
 
 EXPERTS = 6
 

@@ -20,8 +20,8 @@ from shoal.comm.recorder import Entry
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world, fake_world
 from shoal.errors import PlacementError
+from shoal.running.step import ShardedStep
 from shoal.sharding.unit import Unit, UnitState
-from shoal.zero.step import ShardedStep
 from tests.ranks.models import Plain, cross_entropy
 from tests.ranks.training import (
     adamw,

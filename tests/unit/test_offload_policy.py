@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from shoal.errors import OutOfMemoryError
+from shoal.offload.policy import Free, Tiers, fit_to_memory, from_config
 from shoal.sharding.memory_model import UnitMemory
 from shoal.sharding.placement import Tier
-from shoal.zero.offload_policy import Free, Tiers, fit_to_memory, from_config
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 

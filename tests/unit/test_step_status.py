@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm.single import SingleCommunicator
 from shoal.comm.threads import run_ranks
 from shoal.mesh import Mesh
+from shoal.running import status as step_status
+from shoal.running.reducer import Reducer
+from shoal.running.status import synchronize_status
+from shoal.sharding.axes import Axes
 from shoal.sharding.gradient_norm import sum_of_squares, sums_of_squares
-from shoal.zero import step_status
-from shoal.zero.reducer import Reducer
-from shoal.zero.settings import Axes
-from shoal.zero.step_status import synchronize_status
 from tests.ranks.models import Plain
 from tests.ranks.training import batch, config, sgd, start
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from shoal.access.engine_parameters import EngineParameters
 from shoal.comm.environment import read_launch
 from shoal.comm.world import current_world, init_distributed, process_group
 from shoal.compat.absent import absent_function
@@ -35,8 +36,7 @@ from shoal.compat.optimizer import DeepSpeedShardedOptimizer
 from shoal.compat.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
 from shoal.engine.log import say_on_rank_0
 from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
-from shoal.zero.engine_parameters import EngineParameters
-from shoal.zero.parameter_owner import OWNERS
+from shoal.running.parameter_owner import OWNERS
 
 DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shoal.access.engine_parameters import EngineParameters
 from shoal.comm.world import current_world
 from shoal.compat.accelerator import get_accelerator
 from shoal.compat.partitioned_tensor import PartitionedTensor
@@ -16,9 +17,8 @@ from shoal.errors import UsageError
 from shoal.pipeline.balance import balance
 from shoal.pipeline.balance import uniform as partition_uniform
 from shoal.pipeline.module import set_random_seed
+from shoal.running.parameter_owner import OWNERS
 from shoal.text import format_bytes
-from shoal.zero.engine_parameters import EngineParameters
-from shoal.zero.parameter_owner import OWNERS
 
 
 class DummyOptim:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from shoal import zero
+from shoal.access.engine_parameters import EngineParameters
+from shoal.running.parameter_owner import OWNERS
 from shoal.zero import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
@@ -20,8 +22,6 @@ from shoal.zero import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from shoal.zero.engine_parameters import EngineParameters
-from shoal.zero.parameter_owner import OWNERS
 
 
 def _is_frozen(parameter: nn.Parameter) -> bool:

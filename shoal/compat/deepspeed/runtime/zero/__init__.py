@@ -15,7 +15,7 @@ from shoal.compat.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearR
 from shoal.compat.table_finder import submodules_of
 from shoal.compat.zero_init import Init as MiCS_Init
 from shoal.compat.zero_init import unwrap_model_for_generation
-from shoal.zero.hook_switch import ParameterOffload as DeepSpeedZeRoOffload
+from shoal.running.hook_switch import ParameterOffload as DeepSpeedZeRoOffload
 
 __getattr__ = submodules_of(__name__)
 

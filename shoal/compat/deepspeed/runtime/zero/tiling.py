@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.access.gathered import GatheredParameters
 from shoal.compat.deepspeed.runtime.utils import partition_uniform
 from shoal.errors import ModelError
-from shoal.zero.gathered import GatheredParameters
 
 
 class TiledLinear(nn.Module):

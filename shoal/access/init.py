@@ -26,8 +26,8 @@ from shoal.errors import NotBuiltError, UsageError
 from shoal.host_heap import HostHeap
 from shoal.launch.environment import heap_is_set
 from shoal.mesh import Mesh
-from shoal.zero.parameter_access import ParameterAccessMode
-from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
+from shoal.running.parameter_access import ParameterAccessMode
+from shoal.running.sharded_at_init import ChunkedTransfer, ShardedAtInit
 
 
 class Init:

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.compiler import untraced
 from shoal.errors import UsageError
+from shoal.running.hook_switch import Switch
 from shoal.sharding.unit import Unit, UnitState
-from shoal.zero.hook_switch import Switch
 
 
 class Runtime(Protocol):

@@ -11,12 +11,12 @@ import torch
 from shoal.comm.protocol import Communicator
 from shoal.device import read_vector
 from shoal.errors import ModelError
+from shoal.running.reducer import Reducer
+from shoal.running.step import HasGrad
+from shoal.sharding.axes import Axes
 from shoal.sharding.gradient_norm import sums_of_squares
 from shoal.sharding.param_group import ParameterGroup
 from shoal.text import counted, listed
-from shoal.zero.reducer import Reducer
-from shoal.zero.settings import Axes
-from shoal.zero.step import HasGrad
 
 
 @dataclass(frozen=True)

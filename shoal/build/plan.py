@@ -18,7 +18,8 @@ from shoal.sharding.parameter_buffer import Used
 from shoal.sharding.partition import UnitSpec, partition
 from shoal.sharding.sparse_sum import sparse_names
 from shoal.sharding.table import Row, row_of_stage
-from shoal.zero.settings import Axes, ExpertAxis, GroupAxes, Precision, ZeroSettings
+from shoal.build.settings import Precision, ZeroSettings
+from shoal.sharding.axes import Axes, ExpertAxis, GroupAxes
 
 
 @dataclass(frozen=True)

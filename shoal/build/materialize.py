@@ -22,10 +22,10 @@ from shoal.device import is_fake
 from shoal.errors import ModelError
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import cut
-from shoal.zero.build_plan import ModuleAsBuilt
-from shoal.zero.parameter_access import ParameterAccessMode
-from shoal.zero.parameter_owner import OWNERS
-from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
+from shoal.build.plan import ModuleAsBuilt
+from shoal.running.parameter_access import ParameterAccessMode
+from shoal.running.parameter_owner import OWNERS
+from shoal.running.sharded_at_init import ChunkedTransfer, ShardedAtInit
 
 
 class Materializer:

@@ -1,104 +1,15 @@
-"""How a model is sharded: the formats of each kind of state, what the configuration asks for, and the axes of ranks."""
+"""The axes of ranks: of one model, and of one parameter group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
-
-import torch
 
 from shoal.comm.protocol import Communicator
 from shoal.mesh import Mesh
-from shoal.sharding.gradient import GradientPolicy
-from shoal.sharding.memory_model import UnitMemory
-from shoal.sharding.partition import UnitRules
-from shoal.sharding.placement import Tier
-from shoal.streams import is_accelerator
-from shoal.zero.offload_policy import Tiers, from_config
 
 ExpertAxis = Literal["ep", "etp", "expert_model"]
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Which dtype each kind of state has.
-
-    Args:
-        parameter: floating-point parameters are cast to it; None: kept.
-        main: dtype of the main parameters of 16-bit parameters; None: the optimizer updates the parameters themselves.
-        state: dtype of optimizer state; None: that of the main parameters.
-        buffer: floating-point buffers of the model are cast to it; None: kept, as ``buffer_formats`` has it.
-        fp32_buffers: names of buffers that stay in fp32; None: those that the model names.
-        reduce_dtypes: by name, parameters whose gradients are sent in this dtype, not in ``gradient.reduce_dtype``.
-    """
-
-    parameter: torch.dtype | None = None
-    main: torch.dtype | None = torch.float32
-    state: torch.dtype | None = None
-    buffer: torch.dtype | None = None
-    fp32_buffers: tuple[str, ...] | None = None
-    gradient: GradientPolicy = field(default_factory=GradientPolicy)
-    reduce_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-
-    def policy_of(self, name: str) -> GradientPolicy:
-        """How the gradient of a parameter is summed."""
-        sent = self.reduce_dtypes.get(name)
-        return self.gradient if sent is None else replace(self.gradient, reduce_dtype=sent)
-
-    def has_wider_main(self, dtype: torch.dtype) -> bool:
-        """True if main parameters have more digits than parameters of ``dtype``."""
-        return dtype in (torch.float16, torch.bfloat16) and self.main not in (None, dtype)
-
-    def main_of(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the main parameters of parameters of ``dtype``."""
-        return self.main if self.main is not None and self.has_wider_main(dtype) else dtype
-
-    def of(self, parameter: torch.nn.Parameter) -> torch.dtype:
-        """The dtype that a parameter gets."""
-        is_cast = self.parameter is not None and parameter.is_floating_point()
-        return self.parameter if is_cast and self.parameter is not None else parameter.dtype
-
-
-@dataclass(frozen=True)
-class ZeroSettings:
-    """What the JSON file says about sharding, in Shoal's words. All ``numel`` are elements."""
-
-    stage: int = 0
-    rules: UnitRules = field(default_factory=UnitRules)
-    has_hpz: bool = False
-    max_bucket_numel: int | None = None
-    prefetch_numel: int = 50_000_000
-    max_live_numel: int = 1_000_000_000
-    max_reuse_numel: int = 0
-    has_overlap: bool = True
-    sparse_gradients: bool = False  # of every embedding; else of those that were made with sparse=True
-    parameter_tier: Tier = Tier.DEVICE  # of shards between uses
-    gathers_if_used: bool = False  # of experts in lists, those that some token uses; at stage 3
-    state_tier: Tier = Tier.DEVICE  # of main parameters and optimizer state
-    state_ratio: float = 1.0  # share of the trained elements whose state is there; the rest is on the device
-    max_host_numel: int = 0  # of this rank's parameters, kept in host memory though their tier is the disk
-    pins_parameters: bool = True
-    pins_state: bool = True
-    is_host_separate: bool | None = None  # is host memory other memory than the device's? None: unless that is a CPU
-
-    def is_offloaded(self, tier: Tier, device: torch.device) -> bool:
-        """True if bytes of ``tier`` in host memory must be copied before ``device`` can compute with them."""
-        return tier is not Tier.DEVICE and self.has_separate_host(device)
-
-    def has_separate_host(self, device: torch.device) -> bool:
-        """True if host memory is other memory than the device's."""
-        return is_accelerator(device) if self.is_host_separate is None else self.is_host_separate
-
-    def tiers(self, units: Sequence[UnitMemory]) -> Sequence[Tiers]:
-        """The tiers that the file names."""
-        return from_config(
-            units,
-            self.parameter_tier,
-            self.state_tier,
-            ratio=self.state_ratio,
-            max_host_numel=self.max_host_numel,
-        )
 
 
 @dataclass(frozen=True)

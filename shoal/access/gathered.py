@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shoal.errors import UsageError
-from shoal.zero.parameter_owner import OWNERS, ParameterOwner
+from shoal.running.parameter_owner import OWNERS, ParameterOwner
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,15 @@ from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.table import Table
 from shoal.sharding.unit import Unit
 from shoal.text import counted, listed
-from shoal.zero.buffer_formats import buffer_formats
-from shoal.zero.build_plan import BuildPlan, GroupPlan, ModelParts, experts_if_used
-from shoal.zero.disk_state import Disks
-from shoal.zero.materialize import Materializer
-from shoal.zero.offload_policy import Tiers
-from shoal.zero.order import UnitOrder
-from shoal.zero.runtime import ShardedModel
-from shoal.zero.settings import Axes, Precision, ZeroSettings
+from shoal.build.buffer_formats import buffer_formats
+from shoal.build.plan import BuildPlan, GroupPlan, ModelParts, experts_if_used
+from shoal.offload.disk_state import Disks
+from shoal.build.materialize import Materializer
+from shoal.offload.policy import Tiers
+from shoal.running.order import UnitOrder
+from shoal.running.runtime import ShardedModel
+from shoal.build.settings import Precision, ZeroSettings
+from shoal.sharding.axes import Axes
 
 Decide = Callable[[Sequence[UnitMemory]], Sequence[Tiers]]
 

@@ -19,10 +19,10 @@ from torch import nn
 
 from shoal.comm.protocol import Work
 from shoal.memory.stream_copies import CopyDone, mark
+from shoal.running.gather_ahead import GatherAhead
+from shoal.running.hooks import HookSet
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.unit import Unit, UnitState
-from shoal.zero.gather_ahead import GatherAhead
-from shoal.zero.hooks import HookSet
 
 
 class DeferredGathers:

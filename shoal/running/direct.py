@@ -20,10 +20,10 @@ from torch import nn
 
 from shoal.errors import OptimizerError
 from shoal.optim.elementwise import inner_optimizers
+from shoal.running.import_state import has_parameter_shape
+from shoal.running.step import Gather, HasGrad, ShardedStep
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.unit import Unit
-from shoal.zero.import_state import has_parameter_shape
-from shoal.zero.step import Gather, HasGrad, ShardedStep
 
 logger = logging.getLogger("shoal")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.zero.order import UnitOrder
+from shoal.running.order import UnitOrder
 
 
 class Switch:

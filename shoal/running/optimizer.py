@@ -12,9 +12,9 @@ from torch import nn
 
 from shoal.errors import OptimizerError, UsageError
 from shoal.optim.loss_scale import LossScale
+from shoal.running.hook_switch import ParameterOffload
+from shoal.running.step import ShardedStep
 from shoal.sharding.param_group import ParameterGroup
-from shoal.zero.hook_switch import ParameterOffload
-from shoal.zero.step import ShardedStep
 
 
 class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):

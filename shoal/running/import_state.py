@@ -14,8 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.optim.elementwise import KNOWN, settings_of
+from shoal.running.step import ShardedStep
 from shoal.sharding.param_group import ParameterGroup
-from shoal.zero.step import ShardedStep
 
 _OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")  # torch's state of one number, whatever the parameter's shape
 

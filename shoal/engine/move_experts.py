@@ -20,9 +20,9 @@ from shoal.comm.protocol import Communicator
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.expert.rebalance import Placement
 from shoal.parallel.tensor.parts import as_ranges
+from shoal.running.runtime import ShardedModel
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.param_group import ParameterGroup
-from shoal.zero.runtime import ShardedModel
 
 
 @dataclass(frozen=True)

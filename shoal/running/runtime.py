@@ -20,22 +20,22 @@ from torch import nn
 from shoal.device import at_end_of_backward, backward_pass, in_backward, in_transform, is_fake
 from shoal.errors import CommError, UsageError
 from shoal.memory.stream_copies import ComputeStream
+from shoal.offload.disk_state import Disks
 from shoal.parallel.expert.held import modules_with_experts
+from shoal.running.deferred_gathers import DeferredGathers
+from shoal.running.gather_ahead import GatherAhead
+from shoal.running.hook_switch import ParameterOffload
+from shoal.running.hooks import HookSet, accumulates_into, tensors_in
+from shoal.running.order import UnitOrder
+from shoal.running.parameter_access import ReadsBetweenSteps, eagerly, gather_on_access
+from shoal.running.reducer import Reducer
+from shoal.running.sharded_at_init import ChunkedTransfer, ShardedAtInit
+from shoal.sharding.axes import Axes
 from shoal.sharding.parameter_buffer import Used
 from shoal.sharding.partition import ROOT
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.table import Table
 from shoal.sharding.unit import Unit, UnitState
-from shoal.zero.deferred_gathers import DeferredGathers
-from shoal.zero.disk_state import Disks
-from shoal.zero.gather_ahead import GatherAhead
-from shoal.zero.hook_switch import ParameterOffload
-from shoal.zero.hooks import HookSet, accumulates_into, tensors_in
-from shoal.zero.order import UnitOrder
-from shoal.zero.parameter_access import ReadsBetweenSteps, eagerly, gather_on_access
-from shoal.zero.reducer import Reducer
-from shoal.zero.settings import Axes
-from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
 
 _RECOMPUTED = -1  # the forward in which a call was made that only backward makes (reentrant checkpointing)
 _MAX_CALLS_KEPT = 64  # of one unit, whose backward has not come

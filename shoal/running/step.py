@@ -19,12 +19,12 @@ from shoal.comm.protocol import Work
 from shoal.comm.single import SingleCommunicator
 from shoal.device import Device
 from shoal.errors import OptimizerError
+from shoal.offload.cpu_optimizer import CpuOptimizer
 from shoal.optim.host import TRIAL_NUMEL, HostStep
 from shoal.optim.whole import OwnedRange, ParameterPart, WholeTensorOptimizer
+from shoal.running.state_formats import in_fp32, round_back
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.unit import Unit
-from shoal.zero.cpu_optimizer import CpuOptimizer
-from shoal.zero.state_formats import in_fp32, round_back
 
 HOST_RANGE_NUMEL = 16 * 1024 * 1024  # of state that is updated on the host: one call's overhead is negligible
 BATCH_NUMEL = 64 * 1024 * 1024  # that an accelerator updates in one call

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from shoal.errors import UsageError
+from shoal.running.parameter_owner import OWNERS, ParameterOwner, ParameterState
+from shoal.running.runtime import ShardedModel
+from shoal.running.step import ShardedStep
 from shoal.sharding.gradient import GradientState
 from shoal.sharding.layout import ParameterSpec, Segment
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.parts import cut, gather_parts
 from shoal.sharding.unit import UnitState
-from shoal.zero.parameter_owner import OWNERS, ParameterOwner, ParameterState
-from shoal.zero.runtime import ShardedModel
-from shoal.zero.step import ShardedStep
 
 _STATES: dict[UnitState, ParameterState] = {UnitState.FULL: "gathered", UnitState.GATHERING: "gathering"}
 

@@ -1,0 +1,1 @@
+"""Access to sharded parameters from outside of the engine: ``Init``, ``GatheredParameters`` and the safe accessors."""

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from shoal.config import add_config_arguments
     from shoal.parallel import recompute as checkpointing
     from shoal.parallel.sequence.attention import attention
+    from shoal.parallel.sequence.chunks import Documents
     from shoal.parallel.sequence.context import SequenceContext, sequence_parallel
-    from shoal.parallel.sequence.documents import Documents
     from shoal.pipeline.layers import LayerSpec, TiedLayerSpec
     from shoal.pipeline.module import PipelineModule
     from shoal.simulation.check import check_streams
@@ -64,7 +64,7 @@ __all__ = [
 
 _MODULES = {
     "DeepSpeedEngine": "shoal.compat.engine",
-    "Documents": "shoal.parallel.sequence.documents",
+    "Documents": "shoal.parallel.sequence.chunks",
     "LayerSpec": "shoal.pipeline.layers",
     "PipelineModule": "shoal.pipeline.module",
     "SequenceContext": "shoal.parallel.sequence.context",

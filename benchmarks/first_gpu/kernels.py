@@ -60,7 +60,7 @@ def _attention(setting: Setting, dtype: torch.dtype, heads: tuple[int, int], bou
     def plain() -> Sequence[Tensor]:
         kernel, tensors = PlainKernel(), [leaf.detach() for leaf in (query, key, value)]
         out, lse = kernel.forward(*tensors, True, size**-0.5)
-        return [out, *kernel.backward(gradient, *tensors, out, lse, True, size**-0.5)]
+        return [out, *kernel.backward(gradient, (*tensors, out, lse), True, size**-0.5)]
 
     return _compare(f"{what} ({name})", ours, plain, bound, setting)
 

@@ -12,7 +12,7 @@ from torch import nn
 from shoal.comm.recorder import Recorder
 from shoal.device import is_fake
 from shoal.errors import ShoalError, UsageError
-from shoal.parallel.sequence.position_check import (
+from shoal.parallel.sequence.whole_sequence import (
     COUNTS,
     counts_positions,
     given_arguments,

@@ -52,8 +52,7 @@ from shoal.parallel.sequence.context import (
     take_sequence_context,
     use_sequence_context,
 )
-from shoal.parallel.sequence.rotary import follow_longest_sequence
-from shoal.parallel.sequence.routers import balance_whole_sequences
+from shoal.parallel.sequence.whole_sequence import balance_whole_sequences, follow_longest_sequence
 from shoal.parallel.tensor.escaped import SplitTensors
 from shoal.running.optimizer import ShardedOptimizer
 from shoal.running.parameter_owner import OWNERS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.parallel.sequence.attention import attention
-from shoal.parallel.sequence.documents import Documents
+from shoal.parallel.sequence.chunks import Documents
 
 pytestmark = pytest.mark.device
 

@@ -18,8 +18,8 @@ from shoal.comm.world import current_world
 from shoal.errors import UsageError
 from shoal.mesh import Mesh
 from shoal.parallel.sequence.attention import attention
+from shoal.parallel.sequence.chunks import Documents
 from shoal.parallel.sequence.context import SequenceContext, sequence_parallel
-from shoal.parallel.sequence.documents import Documents
 from tests.ranks.live_storages import LiveStorages
 from tests.ranks.test_comm_processes import own_world
 

@@ -14,8 +14,8 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import UsageError
 from shoal.parallel.sequence.attention import attention
+from shoal.parallel.sequence.chunks import Documents
 from shoal.parallel.sequence.context import SequenceContext, sequence_parallel
-from shoal.parallel.sequence.documents import Documents
 from tests.ranks.live_storages import LiveStorages
 from tests.ranks.test_sequence_attention import HEADS, PACKED, E, allowed, context_of, tensors
 

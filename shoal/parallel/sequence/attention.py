@@ -18,19 +18,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.compiler import untraced
-from shoal.parallel.sequence.chunks import chunks_of
+from shoal.parallel.sequence.chunks import Documents, chunks_of
 from shoal.parallel.sequence.context import SequenceContext, current_sequence_context
-from shoal.parallel.sequence.documents import Documents
 from shoal.parallel.sequence.exchange import RingPlan
-from shoal.parallel.sequence.flexible import capped_attention, flexible_attention, of_heads
 from shoal.parallel.sequence.kernels import EfficientKernel, HeadGroups, PlainKernel, heads, kernel_for
 from shoal.parallel.sequence.options import (
     AttentionOptions,
     MaskMod,
     ScoreMod,
+    capped_attention,
     check_documents,
     check_options,
     check_shapes,
+    flexible_attention,
+    of_heads,
 )
 from shoal.parallel.sequence.ring import ring_attention
 from shoal.parallel.sequence.ulysses import HeadExchange, check_heads, split_heads

@@ -1,4 +1,4 @@
-"""Which positions of a sequence each rank holds, and which tiles of the score matrix it computes.
+"""Which positions of a sequence each rank holds, the documents in its rows, and which tiles of scores a rank computes.
 
 Under a causal mask the last positions attend to all others and the first to none, so that equal contiguous parts give
 the last rank most of the work. ``balanced`` cuts the sequence into two chunks for each rank, one from each end:
@@ -46,9 +46,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.errors import UsageError
 
 ChunkOrder = Literal["balanced", "contiguous"]
 Chunks = tuple[range, ...]  # the positions of one rank, in the order in which it holds them
@@ -78,6 +84,103 @@ class Tile(NamedTuple):
         words += ["reversed" if self.is_reversed else "causal"] * self.is_causal
         words += [f"{self.num_blocks} blocks"] * (self.num_blocks > 1) + [f"row {self.row}"] * (self.row is not None)
         return f"[{', '.join(words)}]"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of each row of the batch begin, and the length of the row.
+
+    All ranks have the same. Make one for a batch and give it to every layer: then no layer communicates for it.
+
+    >>> Documents.of_lengths([[3, 5], [8]]).begins
+    ((0, 3, 8), (0, 8))
+    >>> Documents.from_ids(torch.tensor([[7, 7, 2, 2, 2], [1, 1, 1, 1, 1]])).begins
+    ((0, 2, 5), (0, 5))
+    >>> Documents.from_positions(torch.tensor([[0, 1, 2, 0, 1]])).begins
+    ((0, 3, 5),)
+
+    Raises: UsageError: the rows do not have one length.
+    """
+
+    begins: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        lengths = {row[-1] for row in self.begins}
+        if len(lengths) != 1:
+            raise UsageError(
+                f"the documents of the rows of a batch have {sorted(lengths)} positions together",
+                do="give every row documents of the same number of positions; padding is a document too.",
+                code="sequence-documents",
+            )
+
+    @property
+    def length(self) -> int:
+        return self.begins[0][-1]
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[Sequence[int]]) -> Documents:
+        """Documents of these lengths, one list for each row of the batch."""
+        begins = []
+        for row in lengths:
+            sums = [0]
+            for length in row:
+                sums.append(sums[-1] + length)
+            begins.append(tuple(dict.fromkeys(sums)))  # without documents of no length
+        return cls(tuple(begins))
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor) -> Documents:
+        """Cumulative lengths, [number of documents + 1], as variable-length kernels take them: a batch of one row."""
+        return cls((tuple(dict.fromkeys(cu_seqlens.tolist())),))
+
+    @classmethod
+    def from_ids(cls, ids: Tensor) -> Documents:
+        """A number for each position, [B, L] or [L]: a document is a run of equal ones."""
+        ids = torch.atleast_2d(ids)
+        return cls._from_first(ids[:, 1:] != ids[:, :-1])
+
+    @classmethod
+    def from_positions(cls, positions: Tensor) -> Documents:
+        """``position_ids``, [B, L] or [L]: where one is not the next of the one before, a document begins."""
+        positions = torch.atleast_2d(positions)
+        return cls._from_first(positions[:, 1:] != positions[:, :-1] + 1)
+
+    @classmethod
+    def of_padding(cls, is_token: Tensor) -> Documents:
+        """Rows with padding before or after the tokens, [B, L]: a document of tokens, and documents of padding.
+
+        Raises: UsageError: padding between tokens.
+        """
+        documents = cls.from_ids(is_token)
+        values = is_token.to(torch.int8)
+        if bool(((values[:, 1:] - values[:, :-1] == 1).sum(1) + values[:, 0] > 1).any()):
+            raise UsageError(
+                "a row of attention_mask has padding between tokens",
+                do="put padding before or after the tokens, and separate packed documents by position_ids.",
+                code="sequence-documents",
+            )
+        return documents
+
+    @classmethod
+    def _from_first(cls, is_first: Tensor) -> Documents:
+        """
+        Args:
+            is_first: [B, L - 1]: does a document begin at this position, from the second on?
+        """
+        length = is_first.shape[1] + 1
+        rows: list[list[int]] = [[0] for _ in range(is_first.shape[0])]
+        for row, position in is_first.nonzero().tolist():
+            rows[row].append(position + 1)
+        return cls(tuple((*row, length) for row in rows))
+
+    def and_of(self, other: Documents) -> Documents:
+        """Documents that begin where one of either begins: positions attend where both allow it."""
+        rows = max(len(self.begins), len(other.begins))
+        pairs = zip(self._of_rows(rows), other._of_rows(rows), strict=True)
+        return Documents(tuple(tuple(sorted({*mine, *theirs})) for mine, theirs in pairs))
+
+    def _of_rows(self, rows: int) -> tuple[tuple[int, ...], ...]:
+        return self.begins * rows if len(self.begins) == 1 else self.begins
 
 
 class DocumentRun(NamedTuple):

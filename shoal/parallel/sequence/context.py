@@ -23,8 +23,7 @@ from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.errors import UsageError
-from shoal.parallel.sequence.chunks import ChunkOrder, Chunks, chunks_of, cuts, num_positions
-from shoal.parallel.sequence.documents import Documents
+from shoal.parallel.sequence.chunks import ChunkOrder, Chunks, Documents, chunks_of, cuts, num_positions
 from shoal.parallel.sequence.exchange import KeyExchange
 
 

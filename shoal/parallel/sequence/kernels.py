@@ -19,12 +19,16 @@ Source: online softmax and its backward: FlashAttention-2 (arXiv:2307.08691).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 HeadGroups = tuple[tuple[range, range], ...]  # heads of queries, and the heads of keys that they share evenly
+Output = tuple[Tensor, Tensor]  # of a tile's queries, and the log-sum-exp of their scores
+Saved = Sequence[Tensor]  # query, key, value; output and log-sum-exp
+Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 _aten: Any = torch.ops.aten
 _PLAIN_QUERIES = 1024
@@ -34,26 +38,14 @@ _ROUNDED_QUERIES = 32  # the efficient kernel's log-sum-exp has a multiple of so
 class AttentionKernel(Protocol):
     """Attention of [B, H, L, E] queries to [B, K, S, E] keys and [B, K, S, F] values; all of ``dense_heads``."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Output:
         """Returns: output, [B, H, L, F]; log-sum-exp, [B, H, L], in fp32 (fp64 for fp64)."""
         ...
 
-    def backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, gradient: Tensor, saved: Saved, is_causal: bool, scale: float) -> Gradients:
         """
         Args:
-            out, lse: over all keys, of this tile and of others.
+            saved: query, key and value; output and log-sum-exp over all keys, of this tile and of others.
 
         Returns: the tile's share of the gradients of queries, keys and values.
         """
@@ -61,84 +53,50 @@ class AttentionKernel(Protocol):
 
 
 class CpuKernel:
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Output:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
         return out, lse
 
-    def backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, key, value, out, lse, 0.0, is_causal, scale=scale
+    def backward(self, gradient: Tensor, saved: Saved, is_causal: bool, scale: float) -> Gradients:
+        gradients: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, *saved, 0.0, is_causal, scale=scale
         )
-        return found
+        return gradients
 
 
 class FlashKernel:
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Output:
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
         return out, lse
 
-    def backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of the dropout, which there is none of
+    def backward(self, gradient: Tensor, saved: Saved, is_causal: bool, scale: float) -> Gradients:
+        query, key, value, out, lse = saved
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # dropout seed and offset; dropout is 0
         unused = torch.zeros((), dtype=torch.uint64, device=query.device)
-        found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_backward(
+        gradients: Gradients = _aten._scaled_dot_product_flash_attention_backward(
             gradient, query, key, value, out, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0,
-            is_causal, random, unused, scale=scale,
+            is_causal, seed, unused, scale=scale,
         )  # fmt: skip
-        return found
+        return gradients
 
 
 class EfficientKernel:
     """Takes as many heads of keys as of queries: one call for each head of queries of a group."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        found = [
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Output:
+        outputs = [
             _aten._scaled_dot_product_efficient_attention(some, key, value, None, True, 0.0, is_causal, scale=scale)
             for some in _members(query, key)
         ]
-        if len(found) == 1:
-            return found[0][0], found[0][1][..., : query.shape[2]]
-        out = torch.stack([each[0] for each in found], 2).flatten(1, 2)
-        return out, torch.stack([each[1][..., : query.shape[2]] for each in found], 2).flatten(1, 2)
+        if len(outputs) == 1:
+            return outputs[0][0], outputs[0][1][..., : query.shape[2]]
+        out = torch.stack([each[0] for each in outputs], 2).flatten(1, 2)
+        return out, torch.stack([each[1][..., : query.shape[2]] for each in outputs], 2).flatten(1, 2)
 
-    def backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, gradient: Tensor, saved: Saved, is_causal: bool, scale: float) -> Gradients:
+        query, key, value, out, lse = saved
         rounded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % _ROUNDED_QUERIES), value=float("inf"))
-        zero = torch.zeros((), dtype=torch.int64, device=query.device)  # of the dropout, which there is none of
+        zero = torch.zeros((), dtype=torch.int64, device=query.device)  # dropout seed and offset; dropout is 0
         of_query, of_key, of_value = [], torch.zeros((), device=key.device), torch.zeros((), device=key.device)
         members = (_members(tensor, key) for tensor in (gradient, query, out, rounded))
         for of_out, some, part, some_lse in zip(*members, strict=True):
@@ -169,9 +127,7 @@ class PlainKernel:
     def __init__(self, softcap: float | None = None) -> None:
         self._softcap = softcap
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Output:
         key, values = accumulated(key), accumulated(value)
         out = value.new_empty((*query.shape[:3], value.shape[3]))
         lse = key.new_empty(query.shape[:3])
@@ -185,17 +141,8 @@ class PlainKernel:
             out[:, :, some] = ungrouped(scores.sub_(sums).exp_() @ values, query.shape[1])
         return out, lse
 
-    def backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, gradient: Tensor, saved: Saved, is_causal: bool, scale: float) -> Gradients:
+        query, key, value, out, lse = saved
         key, value = accumulated(key), accumulated(value)
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for start in range(0, query.shape[2], _PLAIN_QUERIES):
@@ -252,34 +199,19 @@ class UnevenGroups:
         self._kernel = kernel
         self._groups = groups
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        found = [
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Output:
+        outputs = [
             self._kernel.forward(heads(query, mine), heads(key, shared), heads(value, shared), is_causal, scale)
             for mine, shared in self._groups
         ]
-        return torch.cat([out for out, _ in found], 1), torch.cat([lse for _, lse in found], 1)
+        return torch.cat([out for out, _ in outputs], 1), torch.cat([lse for _, lse in outputs], 1)
 
-    def backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        found = [
-            self._kernel.backward(
-                heads(gradient, mine), heads(query, mine), heads(key, shared), heads(value, shared),
-                heads(out, mine), heads(lse, mine), is_causal, scale,
-            )
-            for mine, shared in self._groups
-        ]  # fmt: skip
-        of_query, of_key, of_value = (torch.cat(grads, 1) for grads in zip(*found, strict=True))
+    def backward(self, gradient: Tensor, saved: Saved, is_causal: bool, scale: float) -> Gradients:
+        shares = []
+        for mine, shared in self._groups:
+            some = [heads(tensor, of) for tensor, of in zip(saved, (mine, shared, shared, mine, mine), strict=True)]
+            shares.append(self._kernel.backward(heads(gradient, mine), some, is_causal, scale))
+        of_query, of_key, of_value = (torch.cat(grads, 1) for grads in zip(*shares, strict=True))
         return of_query, of_key, of_value
 
 

@@ -29,13 +29,14 @@ from torch import Tensor
 
 from shoal.comm.autograd import once_differentiable
 from shoal.parallel.sequence.chunks import Tile
-from shoal.parallel.sequence.direct import DirectGradients, direct_blocks
 from shoal.parallel.sequence.exchange import (
     Block,
+    DirectGradients,
     GatheredGradients,
     LocalGradients,
     RingGradients,
     RingPlan,
+    direct_blocks,
     gathered_blocks,
     ring_blocks,
 )
@@ -87,14 +88,8 @@ class _RingAttention(torch.autograd.Function):
         for source, keys, values in _blocks(key, value, plan, f"{plan.label} backward"):
             of_keys, of_values = collected.begin(source)
             for tile in plan.tiles(source):
-                shares = kernel.backward(
-                    _queries(gradient, tile),
-                    *_of_tile(tile, query, keys, values),
-                    _queries(out, tile),
-                    _queries(lse, tile),
-                    tile.is_causal,
-                    plan.scale,
-                )
+                saved = (*_of_tile(tile, query, keys, values), _queries(out, tile), _queries(lse, tile))
+                shares = kernel.backward(_queries(gradient, tile), saved, tile.is_causal, plan.scale)
                 rows, queries, span = _indices(tile)
                 of_query[rows, :, queries] += _restored(shares[0], tile)
                 of_keys[rows, :, span] += _restored(shares[1], tile)

@@ -29,9 +29,7 @@ from torch.utils.data import DataLoader
 from benchmarks.arena import machine, table
 from benchmarks.experts import Sizes, step_of
 from benchmarks.parallel import Pair, measure
-from shoal.data.packed import PackedTokens
-from shoal.data.text import default_texts
-from shoal.data.tokenizer import load_tokenizer, tokenize
+from shoal.data.text import PackedTokens, default_texts, load_tokenizer, tokenize
 from shoal.host_heap import keep_freed
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.expert.layer import MoE

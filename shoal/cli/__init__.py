@@ -1,8 +1,10 @@
-"""The command line: ``shoal run | train | doctor | report``."""
+"""The command line, ``shoal COMMAND``: each command's options, and what it prints. ``app`` lists the commands."""
 
 from __future__ import annotations
 
 import sys
+
+from shoal.errors import ConfigError, ModelError, ShoalError, UsageError
 
 
 def main() -> None:
@@ -12,8 +14,6 @@ def main() -> None:
     ``shoal run``: that of the script.
     """
     from shoal.cli.app import app
-    from shoal.cli.exit_code import exit_code_of
-    from shoal.errors import ShoalError
     from shoal.launch import read_environment
 
     try:
@@ -23,3 +23,8 @@ def main() -> None:
             raise
         print(f"shoal: {error}", file=sys.stderr)
         sys.exit(exit_code_of(error))
+
+
+def exit_code_of(error: Exception) -> int:
+    """2 for what the user wrote, 1 for what happened while it was done."""
+    return 2 if isinstance(error, ConfigError | ModelError | UsageError) else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_text
 import shlex
 import sys
 from dataclasses import replace
@@ -14,9 +15,7 @@ import typer
 from shoal.cli.as_deepspeed import as_deepspeed
 from shoal.cli.checkpoint import app as checkpoint_app
 from shoal.cli.convert import convert
-from shoal.cli.doctor import doctor
 from shoal.cli.estimate import estimate
-from shoal.cli.schedule import schedule as pipeline_schedule
 from shoal.cli.usage import OrderedGroup, UsageCommand
 
 app = typer.Typer(
@@ -33,8 +32,6 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.command("estimate", cls=UsageCommand)(estimate)
 app.command("convert", cls=UsageCommand)(convert)
 app.command("as-deepspeed", cls=UsageCommand)(as_deepspeed)
-app.command("doctor", cls=UsageCommand)(doctor)
-app.command("schedule", cls=UsageCommand)(pipeline_schedule)
 
 
 class PrecisionOption(StrEnum):
@@ -242,3 +239,77 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a run, which n
     from shoal.observe.report import write_report
 
     print(write_report(folder))
+
+
+@app.command("doctor", cls=UsageCommand)
+def doctor(
+    file: Annotated[
+        Path | None, typer.Argument(help="Configuration file (JSON). Without it, this machine is checked.")
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Total number of ranks, to compute the mesh and batch sizes.")
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Print the value of every key, including defaults.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema for editors, and exit.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check a configuration: what each key does, and all problems. Without a file, check this machine.
+
+    The exit code is 1 where anything is wrong, 2 where the file is not there.
+    """
+    if schema:
+        from shoal.config import json_schema
+
+        print(json_text.dumps(json_schema(), indent=2, ensure_ascii=False))
+        return
+    if file is None:
+        from shoal.cli.machine import check_machine
+
+        is_fine = check_machine(as_json=json)
+    else:
+        from shoal.cli.config_table import check_file
+
+        is_fine = check_file(file, world_size, shows_all=all_, as_json=json)
+    if not is_fine:
+        raise typer.Exit(1)
+
+
+@app.command("schedule", cls=UsageCommand)
+def pipeline_schedule(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="gpipe, 1f1b, interleaved_1f1b, interleaved_zero_bubble, zb_h1, zbv, dualpipev, forward, or a file: "
+            "one line a rank, as 0F0 0F1 0B0."
+        ),
+    ],
+    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Pipeline-parallel ranks.")] = 4,
+    micro: Annotated[int, typer.Option(min=1, help="Micro-batches of one step.")] = 8,
+    virtual_stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of one rank.")] = 1,
+    forward: Annotated[float, typer.Option(min=0, help="Time of a forward.")] = 1.0,
+    backward: Annotated[float, typer.Option(min=0, help="Time of a backward; I and W take half of it each.")] = 2.0,
+    send: Annotated[float, typer.Option(min=0, help="Time of a transfer to another rank.")] = 0.0,
+    actions: Annotated[bool, typer.Option(help="Also print sends, receives and reductions.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Draw the schedule to this SVG file.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for chrome://tracing and Perfetto.")] = None,
+) -> None:
+    """Print a pipeline schedule: what each rank computes when, the bubble, and the activations that each rank holds."""
+    from shoal.pipeline.schedule import build_schedule
+    from shoal.pipeline.simulate import lower, simulate, validate
+    from shoal.pipeline.timeline import chrome_trace, grid
+    from shoal.pipeline.timeline import svg as drawn
+
+    chosen = build_schedule(name, ranks, micro, virtual_stages=virtual_stages)
+    validate(chosen)
+    timeline = simulate(chosen, forward, backward, backward / 2, backward / 2, send)
+    print(grid(simulate(chosen, backward=1.0)))
+    if actions:
+        print("\n" + "\n".join(" ".join(map(str, order)) for order in lower(chosen)))
+    print(f"\nbubble             {timeline.bubble:.1%} of the time to the last rank's end")
+    print(f"bubble of a rank   {timeline.own_bubble:.1%}, at most, of the time from its own start to its own end")
+    print(f"peak activations   {', '.join(map(str, timeline.peak_activations))} micro-batches by rank", end="")
+    print(", one stage's each" if chosen.num_stages > chosen.num_ranks else "")
+    for path, text in ((svg, drawn), (trace, chrome_trace)):
+        if path is not None:
+            path.write_text(text(timeline), encoding="utf-8")
+            print(f"wrote {path}")

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import default_collate
 
 import shoal
-from shoal.cli.exit_code import exit_code_of
+from shoal.cli import exit_code_of
 from shoal.cli.job import (
     JOB_FILE,
     TrainJob,
@@ -54,8 +54,8 @@ from shoal.observe.expert_load import load_events
 from shoal.observe.monitor import CsvWriter, JsonLinesWriter, Monitor, TensorBoardWriter
 from shoal.observe.report import METRICS_FILE, RunRecord, write_report
 from shoal.parallel.expert.stacked import ExpertFeedForward
-from shoal.pipeline.draw import svg
 from shoal.pipeline.simulate import simulate
+from shoal.pipeline.timeline import svg
 from shoal.sharding.table import HEADERS
 from shoal.text import format_bytes, format_count
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from pydantic import PrivateAttr
 
-from shoal.config.base import Section
+from shoal.config.base import Key, Section, keys_of, walk
 from shoal.config.batch import MICRO, STEPS, TRAIN, Batch, BatchMismatch, solve
 from shoal.config.checks import check_together, engine_problems
 from shoal.config.elastic import ElasticBatch, ElasticityError, problems_error, shared_batch
@@ -20,7 +20,6 @@ from shoal.config.resolve import check_types, put_old_defaults, resolve_types
 from shoal.config.schema import Schema
 from shoal.config.source import open_source
 from shoal.config.supported import KeySupport, keys_with_support, unsupported_problems, unused_reasons
-from shoal.config.tree import Key, keys_of, walk
 from shoal.errors import ConfigError
 from shoal.processor import Format
 

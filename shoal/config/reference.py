@@ -8,12 +8,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from shoal.config.base import Section
-from shoal.config.coerce import DTYPES
+from shoal.config.base import Key, Section, below, keys_of, members, walk
+from shoal.config.normalise import DTYPES
 from shoal.config.optimizer import OPTIMIZERS, SCHEDULERS
 from shoal.config.schema import Schema
 from shoal.config.support import PARAMS, SUPPORT, SUPPORTED, TYPES_NOT_BUILT, Support, support_of
-from shoal.config.tree import Key, below, keys_of, members, walk
 
 JSON_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 AUTO = {"const": "auto"}

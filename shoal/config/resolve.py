@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from shoal.config.base import Section
-from shoal.config.coerce import coerce
-from shoal.config.normalise import Normalised, read_params
+from shoal.config.normalise import Normalised, coerce, read_params
 from shoal.config.optimizer import (
     AUTO_IS_DEFAULT,
     OPTIMIZERS,

@@ -7,7 +7,6 @@ from typing import Literal
 from shoal.config.base import Dtype, Section, key, section
 from shoal.config.experts import ExpertParallel
 from shoal.config.optimizer import Optimizer, Scheduler
-from shoal.config.own import Data, Debug, OffloadActivation, Units
 from shoal.config.parallel import Parallel, TensorParallel
 from shoal.config.pipeline import Pipeline
 from shoal.config.sections import (
@@ -20,15 +19,19 @@ from shoal.config.sections import (
     Compile,
     CsvMonitor,
     CurriculumLearning,
+    Data,
     DataTypes,
+    Debug,
     Elasticity,
     FlopsProfilerSection,
     Fp16,
     MlflowMonitor,
+    OffloadActivation,
     PrecisionSection,
     ProgressiveLayerDropSection,
     Tensorboard,
     TorchAutocast,
+    Units,
     Wandb,
 )
 from shoal.config.unsupported import with_unsupported

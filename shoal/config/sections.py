@@ -1,8 +1,11 @@
-"""The smaller sections of the file: precision, saving, disk, recomputation, monitors, curriculum, elasticity."""
+"""The sections of the file that are a class of keys each: precision, saving, disk, recomputation, monitors, curriculum,
+elasticity, and Shoal's own.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args
 
 from shoal.config.base import Auto, Dtype, Section, key, section
 from shoal.config.unsupported import with_unsupported
@@ -251,6 +254,55 @@ class CurriculumLearning(Section):
     schedule_config: ScheduleConfig = section(ScheduleConfig, "how the length grows")
 
 
+ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+
+# Beside ``min_difficulty`` and ``max_difficulty``: what ``schedule_config`` must have.
+NEEDED: dict[ScheduleType, tuple[str, ...]] = {
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "fixed_discrete": ("difficulty", "max_step"),
+    "custom": (),
+}
+
+
+def schedule_problems(schedule: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The key, what is wrong with it and what to do, for each thing that is wrong.
+
+    Args:
+        schedule: ``min_difficulty``, ``max_difficulty``, ``schedule_type``, ``schedule_config``; None: not given.
+    """
+    low, high = schedule.get("min_difficulty"), schedule.get("max_difficulty")
+    for name, value in (("min_difficulty", low), ("max_difficulty", high)):
+        if value is None:
+            yield name, "missing.", "write where difficulty begins and ends."
+    if low is not None and high is not None and low > high:
+        yield "min_difficulty", f"{low}, which is more than max_difficulty = {high}.", "swap them."
+    kind = schedule.get("schedule_type")
+    if kind not in NEEDED:
+        kinds = ", ".join(get_args(ScheduleType))
+        yield "schedule_type", "missing." if kind is None else f'"{kind}" is no schedule.', f"write one of {kinds}."
+        return
+    how = schedule.get("schedule_config") or {}
+    missing = [name for name in NEEDED[kind] if how.get(name) is None]
+    for name in missing:
+        yield f"schedule_config.{name}", f"missing, and {kind} needs it.", "write it."
+    if missing:
+        return
+    if kind == "fixed_discrete":
+        levels, ends = how["difficulty"], how["max_step"]
+        if len(levels) != len(ends) + 1 or not ends:
+            yield (
+                "schedule_config.max_step",
+                f"{len(ends)} steps for {len(levels)} difficulties: the last one has no end, each other has one.",
+                f"write {max(len(levels) - 1, 1)} steps.",
+            )
+        elif list(ends) != sorted(ends):
+            yield "schedule_config.max_step", f"{list(ends)} goes down.", "write the steps in order."
+    for name in ("total_curriculum_step", "difficulty_step", "root_degree"):
+        if name in NEEDED[kind] and how[name] < 1:
+            yield f"schedule_config.{name}", f"{how[name]} is no positive number.", "write one."
+
+
 class ProgressiveLayerDropSection(Section):
     """Layers that are skipped at random, more of them in later steps."""
 
@@ -277,3 +329,37 @@ class Elasticity(Section):
     )
     num_gpus_per_node: int = key(1, "ranks of a node", ge=1)
     model_parallel_size: int = key(1, "model-parallel ranks of one model", ge=1)
+
+
+class Units(Section):
+    """Modules that are gathered together, by name where the automatic partition does not find them."""
+
+    classes: tuple[str, ...] = key((), "class names of modules that are one unit each")
+    names: tuple[str, ...] = key((), "full names of modules that are one unit each")
+
+
+class OffloadActivation(Section):
+    """Saved activations on the host."""
+
+    device: Literal["none", "cpu"] = key("none", "where activations saved for the backward pass are stored")
+    bytes: int | None = key(None, "largest number of bytes offloaded in a micro-batch; null: all", ge=0)
+
+
+@with_unsupported("debug")
+class Debug(Section):
+    """Checks that cost time."""
+
+    disk_sums: bool = key(
+        False, "compute a checksum of each block that is offloaded to a disk, and compare it whenever the block is read"
+    )
+    check_streams: bool = key(
+        False,
+        "simulate an accelerator on the CPU from initialize to destroy, and check that its streams wait for each other",
+    )
+
+
+class Data(Section):
+    """The position in the training data."""
+
+    stateful: bool = key(True, "save the loader's position in the data in checkpoints")
+    seed: int | None = key(None, "seed of the order of samples; null: the launcher's")

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from shoal.data.loading import Loader, RepeatingLoader, SamplePosition
-from shoal.data.packed import PackedTokens, split
-from shoal.data.text import default_texts, read_texts
-from shoal.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, tokenize
+from shoal.data.text import (
+    ByteTokenizer,
+    FileTokenizer,
+    PackedTokens,
+    Tokenizer,
+    default_texts,
+    load_tokenizer,
+    read_texts,
+    split,
+    tokenize,
+)
 
 __all__ = [
     "ByteTokenizer",

@@ -53,9 +53,8 @@ from shoal.errors import ConfigError, ModelError
 from shoal.host_heap import HostHeap
 from shoal.launch.environment import heap_is_set, schedulers_elasticity
 from shoal.mesh import Mesh, factor_axis
-from shoal.observe.collectives import collective_log
+from shoal.observe.collectives import TimedCommunicator, collective_log
 from shoal.observe.monitor import make_monitor
-from shoal.observe.timed import TimedCommunicator
 from shoal.observe.timers import StepTimers
 from shoal.optim.fp32_states import FP32States
 from shoal.optim.host_rules import host_note

@@ -21,10 +21,10 @@ from shoal.errors import NoOptimizerError, UsageError
 from shoal.parallel.loss import count_tokens
 from shoal.parallel.sequence.context import use_sequence_context
 from shoal.parallel.targets import targets_of
-from shoal.pipeline.lower import lower
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.run import Failure, MicroBatch, PipelineRun
 from shoal.pipeline.schedule import Action, PipelineSchedule, build_schedule, forward_schedule
+from shoal.pipeline.simulate import lower
 from shoal.pipeline.stage import StageModule
 from shoal.pipeline.topology import PipelineParallelGrid
 from shoal.running.status import GlobalStatus

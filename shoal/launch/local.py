@@ -112,7 +112,7 @@ def run_local(job: LocalJob) -> Outcome:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from shoal.launch.log_files import followed_files
+    from shoal.launch.torchelastic import followed_files
 
     if job.num_ranks < 1:
         raise UsageError(f"{job.num_ranks} ranks: a job needs at least 1.", do="give --ranks a positive number.")
@@ -160,7 +160,7 @@ def run_local(job: LocalJob) -> Outcome:
 
 def _rendezvous(place: Place | None, elastic: Elastic | None) -> dict[str, Any]:
     if elastic is not None:
-        from shoal.launch.rounds import register
+        from shoal.launch.torchelastic import register
 
         backend = register()
     if place is None:

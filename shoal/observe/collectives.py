@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
-from shoal.comm.protocol import Communicator
+import torch
+
+from shoal.comm.protocol import Communicator, Work
+from shoal.comm.recorder import RecordedCommunicator, Result
 from shoal.comm.world import World, current_world
+from shoal.device import Device
 from shoal.text import format_bytes
 from shoal.text import table as text_table
 
@@ -228,3 +233,52 @@ def collective_log(world: World) -> CollectiveLog:
 def current_log() -> CollectiveLog | None:
     """The log of the current world; None, without creating a world, if no log was created before."""
     return _logs.by_world.get(current_world()) if _logs.by_world else None
+
+
+class TimedCommunicator(RecordedCommunicator):
+    """A communicator of the same backend as another, that times its collectives.
+
+    Sends and receives are not timed: to wait for one receive at a time could block ranks that send to each other in a
+    ring.
+
+    Order: for a recorded collective the host waits for the device before it and for its end, so it overlaps with
+    nothing; ranks issue the same calls in the same order.
+    """
+
+    def __init__(self, inner: Communicator, log: CollectiveLog, device: Device) -> None:
+        assert isinstance(inner, RecordedCommunicator)  # as every communicator of a world
+        super().__init__(inner.backend, inner.recorder)
+        self._log = log
+        self._device = device
+
+    def issue(
+        self,
+        op: str,
+        label: str,
+        nbytes: int,
+        tensor: torch.Tensor | None,
+        call: Callable[[], Result],
+        kind: Literal["data", "control"] = "data",
+    ) -> Result:
+        def recorded() -> Result:
+            return RecordedCommunicator.issue(self, op, label, nbytes, tensor, call, kind)
+
+        if op in ("send", "recv") or not self._log.wants(op, label):
+            return recorded()
+        result, milliseconds = timed(
+            self._device, recorded, lambda work: work.wait() if isinstance(work, Work) else None
+        )
+        sent = 0 if tensor is None else tensor.nbytes
+        shards = self.size if op in ("all_gather", "reduce_scatter") else 1
+        self._log.add(op, sent // shards, milliseconds, size=self.size, caller=label)
+        return result
+
+
+def timed(device: Device, call: Callable[[], Result], finish: Callable[[Result], object]) -> tuple[Result, float]:
+    """The result of ``call``, and the milliseconds until ``finish(result)`` and the device are done."""
+    device.synchronize()
+    began = time.perf_counter()
+    result = call()
+    finish(result)
+    device.synchronize()
+    return result, (time.perf_counter() - began) * 1e3

@@ -13,8 +13,7 @@ from shoal.comm.world import current_world
 from shoal.compat import finder
 from shoal.device import Device
 from shoal.mesh import Mesh
-from shoal.observe.collectives import CollectiveLog, collective_log, stragglers
-from shoal.observe.timed import TimedCommunicator
+from shoal.observe.collectives import CollectiveLog, TimedCommunicator, collective_log, stragglers
 from tests.ranks import models
 from tests.ranks.training import STAGES, batch, config, named, start
 

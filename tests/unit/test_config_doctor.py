@@ -10,7 +10,7 @@ import pytest
 import torch
 import typer
 
-from shoal.cli.doctor import doctor
+from shoal.cli.app import doctor
 from shoal.cli.machine import Finding
 from shoal.config import add_config_arguments
 from shoal.errors import UsageError

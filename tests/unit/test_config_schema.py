@@ -13,12 +13,11 @@ import jsonschema
 import pytest
 
 from shoal.config import ConfigProblems, json_schema, load, reference, schema_paths, support_of
-from shoal.config.base import Section
+from shoal.config.base import Section, below, keys_of, names_of, walk
 from shoal.config.normalise import NEVER_EXISTED, normalise
 from shoal.config.optimizer import OPTIMIZERS, SCHEDULERS
 from shoal.config.schema import Schema
 from shoal.config.support import SUPPORT
-from shoal.config.tree import below, keys_of, names_of, walk
 from shoal.config.types import BY_WIDTH
 from shoal.optim.build import RECIPES
 from shoal.optim.options import accepted_names

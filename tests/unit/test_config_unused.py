@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from shoal.config import load
+from shoal.config.base import walk
 from shoal.config.schema import Schema
 from shoal.config.support import support_of
 from shoal.config.supported import unused_reasons
-from shoal.config.tree import walk
 from shoal.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.cli.doctor import doctor
+from shoal.cli.app import doctor
 from shoal.compat import finder
 from shoal.compat.elastic import compute_elastic_config, elasticity_enabled, ensure_immutable_elastic_config
 from shoal.config import load

@@ -15,11 +15,9 @@ from typer.testing import CliRunner
 from shoal.cli.app import app
 from shoal.config.pipeline import SCHEDULES
 from shoal.errors import ConfigError
-from shoal.pipeline.draw import chrome_trace, grid, svg
-from shoal.pipeline.lower import lower
 from shoal.pipeline.schedule import Action, PipelineSchedule, build_schedule, forward_schedule, read_schedule
-from shoal.pipeline.simulate import simulate, validate
-from shoal.pipeline.timeline import TimedAction, Timeline
+from shoal.pipeline.simulate import lower, simulate, validate
+from shoal.pipeline.timeline import TimedAction, Timeline, chrome_trace, grid, svg
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS = [(name, depth) for name, allowed in SCHEDULES.items() for depth in ((1, 2, 3) if allowed == 0 else (allowed,))]

@@ -19,8 +19,7 @@ from shoal.compat.deepspeed.utils.comms_logging import CommsLogger
 from shoal.device import Device
 from shoal.engine.log import say_on_rank_0
 from shoal.mesh import Mesh
-from shoal.observe.collectives import collective_log, current_log
-from shoal.observe.timed import timed
+from shoal.observe.collectives import collective_log, current_log, timed
 
 __all__ = [
     "P2POp",

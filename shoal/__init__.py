@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shoal.checkpoint.foreign import register
+from shoal.compat.checkpoints import DEEPSPEED
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ __all__ = [
     "sequence_parallel",
     "zero",
 ]
+
+register(DEEPSPEED)
 
 _MODULES = {
     "DeepSpeedEngine": "shoal.compat.engine",

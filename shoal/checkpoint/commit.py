@@ -31,10 +31,10 @@ from shoal.checkpoint.directory import (
     STAGING,
     FoundCheckpoint,
     inspect,
-    is_only_deepspeeds,
     is_our_file,
     is_ours,
     list_checkpoints,
+    only_foreign,
     read_latest,
 )
 from shoal.checkpoint.lock import FolderLock
@@ -123,7 +123,7 @@ class Commit:
         found = STAGING.fullmatch(name)
         if found is None or not storage.is_folder(name):
             return False
-        if storage.names(name) and not is_ours(storage, name) and not is_only_deepspeeds(storage, name):
+        if storage.names(name) and not is_ours(storage, name) and only_foreign(storage, name) is None:
             return False
         return found["what"] == "tmp" or _is_whole(storage, found["tag"])
 
@@ -136,7 +136,7 @@ class Commit:
             not storage.names(tag) or is_ours(storage, tag) or storage.exists(f"{tag}/{manifests.NAME}")
         ):
             return
-        if storage.can_rename and is_only_deepspeeds(storage, tag):  # it is kept until the new one is complete
+        if storage.can_rename and only_foreign(storage, tag) is not None:  # it is kept until the new one is complete
             return
         raise CheckpointError(
             f"{tag!r} already exists and is not a checkpoint, so it is not replaced.",
@@ -171,8 +171,8 @@ class Commit:
 
         def collect() -> None:
             self._on_phase("gc")
-            if replaced is not None and is_only_deepspeeds(storage, replaced):
-                logger.warning("%s is a checkpoint that DeepSpeed saved; it is replaced.", tag)
+            if replaced is not None and (theirs := only_foreign(storage, replaced)) is not None:
+                logger.warning("%s is a checkpoint that %s saved; it is replaced.", tag, theirs.program)
                 storage.remove(replaced)
             elif replaced is not None and is_ours(storage, replaced):
                 storage.remove(replaced)

@@ -4,9 +4,9 @@ A checkpoint is a folder with a manifest. ``latest`` is only a hint, since a run
 writes the hint; the newest complete checkpoint is loaded:
 
     asked for                     chosen
-    a tag                         that one, of Shoal's or DeepSpeed's
+    a tag                         that one, of Shoal's or another program's
     none, ``load_universal``      what ``latest_universal`` names, if there is that file
-    none                          what ``latest`` names, if DeepSpeed saved it; else the newest whole one of Shoal's
+    none                          what ``latest`` names, if another program saved it; else Shoal's newest complete one
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from shoal.checkpoint import foreign
 from shoal.checkpoint import manifest as manifests
+from shoal.checkpoint.foreign import ForeignFormat
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.problems import agree, damaged, unsafe
 from shoal.checkpoint.reader import CheckpointReader
@@ -31,12 +33,6 @@ LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"  # of what ds_to_universal made last
 STAGING = re.compile(r"(?P<tag>.+)\.(?P<what>tmp|old)-[0-9a-f]{12}")
 _OUR_FILE = re.compile(r"rank-\d{5,}(-[0-9a-f]{12})?\.safetensors|manifest\.json")
-# DeepSpeed's files. A save under DeepSpeed's name writes some beside ours; alone they are a checkpoint of DeepSpeed's.
-_BESIDE = re.compile(
-    r"((bf16_)?zero_pp_rank_\d+_)?mp_rank_\d\d_(model|optim)_states\.pt|layer_\d+-(model_\d+-)?model_states\.pt"
-    r"|layer_\d+_expert_\d+_mp_rank_\d\d_model_states\.pt|expp_rank_\d+_mp_rank_\d\d_optim_states\.pt"
-)
-UNIVERSAL = "zero"  # the folder of weights and state in a universal checkpoint of DeepSpeed's
 _MAX_HINT_BYTES = 4096
 
 
@@ -178,9 +174,8 @@ def find_tag(storage: Storage, tag: str) -> str:
             return found.folder
     if storage.is_folder(tag) and is_ours(storage, tag):
         raise _missing_manifest(storage, tag)
-    deepspeeds = deepspeeds_folder(storage, tag)
-    if deepspeeds is not None:
-        return deepspeeds
+    if (theirs := foreign_folder(storage, tag)) is not None:
+        return theirs[0]
     whole = [found.folder for found in others if found.manifest is not None]
     raise CheckpointError(
         f"there is no checkpoint {tag!r} in {storage.url}.",
@@ -241,16 +236,17 @@ def _resumable(storage: Storage) -> list[str]:
             logger.warning("%s is skipped: %s", entry.folder, entry.problem.what)
     whole = [entry for entry in found if entry.manifest is not None]
     meant = [entry for entry in whole if entry.manifest is not None and entry.manifest.is_for_resuming] or whole
-    deepspeeds = deepspeeds_tag(storage)
-    if deepspeeds is not None:
+    if (theirs := foreign_tag(storage)) is not None:
+        folder, saved_as = theirs
         if meant:
             logger.warning(
-                "%s names %r, which DeepSpeed saved: it is loaded. Pass tag=%r to load the newest of Shoal's.",
+                "%s names %r, which %s saved: it is loaded. Pass tag=%r to load the newest of Shoal's.",
                 LATEST,
-                deepspeeds,
+                folder,
+                saved_as.program,
                 meant[0].folder,
             )
-        return [deepspeeds]
+        return [folder]
     if not meant:
         damaged = [entry.folder for entry in found]
         raise CheckpointError(
@@ -276,36 +272,38 @@ def _resumable(storage: Storage) -> list[str]:
     return [entry.folder for entry in meant]
 
 
-def is_deepspeeds(storage: Storage, folder: str) -> bool:
-    """True if DeepSpeed itself saved the checkpoint, or if it has DeepSpeed's universal format."""
+def foreign_format(storage: Storage, folder: str) -> ForeignFormat | None:
+    """The format of a checkpoint that another program saved; None: the folder holds none."""
     names = storage.names(folder)
-    return any(map(_BESIDE.fullmatch, names)) and not any(map(is_our_file, names))
+    return None if any(map(is_our_file, names)) else foreign.format_of(names)
 
 
-def deepspeeds_tag(storage: Storage) -> str | None:
-    """The folder of DeepSpeed's that ``latest``, or else ``latest_universal``, names; None: they name none of its."""
+def foreign_tag(storage: Storage) -> tuple[str, ForeignFormat] | None:
+    """Another program's checkpoint that ``latest``, or else ``latest_universal``, names: its folder and format."""
     for file in (LATEST, LATEST_UNIVERSAL):
         tag = read_latest(storage, file)
         if tag is not None:
-            return deepspeeds_folder(storage, tag) if is_name(tag) else None
+            return foreign_folder(storage, tag) if is_name(tag) else None
     return None
 
 
-def deepspeeds_folder(storage: Storage, tag: str) -> str | None:
-    """Where DeepSpeed's checkpoint of a tag lies: in the tag's folder, or aside, where a run that replaced it died."""
-    if is_deepspeeds(storage, tag):
-        return tag
-    for name in storage.names():
-        aside = STAGING.fullmatch(name)
-        if aside is not None and (aside["what"], aside["tag"]) == ("old", tag) and is_deepspeeds(storage, name):
-            return name
+def foreign_folder(storage: Storage, tag: str) -> tuple[str, ForeignFormat] | None:
+    """Where another program's checkpoint of a tag lies, and its format.
+
+    It lies in the tag's folder, or under the name that a save gave it that died before it replaced it.
+    """
+    replaced = (match for match in map(STAGING.fullmatch, storage.names()) if match is not None)
+    old = [match.string for match in replaced if (match["what"], match["tag"]) == ("old", tag)]
+    for folder in (tag, *old):
+        if (theirs := foreign_format(storage, folder)) is not None:
+            return folder, theirs
     return None
 
 
-def is_only_deepspeeds(storage: Storage, folder: str) -> bool:
-    """True if the folder holds a checkpoint of DeepSpeed's and nothing else."""
-    names = storage.names(folder)
-    return is_deepspeeds(storage, folder) and all(name == UNIVERSAL or _BESIDE.fullmatch(name) for name in names)
+def only_foreign(storage: Storage, folder: str) -> ForeignFormat | None:
+    """The format of another program's checkpoint in a folder that holds nothing else."""
+    theirs = foreign_format(storage, folder)
+    return theirs if theirs is not None and all(map(theirs.has, storage.names(folder))) else None
 
 
 def is_name(tag: str) -> bool:
@@ -316,12 +314,7 @@ def is_name(tag: str) -> bool:
 def is_ours(storage: Storage, folder: str) -> bool:
     """True if the folder holds only files that a save of Shoal's writes, and at least one."""
     names = storage.names(folder)
-    return any(map(is_our_file, names)) and all(is_our_file(name) or _BESIDE.fullmatch(name) for name in names)
-
-
-def is_deepspeeds_file(name: str) -> bool:
-    """True for a file of DeepSpeed's layout, which a save under its name writes in addition to Shoal's."""
-    return _BESIDE.fullmatch(name) is not None
+    return any(map(is_our_file, names)) and all(is_our_file(name) or foreign.is_foreign_file(name) for name in names)
 
 
 def is_our_file(name: str) -> bool:

@@ -1,6 +1,6 @@
 """Loads the checkpoint of any layout into this one. The running state does not change before all ranks have checked it.
 
-open      all ranks read the manifest of the chosen checkpoint, or DeepSpeed's files
+open      all ranks read the manifest of the chosen checkpoint, or another program's files
 compare   with the model and the optimizer: every difference is listed; no tensor is read yet
 check     every rank reads the blocks that it needs and compares their checksums
 apply     every rank copies its ranges; unsharded parameters are gathered
@@ -16,7 +16,7 @@ import torch
 
 from shoal.checkpoint import directory, tree
 from shoal.checkpoint.expert_groups import with_groups
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
+from shoal.checkpoint.foreign import ForeignFormat
 from shoal.checkpoint.local_shards import LocalShard, LocalShards, names_of, owned_range
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
 from shoal.checkpoint.problems import agree, damaged
@@ -37,7 +37,7 @@ class LoadOptions:
         is_strict: the model's and the checkpoint's parameters must be the same.
         has_optimizer: optimizer state and the groups' hyperparameters too.
         is_checked: compare checksums before anything is changed.
-        names: of each of the optimizer's groups, its parameters, in order; DeepSpeed's stage 0 has none of its own.
+        names: of each of the optimizer's groups, its parameters, in order, for a format that has none of its own.
         optimizer: its class, where another format does not say which one it was.
         elsewhere: names that other pipeline stages hold.
     """
@@ -80,8 +80,8 @@ class Load:
         problem: Exception | None = None
         reader: StateReader | None = None
         try:
-            if directory.is_deepspeeds(storage, folder):
-                reader = self._open_deepspeeds(storage, folder)
+            if (theirs := directory.foreign_format(storage, folder)) is not None:
+                reader = self._open_foreign(theirs, storage, folder)
             else:
                 manifest = directory.inspect(storage, folder)
                 reader = CheckpointReader(storage, folder, manifest, is_checked=self._wanted.is_checked)
@@ -100,18 +100,17 @@ class Load:
         assert reader is not None
         return Chosen(storage, folder, with_groups(reader.manifest, len(self._wanted.names))), reader
 
-    def _open_deepspeeds(self, storage: Storage, folder: str) -> StateReader:
+    def _open_foreign(self, format: ForeignFormat, storage: Storage, folder: str) -> StateReader:
         """Each rank compares the checksums in its share of the files."""
         wanted, comm = self._wanted, self._comm
-        root = storage.url
         names = wanted.names if wanted.has_optimizer else ()
         model: dict[str, tuple[int, ...] | None] = dict.fromkeys(wanted.elsewhere)
         model.update(
             (slot.name, slot.global_shape) for bucket, _ in self._shards.buckets() for slot in bucket.layout.specs
         )
         model.update((name, tuple(buffer.shape)) for name, buffer in self._buffers.items())
-        source = DeepSpeedSource(
-            root, folder, names=names, verify=wanted.is_checked, rank=comm.rank, size=comm.size, model=model
+        source = format.opening()(
+            storage.url, folder, names=names, verify=wanted.is_checked, rank=comm.rank, size=comm.size, model=model
         )
         if source.about.optimizer is None and any(kind != MODEL for kind in source.kinds()):
             source.about.optimizer = wanted.optimizer

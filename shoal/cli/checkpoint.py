@@ -33,8 +33,11 @@ def _none_in(storage: Storage) -> typer.Exit:
     """Print that there is none of Shoal's."""
     from shoal.checkpoint import directory
 
-    tag = directory.deepspeeds_tag(storage)
-    other = f": {tag} there was saved by DeepSpeed, and `shoal convert` verifies and reads it" if tag else ""
+    theirs = directory.foreign_tag(storage)
+    other = ""
+    if theirs is not None:
+        name, saved_as = theirs
+        other = f": {name} there was saved by {saved_as.program}, and `shoal convert` verifies and reads it"
     print(f"no checkpoints in {storage.url}{other}", file=sys.stderr)
     return typer.Exit(1)
 

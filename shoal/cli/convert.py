@@ -183,8 +183,8 @@ def _convert(
 
             write_shoal(reading, target, tag)
         elif to in (Target.deepspeed, Target.deepspeed_universal):
-            from shoal.checkpoint.formats.deepspeed_universal_writing import write_deepspeed_universal
-            from shoal.checkpoint.formats.deepspeed_writing import write_deepspeed
+            from shoal.compat.checkpoints.universal_writing import write_deepspeed_universal
+            from shoal.compat.checkpoints.writing import write_deepspeed
             from shoal.config.source import open_source as open_config
 
             ranks, stage, path, row_parallel = loading

@@ -21,13 +21,13 @@ from torch import nn
 
 from shoal.checkpoint import tree
 from shoal.checkpoint.formats import open_source
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.formats.huggingface import write_huggingface
 from shoal.checkpoint.formats.plain import write_plain
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.portable import About, Source, TensorInfo
 from shoal.checkpoint.watched import nbytes_of, watched
 from shoal.compat.checkpoint_files import model_file
+from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
 from shoal.errors import CheckpointError
 from shoal.text import counted, format_bytes
 

@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import load_file
 
 import shoal
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
-from shoal.checkpoint.formats.deepspeed_universal_writing import write_deepspeed_universal
-from shoal.checkpoint.formats.deepspeed_writing import write_deepspeed
 from shoal.checkpoint.native import ShoalSource, write_shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
+from shoal.compat.checkpoints.universal_writing import write_deepspeed_universal
+from shoal.compat.checkpoints.writing import write_deepspeed
 from shoal.engine.engine import Engine
 from shoal.parallel.expert.layer import MoE
 from tests.fixtures.deepspeed.make import CASES as CONFIGS

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 import shoal
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
-from shoal.checkpoint.formats.deepspeed_writing import write_deepspeed
 from shoal.checkpoint.native import ShoalSource, write_shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
+from shoal.compat.checkpoints.writing import write_deepspeed
 from tests.fixtures.deepspeed.make import CASES
 from tests.fixtures.deepspeed.model import build_model, groups_of, tokens_of
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import shoal
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.native import write_shoal
 from shoal.checkpoint.storage import open_storage
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
 from shoal.compat.deepspeed import initialize
 from shoal.compat.deepspeed.utils import safe_get_full_optimizer_state
 from shoal.engine.engine import Engine

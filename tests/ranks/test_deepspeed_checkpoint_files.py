@@ -21,9 +21,9 @@ from safetensors.torch import load_file, load_model
 
 import shoal
 from shoal.checkpoint.formats import open_source
-from shoal.checkpoint.formats.deepspeed_writing import write_deepspeed
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.compat.checkpoints.writing import write_deepspeed
 from shoal.compat.deepspeed import initialize
 from shoal.compat.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.portable import Source
+from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
 
 MADE = Path(__file__).resolve().parent.parent / "fixtures" / "deepspeed"
 

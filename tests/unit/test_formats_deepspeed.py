@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
-from shoal.checkpoint.formats.deepspeed_files import open_file
-from shoal.checkpoint.formats.deepspeed_state import EqualParts, FlatRange
 from shoal.checkpoint.manifest import MODEL
+from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
+from shoal.compat.checkpoints.files import open_file
+from shoal.compat.checkpoints.state import EqualParts, FlatRange
 from shoal.errors import CheckpointError
 from tests.fixtures.deepspeed.make import CASES
 from tests.fixtures.deepspeed.model import build_model
@@ -273,7 +273,7 @@ def test_a_parameter_of_7_over_3_ranks_lies_in_parts_of_3_3_and_1() -> None:
 PROGRAM = """
 import sys, threading, time
 import torch
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
+from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
 
 def anonymous():
     for line in open("/proc/self/status"):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
-from shoal.checkpoint.formats.deepspeed_files import open_file
 from shoal.checkpoint.manifest import MODEL
+from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
+from shoal.compat.checkpoints.files import open_file
 from shoal.errors import CheckpointError, NotBuiltError
 from tests.unit.deepspeed_made import MADE, everything
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from shoal.checkpoint.formats import open_source
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.manifest import MODEL
 from shoal.cli.app import app
+from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
 from shoal.errors import CheckpointError, NotBuiltError
 from shoal.parallel.expert.layer import MoE
 from tests.fixtures.deepspeed.make_expert_slices import SLICE_CASES, WithSlicedExperts

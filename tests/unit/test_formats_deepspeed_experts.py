@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from shoal.checkpoint.expert_groups import with_groups
 from shoal.checkpoint.formats import open_source
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.native import manifest_of
 from shoal.cli.app import app
+from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
 from shoal.errors import CheckpointError, NotBuiltError
 from tests.fixtures.deepspeed.make_experts import EXPERT_CASES
 from tests.unit.deepspeed_made import DTYPES, MADE, everything, made

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.manifest import MODEL
+from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
 from shoal.errors import CheckpointError
 
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.checkpoint.formats import open_source
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.manifest import MODEL
+from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
 from shoal.errors import CheckpointError
 from tests.unit.deepspeed_made import MADE, everything
 from tests.unit.test_formats_convert import shell

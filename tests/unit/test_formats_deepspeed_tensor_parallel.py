@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
-from shoal.checkpoint.formats.deepspeed_tensor_parallel import TensorParallelLayout
 from shoal.checkpoint.manifest import MODEL
+from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
+from shoal.compat.checkpoints.tensor_parallel import TensorParallelLayout
 from shoal.errors import CheckpointError, NotBuiltError
 from tests.unit.deepspeed_made import MADE, everything, made
 

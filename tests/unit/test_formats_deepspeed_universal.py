@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from shoal.checkpoint.formats import detect
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
-from shoal.checkpoint.formats.deepspeed_files import open_file
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.native import ShoalSource
 from shoal.cli.app import app
+from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
+from shoal.compat.checkpoints.files import open_file
 from shoal.errors import CheckpointError, NotBuiltError
 from tests.fixtures.deepspeed.make_universal import UNIVERSAL_CASES
 from tests.unit.deepspeed_made import DTYPES, MADE, MATRICES, VECTORS, everything, made, universal

@@ -16,12 +16,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
-from shoal.checkpoint.formats.deepspeed_files import PickledRecord, open_file
-from shoal.checkpoint.formats.deepspeed_writing import write_deepspeed
 from shoal.checkpoint.native import ShoalSource, write_shoal
 from shoal.checkpoint.portable import TensorInfo
 from shoal.cli.app import app
+from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
+from shoal.compat.checkpoints.files import PickledRecord, open_file
+from shoal.compat.checkpoints.writing import write_deepspeed
 from shoal.errors import CheckpointError, NotBuiltError
 from tests.fixtures.deepspeed.make_experts import EXPERT_CASES
 from tests.unit.deepspeed_made import MADE, MATRICES, VECTORS, everything, made

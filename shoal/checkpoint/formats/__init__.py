@@ -6,8 +6,8 @@ is read, so the checkpoint is:
     in the folder                                   format
     .metadata                                       dcp
     manifest.json                                   shoal
-    *_model_states.pt, *_optim_states.pt            deepspeed
-    a folder for each tag, of Shoal or DeepSpeed    what ``latest`` names; otherwise shoal before deepspeed
+    files of a registered ``ForeignFormat``         its name
+    a folder for each tag, of Shoal or such         what ``latest`` names; otherwise shoal before others
     *.safetensors                                   huggingface
     pytorch_model.bin                               state_dict
 """
@@ -17,17 +17,13 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Literal
 
-from shoal.checkpoint import directory
+from shoal.checkpoint import directory, foreign
 from shoal.checkpoint.portable import Source
 from shoal.checkpoint.storage import Storage, open_storage
 from shoal.errors import CheckpointError
 
-Format = Literal["shoal", "deepspeed", "huggingface", "state_dict", "dcp"]
-_DEEPSPEED = re.compile(
-    r"(mp_rank_\d+|(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+|layer_\d+.*)_(model|optim)_states\.pt"
-)
+Format = str  # "shoal", "huggingface", "state_dict", "dcp", or the name of a ``ForeignFormat``
 _SAFETENSORS = re.compile(r".+\.safetensors(\.index\.json)?")
 _BIN = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
 
@@ -51,11 +47,12 @@ def detect(path: str | os.PathLike[str], tag: str | None = None) -> Format:
     found = _of_folder(storage, tag)
     if found is None:
         names = storage.names()
+        programs = " or ".join(["Shoal", *(each.program for each in foreign.formats())])
         raise CheckpointError(
             f"{text} is in no format that Shoal reads: it contains"
             f" {', '.join(map(repr, names[:6])) + (' ...' if len(names) > 6 else '') if names else 'nothing'}.",
-            do="name a Shoal or DeepSpeed checkpoint, a folder of safetensors, one of torch.distributed.checkpoint, or"
-            " a file of torch.save.",
+            do=f"name a checkpoint of {programs}, a folder of safetensors, one of torch.distributed.checkpoint, or a"
+            " file of torch.save.",
             code="checkpoint-format",
         )
     return found
@@ -86,22 +83,23 @@ def _of_folder(storage: Storage, tag: str | None) -> Format | None:
         return "dcp"
     if (found := _of_checkpoint(storage, "")) is not None:
         return found
-    if directory.deepspeeds_tag(storage) is not None:
-        return "deepspeed"
-    tags = {_of_checkpoint(storage, name) for name in names if storage.is_folder(name)}
-    if tags & {"shoal", "deepspeed"}:
-        return "shoal" if "shoal" in tags else "deepspeed"
+    if (theirs := directory.foreign_tag(storage)) is not None:
+        return theirs[1].name
+    tags = {_of_checkpoint(storage, name) for name in names if storage.is_folder(name)} - {None}
+    if tags:
+        return "shoal" if "shoal" in tags else tags.pop()
     if any(map(_SAFETENSORS.fullmatch, names)):
         return "huggingface"
     return "state_dict" if any(map(_BIN.fullmatch, names)) else None
 
 
-def _of_checkpoint(storage: Storage, folder: str) -> Literal["shoal", "deepspeed"] | None:
+def _of_checkpoint(storage: Storage, folder: str) -> Format | None:
     """The format of the checkpoint whose files lie in a folder. One of Shoal's that is damaged is one of Shoal's."""
     names = storage.names(folder)
     if "manifest.json" in names or directory.is_ours(storage, folder):
         return "shoal"
-    return "deepspeed" if any(map(_DEEPSPEED.fullmatch, names)) else None
+    theirs = foreign.format_of(names)
+    return None if theirs is None else theirs.name
 
 
 def unread_weights(path: str | os.PathLike[str], format: Format) -> list[str]:
@@ -122,13 +120,14 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None, format: Fo
     """A file or folder as a ``Source``.
 
     Args:
-        tag: of Shoal's and DeepSpeed's checkpoints; None: the newest.
+        tag: of checkpoints that a folder has by tag; None: the newest.
         format: what it is; None: found out by ``detect``.
 
     Raises: CheckpointError: it is of no format that Shoal knows, damaged, or asks for more than data.
     """
     found = format if format is not None else detect(path, tag)
-    if tag is not None and found not in ("shoal", "deepspeed"):
+    theirs = next((each for each in foreign.formats() if each.name == found), None)
+    if tag is not None and found != "shoal" and theirs is None:
         raise CheckpointError(
             f"tag {tag!r} was given, and {os.fspath(path)} is {found}, which has none.",
             do="leave the tag out.",
@@ -138,10 +137,8 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None, format: Fo
         from shoal.checkpoint.native import ShoalSource
 
         return ShoalSource(path, tag)
-    if found == "deepspeed":
-        from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
-
-        return DeepSpeedSource(path, tag)
+    if theirs is not None:
+        return theirs.opening()(path, tag)
     if found == "huggingface":
         from shoal.checkpoint.formats.huggingface import HuggingFaceSource
 

@@ -124,8 +124,8 @@ def write_plain(
     *,
     safe: bool = False,
 ) -> None:
-    """Write the model's tensors as ``torch.save(model.state_dict())`` would. With the default dtype it is what
-    DeepSpeed's ``zero_to_fp32`` writes: the master weights; every name of a tied weight is there.
+    """Write the model's tensors as ``torch.save(model.state_dict())`` would. With the default dtype they are
+    the master weights; every name of a tied weight is there.
 
     Args:
         path: the file; with ``safe`` a folder.

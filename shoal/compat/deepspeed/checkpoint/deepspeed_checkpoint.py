@@ -14,8 +14,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.formats.deepspeed_files import open_file
 from shoal.compat.absent import absent_function, not_built
+from shoal.compat.checkpoints.files import open_file
 from shoal.compat.deepspeed.checkpoint.constants import (
     CHECKPOINT_PARALLEL_DIMS,
     CHECKPOINT_PP_DEGREE,

@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.directory import LATEST_UNIVERSAL, UNIVERSAL
-from shoal.checkpoint.formats.deepspeed_experts import files_of_experts
-from shoal.checkpoint.formats.deepspeed_settings import DeepSpeedSettings, settings_of
-from shoal.checkpoint.formats.deepspeed_writing import VERSION, DeepSpeedFiles
+from shoal.checkpoint.directory import LATEST_UNIVERSAL
 from shoal.checkpoint.formats.torch_writing import DeferredTensor
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.portable import Source, TensorInfo
 from shoal.checkpoint.storage import Storage
+from shoal.compat.checkpoints import UNIVERSAL
+from shoal.compat.checkpoints.experts import files_of_experts
+from shoal.compat.checkpoints.settings import DeepSpeedSettings, settings_of
+from shoal.compat.checkpoints.writing import VERSION, DeepSpeedFiles
 from shoal.errors import CheckpointError
 from shoal.text import listed
 

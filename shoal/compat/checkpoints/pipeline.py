@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_files import CheckpointFiles, Turns, open_file
-from shoal.checkpoint.formats.deepspeed_model import ModelFile
-from shoal.checkpoint.formats.deepspeed_state import FlatState, NamedState, damaged
-from shoal.checkpoint.formats.deepspeed_unnamed import read_unnamed
 from shoal.checkpoint.portable import TensorInfo
+from shoal.compat.checkpoints.files import CheckpointFiles, Turns, open_file
+from shoal.compat.checkpoints.model_file import ModelFile
+from shoal.compat.checkpoints.state import FlatState, NamedState, damaged
+from shoal.compat.checkpoints.unnamed import read_unnamed
 from shoal.errors import CheckpointError
 
 TIED = "tied_modules."

@@ -11,7 +11,7 @@ one that the files of weights have:
     mlp.experts.w1 [2, I, D]               mlp.experts.w1@0           mlp.experts.w1@1
     as it is read [I, D]                   mlp.experts.w1.0, .w1.1    mlp.experts.w1.2, .w1.3
 
-``deepspeed_autoep_names`` gives them the names that the model had.
+``autoep_names`` gives them the names that the model had.
 
 In a tensor-parallel run experts are whole, and expert-parallel ranks are consecutive ones, so the files of one
 tensor-parallel rank have those of every n-th expert-parallel rank.
@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_files import not_built
-from shoal.checkpoint.formats.deepspeed_state import FlatRange, FlatState, Holders, damaged, entry
+from shoal.compat.checkpoints.files import not_built
+from shoal.compat.checkpoints.state import FlatRange, FlatState, Holders, damaged, entry
 
 WEIGHTS = ("w1", "w2", "w3")  # gate, down, up
 _VERSION = 1  # of the placement

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_state import Flat, FlatRange, FlatState, entry, hyperparameters, sort_state
 from shoal.checkpoint.manifest import MODEL
+from shoal.compat.checkpoints.state import Flat, FlatRange, FlatState, entry, hyperparameters, sort_state
 from shoal.errors import CheckpointError
 
 _MAX_STATES = 20_000

@@ -4,7 +4,7 @@
     FOLDER/TAG/mp_rank_00_model_states.pt                           stages 1 and 2: weights, counters, client state
     FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt            stage 3: the same, without trained weights
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt     rank R's part of the optimizer
-    FOLDER/TAG/layer_L_expert_E_mp_rank_00_model_states.pt          weights of an expert (``deepspeed_experts``)
+    FOLDER/TAG/layer_L_expert_E_mp_rank_00_model_states.pt          weights of an expert (``experts``)
 
 The files are those of 0.19.8. What depends on the configuration of the run that will load them (the dtype, the order
 in flat tensors, the rules of the loss scale) is taken from it. The files of all ranks are written together, so that
@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_experts import files_of_experts, layout_of_experts
-from shoal.checkpoint.formats.deepspeed_layout import FlatLayout, partitioned, spread, spread_one
-from shoal.checkpoint.formats.deepspeed_model import RESERVED
-from shoal.checkpoint.formats.deepspeed_settings import DeepSpeedSettings, parallel_keys, settings_of
 from shoal.checkpoint.formats.target import new_folder
 from shoal.checkpoint.formats.torch_writing import ClassInstance, DeferredTensor, TorchFile
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.portable import Source, TensorInfo
 from shoal.checkpoint.storage import Storage
+from shoal.compat.checkpoints.experts import files_of_experts, layout_of_experts
+from shoal.compat.checkpoints.layout import FlatLayout, partitioned, spread, spread_one
+from shoal.compat.checkpoints.model_file import RESERVED
+from shoal.compat.checkpoints.settings import DeepSpeedSettings, parallel_keys, settings_of
 from shoal.errors import CheckpointError, NotBuiltError
 from shoal.text import listed
 

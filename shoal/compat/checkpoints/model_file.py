@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_files import LossScaler, not_built
-from shoal.checkpoint.formats.deepspeed_state import NamedState, check_stored, damaged, entry
 from shoal.checkpoint.portable import About, TensorInfo
+from shoal.compat.checkpoints.files import LossScaler, not_built
+from shoal.compat.checkpoints.state import NamedState, check_stored, damaged, entry
 
 # Everything else at the top of a model file is the client's.
 RESERVED = {

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_files import PickledRecord, not_built
-from shoal.checkpoint.formats.deepspeed_state import damaged
+from shoal.compat.checkpoints.files import PickledRecord, not_built
+from shoal.compat.checkpoints.state import damaged
 from shoal.errors import CheckpointError
 
 _AFFINE_VERSION = 1

@@ -23,12 +23,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_autoep import AutoEpLayer, of_expert, under
-from shoal.checkpoint.formats.deepspeed_state import damaged
+from shoal.checkpoint.foreign import Shapes
 from shoal.checkpoint.portable import About, TensorInfo
+from shoal.compat.checkpoints.autoep import AutoEpLayer, of_expert, under
+from shoal.compat.checkpoints.state import damaged
 from shoal.errors import CheckpointError
 
-Shapes = Mapping[str, tuple[int, ...] | None]  # of a model's tensors, by name; None: it is not known
 _Value = TypeVar("_Value")
 # The presets' shared experts; a model of another preset has none.
 _SHARED = {

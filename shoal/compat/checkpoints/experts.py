@@ -30,13 +30,13 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_autoep import AutoEpLayer, of_expert
-from shoal.checkpoint.formats.deepspeed_files import CheckpointFiles, Turns, not_built, open_file
-from shoal.checkpoint.formats.deepspeed_layout import FlatLayout, divided
-from shoal.checkpoint.formats.deepspeed_settings import DeepSpeedSettings
-from shoal.checkpoint.formats.deepspeed_state import FlatState, Holders, check_stored, damaged, entry
-from shoal.checkpoint.formats.deepspeed_unnamed import read_unnamed
 from shoal.checkpoint.problems import damaged_copy
+from shoal.compat.checkpoints.autoep import AutoEpLayer, of_expert
+from shoal.compat.checkpoints.files import CheckpointFiles, Turns, not_built, open_file
+from shoal.compat.checkpoints.layout import FlatLayout, divided
+from shoal.compat.checkpoints.settings import DeepSpeedSettings
+from shoal.compat.checkpoints.state import FlatState, Holders, check_stored, damaged, entry
+from shoal.compat.checkpoints.unnamed import read_unnamed
 
 _FOLDING = "folding"  # AutoEP's, of tensor-parallel runs: which rank has saved the file
 _NAME = re.compile(r"(?P<layer>.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(?P<expert>\d+)(?P<rest>\..*)")

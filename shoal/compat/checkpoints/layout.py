@@ -1,6 +1,6 @@
 """Where DeepSpeed's flat tensors hold which part of which parameter, for any number of ranks.
 
-``deepspeed_state`` has a picture of both layouts. Here they are made, there they are read.
+``state`` has a picture of both layouts. Here they are made, there they are read.
 """
 
 from __future__ import annotations

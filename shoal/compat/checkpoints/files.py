@@ -4,9 +4,9 @@
     FOLDER/TAG/mp_rank_00_model_states.pt                               stages 0 to 2: weights, counters, client state
     FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt                stage 3: the same, by rank, with no weights
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt         stages 1 to 3: rank R's part of the state
-    FOLDER/TAG/layer_L_expert_E_..., expp_rank_R_...                    of experts: see deepspeed_experts
-    FOLDER/TAG/layer_00-[model_00-]model_states.pt                      of a pipeline: see deepspeed_pipeline
-    FOLDER/latest_universal, FOLDER/TAG/zero                            of its universal format: see deepspeed_universal
+    FOLDER/TAG/layer_L_expert_E_..., expp_rank_R_...                    of experts: see experts
+    FOLDER/TAG/layer_00-[model_00-]model_states.pt                      of a pipeline: see pipeline
+    FOLDER/latest_universal, FOLDER/TAG/zero                            of its universal format: see universal
 
 R counts the data-parallel ranks. The number after ``mp_rank`` is the tensor-parallel rank, which has files of its own.
 """
@@ -27,10 +27,10 @@ from typing import Any, Self
 
 import torch
 
-from shoal.checkpoint.directory import UNIVERSAL
 from shoal.checkpoint.formats.torch_file import load
 from shoal.checkpoint.problems import damaged_copy, unsafe
 from shoal.checkpoint.storage import LocalStorage, open_storage
+from shoal.compat.checkpoints import UNIVERSAL
 from shoal.errors import CheckpointError, NotBuiltError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)(?P<more>_\d+)?_model_states\.pt")

@@ -7,9 +7,9 @@
     tied               once, under its first name          the others are About.aliases
     experts of AutoEP  the same, under the names, and in the layout, that they had in the model
 
-Of a tensor-parallel run each tensor is joined from the ranks' parts (``deepspeed_tensor_parallel``); of a pipeline the
-stages are joined first (``deepspeed_pipeline``).
-DeepSpeed is not imported, and nothing of the files is run: see ``deepspeed_files`` for what they may ask for.
+Of a tensor-parallel run each tensor is joined from the ranks' parts (``tensor_parallel``); of a pipeline the
+stages are joined first (``pipeline``).
+DeepSpeed is not imported, and nothing of the files is run: see ``files`` for what they may ask for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_autoep import (
+from shoal.checkpoint.foreign import Shapes
+from shoal.checkpoint.manifest import MODEL
+from shoal.checkpoint.portable import About, TensorInfo
+from shoal.compat.checkpoints.autoep import (
     AutoEpLayer,
     layers_of,
     of_expert,
@@ -33,9 +36,9 @@ from shoal.checkpoint.formats.deepspeed_autoep import (
     under,
     without_copies,
 )
-from shoal.checkpoint.formats.deepspeed_autoep_names import ModelNames, Shapes
-from shoal.checkpoint.formats.deepspeed_autoep_unnamed import read_replaced
-from shoal.checkpoint.formats.deepspeed_experts import (
+from shoal.compat.checkpoints.autoep_names import ModelNames
+from shoal.compat.checkpoints.autoep_unnamed import read_replaced
+from shoal.compat.checkpoints.experts import (
     ep_sizes,
     files_of_experts,
     holders_of,
@@ -47,7 +50,7 @@ from shoal.checkpoint.formats.deepspeed_experts import (
     read_experts,
     read_unnamed_experts,
 )
-from shoal.checkpoint.formats.deepspeed_files import (
+from shoal.compat.checkpoints.files import (
     CheckpointFiles,
     Turns,
     find_files,
@@ -55,10 +58,10 @@ from shoal.checkpoint.formats.deepspeed_files import (
     not_saved,
     open_file,
 )
-from shoal.checkpoint.formats.deepspeed_layout import in_given_order
-from shoal.checkpoint.formats.deepspeed_model import ModelFile
-from shoal.checkpoint.formats.deepspeed_pipeline import read_stages
-from shoal.checkpoint.formats.deepspeed_state import (
+from shoal.compat.checkpoints.layout import in_given_order
+from shoal.compat.checkpoints.model_file import ModelFile
+from shoal.compat.checkpoints.pipeline import read_stages
+from shoal.compat.checkpoints.state import (
     EqualParts,
     FlatState,
     Holders,
@@ -68,11 +71,9 @@ from shoal.checkpoint.formats.deepspeed_state import (
     read_partitioned,
     read_spread,
 )
-from shoal.checkpoint.formats.deepspeed_tensor_parallel import PartJoin, TensorParallelLayout, undescribed
-from shoal.checkpoint.formats.deepspeed_universal import read_universal
-from shoal.checkpoint.formats.deepspeed_unnamed import read_unnamed
-from shoal.checkpoint.manifest import MODEL
-from shoal.checkpoint.portable import About, TensorInfo
+from shoal.compat.checkpoints.tensor_parallel import PartJoin, TensorParallelLayout, undescribed
+from shoal.compat.checkpoints.universal import read_universal
+from shoal.compat.checkpoints.unnamed import read_unnamed
 from shoal.errors import CheckpointError, NotBuiltError, ShoalError
 
 # By how much copies of an expert's tensor may differ, as a part of its largest value: each rank updates its own.

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_autoep import AutoEpLayer, of_expert, on_rank, under
-from shoal.checkpoint.formats.deepspeed_autoep_names import ModelNames
-from shoal.checkpoint.formats.deepspeed_state import FlatState, entry
-from shoal.checkpoint.formats.deepspeed_unnamed import read_unnamed, unclear
+from shoal.compat.checkpoints.autoep import AutoEpLayer, of_expert, on_rank, under
+from shoal.compat.checkpoints.autoep_names import ModelNames
+from shoal.compat.checkpoints.state import FlatState, entry
+from shoal.compat.checkpoints.unnamed import read_unnamed, unclear
 from shoal.errors import CheckpointError
 
 _Groups = list[list[str]]

@@ -25,6 +25,7 @@ from shoal.checkpoint.formats import detect, open_source
 from shoal.checkpoint.formats.target import split
 from shoal.checkpoint.native import ShoalSource, write_shoal
 from shoal.checkpoint.storage import LocalStorage, Storage, open_storage
+from shoal.compat.checkpoints import DEEPSPEED
 from shoal.errors import CheckpointError
 
 
@@ -110,7 +111,7 @@ def _twin(source: ShoalSource, storage: Storage, name: str) -> UniversalResult:
 
 def _beside(folder: Path) -> Iterable[Path]:
     """Files of DeepSpeed's layout in a checkpoint's folder."""
-    return (path for path in sorted(folder.iterdir()) if directory.is_deepspeeds_file(path.name) and path.is_file())
+    return (path for path in sorted(folder.iterdir()) if DEEPSPEED.file.fullmatch(path.name) and path.is_file())
 
 
 def _take(files: Iterable[Path], place: Path) -> int:

@@ -24,10 +24,13 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_autoep import AutoEpLayer, of_expert
-from shoal.checkpoint.formats.deepspeed_files import Turns, is_inside, not_built, open_file, open_value
-from shoal.checkpoint.formats.deepspeed_model import ModelFile
-from shoal.checkpoint.formats.deepspeed_state import (
+from shoal.checkpoint.manifest import MODEL, OPTIMIZER
+from shoal.checkpoint.portable import TensorInfo
+from shoal.checkpoint.problems import unsafe
+from shoal.compat.checkpoints.autoep import AutoEpLayer, of_expert
+from shoal.compat.checkpoints.files import Turns, is_inside, not_built, open_file, open_value
+from shoal.compat.checkpoints.model_file import ModelFile
+from shoal.compat.checkpoints.state import (
     NamedState,
     check_stored,
     damaged,
@@ -35,9 +38,6 @@ from shoal.checkpoint.formats.deepspeed_state import (
     hyperparameters,
     sort_state,
 )
-from shoal.checkpoint.manifest import MODEL, OPTIMIZER
-from shoal.checkpoint.portable import TensorInfo
-from shoal.checkpoint.problems import unsafe
 
 
 class UniversalState(NamedState):

@@ -94,7 +94,7 @@ def work(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from benchmarks import contenders
-    from shoal.checkpoint.background import Background
+    from shoal.checkpoint.save import Background
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -7,11 +7,9 @@ at the first one that is opened.
 from __future__ import annotations
 
 import os
-import pkgutil
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from shoal.checkpoint.portable import Source
@@ -45,8 +43,7 @@ class SourceOpener(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ForeignFormat:
+class ForeignFormat(NamedTuple):
     """A format of checkpoints that lie in a folder by tag.
 
     Args:
@@ -68,26 +65,24 @@ class ForeignFormat:
         return name in self.folders or self.file.fullmatch(name) is not None
 
     def opening(self) -> SourceOpener:
+        import pkgutil  # `import shoal` does not need it
+
         opener: SourceOpener = pkgutil.resolve_name(self.opener)
         return opener
 
 
-_formats: list[ForeignFormat] = []
+FORMATS: list[ForeignFormat] = []
 
 
 def register(format: ForeignFormat) -> None:
-    """Make a format known. A second one of the same name takes the place of the first."""
-    _formats[:] = [*(known for known in _formats if known.name != format.name), format]
-
-
-def formats() -> Sequence[ForeignFormat]:
-    return tuple(_formats)
+    """Make a format known."""
+    FORMATS.append(format)
 
 
 def format_of(names: Iterable[str]) -> ForeignFormat | None:
     """The format that has files of these names; None: none has."""
     names = list(names)
-    return next((each for each in _formats if any(map(each.file.fullmatch, names))), None)
+    return next((each for each in FORMATS if any(map(each.file.fullmatch, names))), None)
 
 
 def is_foreign_file(name: str) -> bool:

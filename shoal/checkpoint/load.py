@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from shoal.checkpoint import directory, tree
-from shoal.checkpoint.expert_groups import with_groups
 from shoal.checkpoint.foreign import ForeignFormat
 from shoal.checkpoint.local_shards import LocalShard, LocalShards, names_of, owned_range
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
+from shoal.checkpoint.native import SourceReader
 from shoal.checkpoint.problems import agree, damaged
 from shoal.checkpoint.reader import CheckpointReader, StateReader
-from shoal.checkpoint.source_reader import SourceReader
 from shoal.checkpoint.storage import Storage
 from shoal.comm.protocol import Communicator
 from shoal.errors import CheckpointError, NotBuiltError
@@ -317,3 +316,30 @@ def _set(buffer: torch.Tensor, value: torch.Tensor) -> None:
 
 def _no_tensor(name: str) -> torch.Tensor:
     raise damaged(f"tensor {name!r} where a number was expected.", "")
+
+
+def with_groups(manifest: Manifest, number: int) -> Manifest:
+    """The manifest of ``number`` groups: each group of experts joined to the first one with the same hyperparameters.
+
+        the script      [embed, up 0, up 1, ...] lr 0.1    [bias, ...] lr 0.2
+        as saved        [embed, ...] lr 0.1    [bias, ...] lr 0.2    [up 0, up 1, ...] lr 0.1, moe: true
+
+    Where it has ``number`` groups already, or joining does not give ``number``, it stays as it is.
+    """
+    plain = [
+        {key: value for key, value in group.items() if key not in ("name", "moe")} if isinstance(group, dict) else group
+        for group in manifest.groups
+    ]
+    kept: list[int] = []
+    new: dict[int | None, int] = {}
+    for index, group in enumerate(manifest.groups):
+        is_experts = isinstance(group, dict) and bool(group.get("moe"))
+        same = next((first for first in kept if plain[first] == plain[index]), None) if is_experts else None
+        if same is None:
+            kept.append(index)
+        new[index] = kept.index(index if same is None else same)
+    if len(manifest.groups) == number or len(kept) != number:
+        return manifest
+    parameters = [record.model_copy(update={"group": new.get(record.group)}) for record in manifest.parameters]
+    groups = [manifest.groups[index] for index in kept]
+    return manifest.model_copy(update={"groups": groups, "parameters": parameters})

@@ -27,10 +27,9 @@ from torch import nn
 
 from shoal.access.engine_parameters import EngineParameters
 from shoal.access.init import Init, suspended
-from shoal.checkpoint.expert_weights import ExpertWeights
 from shoal.checkpoint.formats.huggingface import SafetensorsWeights
-from shoal.checkpoint.formats.quantized import DEQUANTIZE, DequantizedWeights
-from shoal.checkpoint.long_reads import reported
+from shoal.checkpoint.formats.model_weights import DEQUANTIZE, DequantizedWeights, ExpertWeights
+from shoal.checkpoint.reader import reported
 from shoal.checkpoint.tree import name_of
 from shoal.comm.world import current_world
 from shoal.errors import CheckpointError, UsageError

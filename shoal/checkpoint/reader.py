@@ -6,26 +6,45 @@ state changes only after no rank has found a damaged block.
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from shoal.checkpoint.blocks import BlockReader
 from shoal.checkpoint.local_shards import LocalShard
-from shoal.checkpoint.long_reads import reported
 from shoal.checkpoint.manifest import Manifest, TensorRecord
 from shoal.checkpoint.problems import damaged
 from shoal.checkpoint.rectangles import Rectangle
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.tree import dtype_of
+from shoal.comm.environment import is_first_process
 from shoal.errors import CheckpointError
 from shoal.sharding.layout import ParameterSpec
 from shoal.text import listed
+
+T = TypeVar("T")
+
+_EVERY_SECONDS = 10.0
+
+logger = logging.getLogger("shoal")
+
+
+def reported(items: Sequence[T], what: str) -> Iterator[T]:
+    """The items, and from time to time a line on how many are done: ``reading model.safetensors: 120 of 300``."""
+    said = time.monotonic()
+    for number, item in enumerate(items):
+        yield item
+        if time.monotonic() - said >= _EVERY_SECONDS:
+            said = time.monotonic()
+            if is_first_process():
+                logger.info("%s: %d of %d", what, number + 1, len(items))
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def _convert(
 
             write_shoal(reading, target, tag)
         elif to in (Target.deepspeed, Target.deepspeed_universal):
-            from shoal.compat.checkpoints.universal_writing import write_deepspeed_universal
+            from shoal.compat.checkpoints.universal import write_deepspeed_universal
             from shoal.compat.checkpoints.writing import write_deepspeed
             from shoal.config.source import open_source as open_config
 

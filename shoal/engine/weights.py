@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.checkpoint.formats.plain import write_weights
 from shoal.checkpoint.local_shards import buffers_of, named_parameters_of, names_of
 from shoal.checkpoint.problems import agree
 from shoal.checkpoint.storage import open_storage
-from shoal.checkpoint.weights_file import write_weights
 from shoal.engine.over_stages import aliases_of, joined_values, names_elsewhere
 from shoal.engine.properties import Properties
 from shoal.engine.sharding import Sharding

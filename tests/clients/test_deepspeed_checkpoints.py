@@ -24,7 +24,7 @@ from shoal.checkpoint.native import ShoalSource, write_shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
-from shoal.compat.checkpoints.universal_writing import write_deepspeed_universal
+from shoal.compat.checkpoints.universal import write_deepspeed_universal
 from shoal.compat.checkpoints.writing import write_deepspeed
 from shoal.engine.engine import Engine
 from shoal.parallel.expert.layer import MoE

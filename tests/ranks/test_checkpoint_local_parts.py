@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from shoal.checkpoint import directory
 from shoal.checkpoint.local_shards import LocalShard, local_rectangles
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER, ParameterRecord
+from shoal.checkpoint.native import SourceReader
 from shoal.checkpoint.reader import CheckpointReader
 from shoal.checkpoint.save import Save, SavedState, SaveOptions
-from shoal.checkpoint.source_reader import SourceReader
 from shoal.checkpoint.storage import LocalStorage
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import shoal.compat.checkpoints.to_universal
+import shoal.compat.checkpoints.universal
 from shoal.checkpoint import directory
 from shoal.checkpoint.native import ShoalSource
 from shoal.checkpoint.storage import open_storage
@@ -149,7 +149,7 @@ def test_without_links_files_are_copied(folder: Path, monkeypatch: pytest.Monkey
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError("no links here")
 
-    monkeypatch.setattr(shoal.compat.checkpoints.to_universal.os, "link", refuse)
+    monkeypatch.setattr(shoal.compat.checkpoints.universal.os, "link", refuse)
     main(arguments(folder / "test_tag", folder / "out"))
     before, after = inodes(folder / "test_tag"), inodes(folder / "out")
     assert not set(before.values()) & set(after.values())

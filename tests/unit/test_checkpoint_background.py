@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.checkpoint.background import Background
+from shoal.checkpoint.save import Background
 
 
 def on_thread(run: Callable[[], object]) -> None:

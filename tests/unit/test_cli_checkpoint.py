@@ -79,7 +79,7 @@ def test_reading_that_takes_long_is_logged(
     write_shoal(Fixed(3), tmp_path)
     ShoalSource(tmp_path).read("model", "w")
     assert caplog.text == ""
-    monkeypatch.setattr("shoal.checkpoint.long_reads._EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("shoal.checkpoint.reader._EVERY_SECONDS", 0.0)
     ShoalSource(tmp_path).read("model", "w")
     assert "reading parts of rank-00000.safetensors: 1 of 1" in caplog.text
     caplog.clear()

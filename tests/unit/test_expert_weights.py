@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.checkpoint.expert_weights import ExpertWeights
 from shoal.checkpoint.formats.huggingface import SafetensorsWeights, write_huggingface
+from shoal.checkpoint.formats.model_weights import ExpertWeights
 from shoal.checkpoint.manifest import MODEL
 from tests.unit.formats_source import MemorySource
 

@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from shoal.checkpoint.expert_groups import with_groups
 from shoal.checkpoint.formats import open_source
+from shoal.checkpoint.load import with_groups
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.native import manifest_of
 from shoal.checkpoint.portable import TensorInfo
 from shoal.cli.app import app
 from shoal.compat.checkpoints.autoep import layers_of
 from shoal.compat.checkpoints.autoep_names import ModelNames
-from shoal.compat.checkpoints.autoep_unnamed import read_replaced
 from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
 from shoal.compat.checkpoints.files import open_file
+from shoal.compat.checkpoints.unnamed import read_replaced
 from shoal.errors import CheckpointError, NotBuiltError
 from tests.fixtures.deepspeed.autoep_model import WithReplacedExperts
 from tests.fixtures.deepspeed.make_autoep import AUTOEP_CASES, UNIVERSAL

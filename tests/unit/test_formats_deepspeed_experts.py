@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from shoal.checkpoint.expert_groups import with_groups
 from shoal.checkpoint.formats import open_source
+from shoal.checkpoint.load import with_groups
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.native import manifest_of
 from shoal.cli.app import app

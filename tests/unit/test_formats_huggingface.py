@@ -13,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.formats.huggingface import HuggingFaceSource, SafetensorsWeights, write_huggingface
-from shoal.checkpoint.formats.safetensors_file import read_header
+from shoal.checkpoint.formats.huggingface import HuggingFaceSource, SafetensorsWeights, read_header, write_huggingface
 from shoal.checkpoint.manifest import MODEL
 from shoal.errors import CheckpointError
 from tests.unit.formats_source import MemorySource, are_equal, everything, trained

@@ -15,7 +15,7 @@ from shoal.checkpoint.native import ShoalSource, write_shoal
 from shoal.cli.app import app
 from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
 from shoal.compat.checkpoints.files import open_value
-from shoal.compat.checkpoints.universal_writing import write_deepspeed_universal
+from shoal.compat.checkpoints.universal import write_deepspeed_universal
 from shoal.errors import CheckpointError
 from tests.unit.deepspeed_made import MADE, MATRICES, VECTORS, everything, made, universal
 

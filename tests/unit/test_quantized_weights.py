@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from shoal.checkpoint.formats.huggingface import SafetensorsWeights
-from shoal.checkpoint.formats.quantized import DequantizedWeights
+from shoal.checkpoint.formats.model_weights import DequantizedWeights
 from shoal.checkpoint.loading_hf import load_hf
 from shoal.errors import CheckpointError
 

@@ -47,7 +47,7 @@ def detect(path: str | os.PathLike[str], tag: str | None = None) -> Format:
     found = _of_folder(storage, tag)
     if found is None:
         names = storage.names()
-        programs = " or ".join(["Shoal", *(each.program for each in foreign.formats())])
+        programs = " or ".join(["Shoal", *(each.program for each in foreign.FORMATS)])
         raise CheckpointError(
             f"{text} is in no format that Shoal reads: it contains"
             f" {', '.join(map(repr, names[:6])) + (' ...' if len(names) > 6 else '') if names else 'nothing'}.",
@@ -126,7 +126,7 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None, format: Fo
     Raises: CheckpointError: it is of no format that Shoal knows, damaged, or asks for more than data.
     """
     found = format if format is not None else detect(path, tag)
-    theirs = next((each for each in foreign.formats() if each.name == found), None)
+    theirs = next((each for each in foreign.FORMATS if each.name == found), None)
     if tag is not None and found != "shoal" and theirs is None:
         raise CheckpointError(
             f"tag {tag!r} was given, and {os.fspath(path)} is {found}, which has none.",

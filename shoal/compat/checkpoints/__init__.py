@@ -6,7 +6,7 @@
                 state, unnamed  the optimizer's state of stages 1 to 3, and of stage 0, which has no names
                 pipeline, tensor_parallel, experts, autoep      what ranks of other axes have
                 universal       the format of ds_to_universal
-    writes      writing, universal_writing, to_universal
+    writes      writing, universal
 
 Here is what ``shoal.checkpoint`` has to know of them.
 """

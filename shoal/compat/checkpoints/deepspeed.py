@@ -37,7 +37,6 @@ from shoal.compat.checkpoints.autoep import (
     without_copies,
 )
 from shoal.compat.checkpoints.autoep_names import ModelNames
-from shoal.compat.checkpoints.autoep_unnamed import read_replaced
 from shoal.compat.checkpoints.experts import (
     ep_sizes,
     files_of_experts,
@@ -73,7 +72,7 @@ from shoal.compat.checkpoints.state import (
 )
 from shoal.compat.checkpoints.tensor_parallel import PartJoin, TensorParallelLayout, undescribed
 from shoal.compat.checkpoints.universal import read_universal
-from shoal.compat.checkpoints.unnamed import read_unnamed
+from shoal.compat.checkpoints.unnamed import read_replaced, read_unnamed
 from shoal.errors import CheckpointError, NotBuiltError, ShoalError
 
 # By how much copies of an expert's tensor may differ, as a part of its largest value: each rank updates its own.

@@ -33,8 +33,7 @@ import torch
 from shoal.checkpoint.problems import damaged_copy
 from shoal.compat.checkpoints.autoep import AutoEpLayer, of_expert
 from shoal.compat.checkpoints.files import CheckpointFiles, Turns, not_built, open_file
-from shoal.compat.checkpoints.layout import FlatLayout, divided
-from shoal.compat.checkpoints.settings import DeepSpeedSettings
+from shoal.compat.checkpoints.layout import DeepSpeedSettings, FlatLayout, divided
 from shoal.compat.checkpoints.state import FlatState, Holders, check_stored, damaged, entry
 from shoal.compat.checkpoints.unnamed import read_unnamed
 

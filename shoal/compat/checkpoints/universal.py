@@ -1,34 +1,63 @@
-"""DeepSpeed's universal format, which its ``ds_to_universal`` makes: a folder for each parameter, in it a file for each
-kind of state, whole.
+"""DeepSpeed's universal format: a folder for each parameter, in it a file for each kind of state, whole.
 
-    FOLDER/latest_universal                       the tag
-    FOLDER/TAG/*mp_rank_00_model_states.pt        as in the checkpoint that was converted
-    FOLDER/TAG/zero/optimizer_state.pt            the groups' hyperparameters, the loss scale
-    FOLDER/TAG/zero/NAME/fp32.pt                  the master weights
-    FOLDER/TAG/zero/NAME/exp_avg.pt               the optimizer's state, under its name
-    FOLDER/TAG/zero/NAME/step.pt                  its step; of stage 3 it stands in optimizer_state.pt
+    FOLDER/latest_universal                                     the tag
+    FOLDER/TAG/[zero_pp_rank_0_]mp_rank_00_model_states.pt      weights, counters, client state; the prefix at stage 3
+    FOLDER/TAG/zero/optimizer_state.pt                          the groups' hyperparameters, the loss scale
+    FOLDER/TAG/zero/NAME/fp32.pt                                the master weights of a trained parameter
+    FOLDER/TAG/zero/NAME/exp_avg.pt                             the optimizer's state, under its name
+    FOLDER/TAG/zero/NAME/step.pt                                its step; of stage 3 it stands in optimizer_state.pt
 
-Of stages 1 and 2, and of tensor parallelism, a file holds ``{"param": tensor}``, else of stage 3 the flattened tensor.
-A run with tensor parallelism (but no pipeline) is read like any other: its tensors are whole, and their shapes stand
-in the files. What its model files hold of parameters that were not trained is a part, so those have to be the same on
-all of its ranks. The experts of AutoEP lie in one tensor of all ranks' experts, in the order of their numbers.
+**Read.** Of stages 1 and 2, and of tensor parallelism, a file holds ``{"param": tensor}``, else of stage 3 the
+flattened tensor. A run with tensor parallelism (but no pipeline) is read like any other: its tensors are whole, and
+their shapes stand in the files. What its model files hold of parameters that were not trained is a part, so those have
+to be the same on all of its ranks. The experts of AutoEP lie in one tensor of all ranks' experts, in the order of their
+numbers.
+
+**Written.** A rank of the run that loads it takes its part of each file: with AutoTP by the layers' own description, of
+a pipeline what the stage has, of a model that splits its own tensors along the dim that the file names (``cat_dim``).
+
+**Made in place of it**, as DeepSpeed's ``ds_to_universal`` does, a checkpoint for every layout under another tag:
+
+    INPUT is                        ROOT/NAME becomes
+    a checkpoint of Shoal's         the same checkpoint: its files under a second name, or copied, and a manifest
+    one of DeepSpeed's              a checkpoint of Shoal's, converted
+
+    ROOT/latest_universal           NAME
+
+A save of Shoal's creates new files and never writes into an existing one. So a hard link is as safe as a copy: if one
+checkpoint is replaced or removed, the other stays complete. The bytes are on the disk once. The new checkpoint is
+loaded by its tag, or with ``checkpoint.load_universal``; ``latest`` goes on to name another.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+import shutil
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shoal.checkpoint import directory
+from shoal.checkpoint.commit import Commit, Retention
+from shoal.checkpoint.directory import LATEST_UNIVERSAL
+from shoal.checkpoint.formats import detect, open_source
+from shoal.checkpoint.formats.target import split
+from shoal.checkpoint.formats.torch_file import DeferredTensor
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
-from shoal.checkpoint.portable import TensorInfo
+from shoal.checkpoint.native import ShoalSource, write_shoal
+from shoal.checkpoint.portable import Source, TensorInfo
 from shoal.checkpoint.problems import unsafe
+from shoal.checkpoint.storage import LocalStorage, Storage, open_storage
+from shoal.compat.checkpoints import DEEPSPEED, UNIVERSAL
 from shoal.compat.checkpoints.autoep import AutoEpLayer, of_expert
+from shoal.compat.checkpoints.experts import files_of_experts
 from shoal.compat.checkpoints.files import Turns, is_inside, not_built, open_file, open_value
+from shoal.compat.checkpoints.layout import DeepSpeedSettings, settings_of
 from shoal.compat.checkpoints.model_file import ModelFile
 from shoal.compat.checkpoints.state import (
     NamedState,
@@ -38,6 +67,9 @@ from shoal.compat.checkpoints.state import (
     hyperparameters,
     sort_state,
 )
+from shoal.compat.checkpoints.writing import VERSION, DeepSpeedFiles
+from shoal.errors import CheckpointError
+from shoal.text import listed
 
 
 class UniversalState(NamedState):
@@ -218,3 +250,224 @@ def _value_of(held: Any, shape: Sequence[int], path: Path) -> Any:
 def _is_cut(value: torch.Tensor, shape: Sequence[int]) -> bool:
     """True if the last rows are missing. DeepSpeed omits the rows that pad a vocabulary, and reads zeros."""
     return value.dim() == len(shape) > 1 and value.shape[1:] == tuple(shape[1:]) and value.shape[0] < shape[0]
+
+
+_ADAM = {f"{OPTIMIZER}exp_avg", f"{OPTIMIZER}exp_avg_sq"}
+
+
+def write_deepspeed_universal(
+    source: Source,
+    folder: str | os.PathLike[str],
+    *,
+    stage: int | None = None,
+    config: Mapping[str, Any] | None = None,
+    tag: str | None = None,
+    row_parallel: Sequence[str] = (),
+) -> list[str]:
+    """Write what DeepSpeed 0.19.8 loads with ``checkpoint.load_universal``, on any number of ranks of any axis.
+
+    Args:
+        stage: ZeRO stage of the run that loads it; None: that of ``config``. Stages 1 and 2 read each other's files.
+        config: its DeepSpeed configuration; None: that of the run that saved the source.
+        tag: None: ``global_step`` and the number of steps.
+        row_parallel: patterns of whole parameter names. A model that splits its own tensors splits these along dim 1.
+
+    Returns: a sentence for each thing that DeepSpeed does not restore from it.
+    Raises: CheckpointError: the folder is there already, or DeepSpeed cannot load the source from this format.
+    Memory: one tensor.
+    """
+    about = source.about
+    chosen = dict(about.config if config is None else config)
+    dtypes = (about.parameters[name].dtype for name in about.group_of if name in about.parameters)
+    files = _UniversalFiles(source, settings_of(chosen, stage, 1, dtypes), chosen, row_parallel)
+    files.save(folder, tag, LATEST_UNIVERSAL)
+    return files.notes
+
+
+class _UniversalFiles(DeepSpeedFiles):
+    """The files of one universal checkpoint."""
+
+    def __init__(
+        self, source: Source, settings: DeepSpeedSettings, config: dict[str, Any], row_parallel: Sequence[str]
+    ) -> None:
+        if files_of_experts(source.about.parameters):
+            raise CheckpointError(
+                "it has experts of DeepSpeed's MoE layer, and they are not written in its universal format.",
+                where=source.about.path,
+                do="convert to deepspeed, for a run with data- and expert-parallel ranks.",
+                code="checkpoint-format",
+            )
+        super().__init__(source, settings, config)
+        if settings.stage == 3 and not set(self._kinds) >= _ADAM:
+            raise self._unfit("at stage 3 DeepSpeed loads the state of Adam only from its universal format")
+        self._is_row = [_compiled(pattern) for pattern in row_parallel]
+        for pattern in self._is_row:
+            fits = [name for name in self._trained if pattern.fullmatch(name)]
+            if not fits or any(len(source.about.parameters[name].shape) < 2 for name in fits):
+                what = "fits a parameter of one dim" if fits else "fits no trained parameter"
+                raise _wrong_pattern(f"--row-parallel {pattern.pattern!r} {what}.")
+        optimizer = config.get("optimizer") or {}
+        # DeepSpeed assigns the step as it is: its own optimizers need an integer, PyTorch's a tensor.
+        self._is_own = bool(optimizer) and not (optimizer.get("params") or {}).get("torch_adam", False)
+        beside = [name for name in self._weights if name not in self._trained]
+        if beside:
+            self.notes.append(
+                f"DeepSpeed restores trained parameters only from this format: {listed(beside, 4)} are in the model"
+                " file's 'module', for the script to load."
+            )
+        numbers = [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
+        if settings.stage == 3 and any(each != numbers[0] for each in numbers):
+            self.notes.append("at stage 3 DeepSpeed gives the first group's hyperparameters to all groups.")
+
+    def write(self, storage: Storage, folder: str) -> None:
+        prefix = "zero_pp_rank_0_" if self._settings.stage == 3 else ""
+        self._write(storage, [f"{folder}/{prefix}mp_rank_00_model_states.pt"], [self._model(0)])
+        state = {**self._global_state(), "zero_stage": self._settings.stage, "ds_version": VERSION}
+        state |= {"param_groups": self._groups()}
+        steps = {index: self._numbers_of(numbers) for index, numbers in enumerate(self._steps) if numbers}
+        if self._settings.stage == 3:
+            state["optimizer_state_dict"] = {"state": steps, "param_groups": self._groups()}
+        storage.make_folder(f"{folder}/{UNIVERSAL}")
+        self._write(storage, [f"{folder}/{UNIVERSAL}/optimizer_state.pt"], [state])
+        for index, layout in enumerate(self._layouts):
+            for name in layout.shapes:
+                place = f"{folder}/{UNIVERSAL}/{name}"
+                storage.make_folder(place)
+                for kind in (MODEL, *self._kinds):
+                    file = "fp32" if kind == MODEL else kind.removeprefix(OPTIMIZER)
+                    if layout.shapes.keys() & self._source.tensors(kind).keys():
+                        self._write(storage, [f"{place}/{file}.pt"], [self._entry(kind, name)])
+                if "step" in steps.get(index, {}) and self._settings.stage < 3:
+                    self._write(storage, [f"{place}/step.pt"], [steps[index]["step"]])
+                storage.flush_folder(place)
+        storage.flush_folder(f"{folder}/{UNIVERSAL}")
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self._base_state(0)["param_groups"]
+        return groups
+
+    def _numbers_of(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value if self._is_own else torch.tensor(float(value)) for key, value in numbers.items()}
+
+    def _entry(self, kind: str, name: str) -> dict[str, Any]:
+        """Of a parameter that never had a gradient the state is zeros, as DeepSpeed's is."""
+        shape = self._about.parameters[name].shape
+        is_stored = name in self._source.tensors(kind)
+
+        def read() -> torch.Tensor:
+            return self._source.read(kind, name).float() if is_stored else torch.zeros(shape)
+
+        is_row = any(pattern.fullmatch(name) for pattern in self._is_row)
+        return {"cat_dim": int(is_row), "param": DeferredTensor(TensorInfo(torch.float32, shape), read)}
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise _wrong_pattern(f"--row-parallel {pattern!r} is no regular expression: {error}.") from None
+
+
+def _wrong_pattern(what: str) -> CheckpointError:
+    do = "give a pattern that fits whole names of weights that the model splits along dim 1."
+    return CheckpointError(what, do=do, code="checkpoint-format")
+
+
+@dataclass(frozen=True)
+class UniversalResult:
+    """What ``make_universal`` did.
+
+    Args:
+        format: of the input: ``"shoal"`` or ``"deepspeed"``.
+        linked, copied: how many files have a second name now, and how many were copied.
+        notes: what was found and is not kept, a sentence each.
+    """
+
+    format: str
+    linked: int = 0
+    copied: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def make_universal(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> UniversalResult:
+    """Make ``target`` of ``source``, and let ``latest_universal`` beside it name it.
+
+    Args:
+        source: a tag's folder, or the folder around it, whose newest is taken.
+        target: the folder to make. A checkpoint that is there is replaced once the new one is whole.
+
+    Raises: CheckpointError: the source is no checkpoint of the two kinds, or damaged, or the target is something else.
+    """
+    root, name = split(target)
+    storage = open_storage(root)
+    if not name or not directory.is_name(name):
+        raise CheckpointError(f"{os.fspath(target)!r} does not name a folder.", code="checkpoint-target")
+    found = detect(source)
+    if found == "shoal":
+        made = _twin(ShoalSource(source), storage, name)
+    elif found == "deepspeed":
+        opened = open_source(source, format=found)
+        write_shoal(opened, root, name, is_for_resuming=False)
+        made = UniversalResult(found, notes=tuple(opened.about.notes))
+    else:
+        raise CheckpointError(
+            f"{os.fspath(source)} is {found}, not a checkpoint.",
+            do="name a tag's folder of a checkpoint; `shoal convert` takes other formats.",
+            code="checkpoint-format",
+        )
+    storage.replace(directory.LATEST_UNIVERSAL, name.encode())
+    return made
+
+
+def _twin(source: ShoalSource, storage: Storage, name: str) -> UniversalResult:
+    origin = source.storage
+    if not isinstance(origin, LocalStorage) or not isinstance(storage, LocalStorage):
+        raise CheckpointError(
+            f"{origin.url} or {storage.url} is no folder of a file system, so no file gets a second name there.",
+            do="load the checkpoint itself: it loads in every layout.",
+            code="checkpoint-storage",
+        )
+    folder = origin.root / source.folder
+    if folder.resolve() == (storage.root / name).resolve():
+        raise CheckpointError(
+            f"{folder} is both the input and the output.",
+            do=f"name another output, as {folder.name}_universal beside it.",
+            code="checkpoint-target",
+        )
+    files = [*(folder / record.name for record in source.manifest.files), *_beside(folder)]
+    commit = Commit(storage, name)
+    try:
+        storage.make_folder("")
+        is_near = os.stat(folder).st_dev == os.stat(storage.root).st_dev
+        commit.begin(0 if is_near else source.manifest.nbytes)
+        place = storage.root / commit.folder
+        linked = _take(files, place)
+        manifest = source.manifest.model_copy(update={"tag": name, "is_for_resuming": False})
+        commit.publish(manifest, Retention(), save_latest=False)
+    except OSError as error:
+        raise CheckpointError(
+            f"{name} could not be made: {error}.", where=storage.url, code="checkpoint-storage"
+        ) from error
+    finally:
+        commit.end()
+    return UniversalResult("shoal", linked, len(files) - linked)
+
+
+def _beside(folder: Path) -> Iterable[Path]:
+    """Files of DeepSpeed's layout in a checkpoint's folder."""
+    return (path for path in sorted(folder.iterdir()) if DEEPSPEED.file.fullmatch(path.name) and path.is_file())
+
+
+def _take(files: Iterable[Path], place: Path) -> int:
+    """Hard-link each file, or copy it where the file system cannot. Returns: how many are linked."""
+    linked = 0
+    for file in files:
+        try:
+            os.link(file, place / file.name, follow_symlinks=False)
+            linked += 1
+        except OSError:  # another file system, one without links, or as many as it can have
+            with file.open("rb") as old, (place / file.name).open("xb") as new:
+                shutil.copyfileobj(old, new, 1 << 20)
+                new.flush()
+                os.fsync(new.fileno())
+    return linked

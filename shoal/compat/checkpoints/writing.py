@@ -23,14 +23,21 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.formats.target import new_folder
-from shoal.checkpoint.formats.torch_writing import ClassInstance, DeferredTensor, TorchFile
+from shoal.checkpoint.formats.torch_file import ClassInstance, DeferredTensor, TorchFile
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.portable import Source, TensorInfo
 from shoal.checkpoint.storage import Storage
 from shoal.compat.checkpoints.experts import files_of_experts, layout_of_experts
-from shoal.compat.checkpoints.layout import FlatLayout, partitioned, spread, spread_one
+from shoal.compat.checkpoints.layout import (
+    DeepSpeedSettings,
+    FlatLayout,
+    parallel_keys,
+    partitioned,
+    settings_of,
+    spread,
+    spread_one,
+)
 from shoal.compat.checkpoints.model_file import RESERVED
-from shoal.compat.checkpoints.settings import DeepSpeedSettings, parallel_keys, settings_of
 from shoal.errors import CheckpointError, NotBuiltError
 from shoal.text import listed
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from shoal.compat.checkpoints.to_universal import make_universal
+from shoal.compat.checkpoints.universal import make_universal
 from shoal.engine.log import logger, make_audible
 
 

@@ -20,7 +20,7 @@ from shoal.comm.world import current_world
 from shoal.engine.engine import Engine
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.grouped import add_bias_of_experts, grouped_linear
-from shoal.parallel.expert.held import ExpertsHeld, SplitDim
+from shoal.parallel.expert.held import ExpertsHeld, SplitDim, Stack
 from shoal.parallel.expert.huggingface import StackRows
 from shoal.parallel.loss import count_tokens
 from tests.composition import Combination, Run, settings_of
@@ -46,7 +46,7 @@ class Experts(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_experts, hidden))
         self.rows = StackRows(self._compute)
         split_dims = {"up": SplitDim(2), "down": SplitDim(1)}
-        self.experts_held = ExpertsHeld(num_experts, split_dims=split_dims, compute_name="rows")
+        self.experts_held = ExpertsHeld(num_experts, stack=Stack(split_dims, "rows"))
 
     def forward(self, x: torch.Tensor, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if len(positions) > x.shape[1]:  # between layers that are split, this tensor-parallel rank has a part of them

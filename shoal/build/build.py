@@ -17,7 +17,7 @@ from shoal.comm.protocol import Communicator
 from shoal.device import host_empty
 from shoal.errors import ModelError, OptimizerError
 from shoal.memory.stream_copies import StreamCopies, copies_of
-from shoal.parallel.expert.usage import ExpertUsage
+from shoal.parallel.expert.held import ExpertUsage
 from shoal.sharding.buffer import Axis
 from shoal.sharding.gradient import GradientBuffer
 from shoal.sharding.memory_model import UnitMemory

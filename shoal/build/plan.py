@@ -237,14 +237,14 @@ def experts_if_used(model: nn.Module) -> dict[str, ExpertsIfUsed]:
     """
     found: dict[str, ExpertsIfUsed] = {}
     for name, module, held in modules_with_experts(model):
-        if held.form == "listed" and isinstance(module, nn.ModuleList):
+        if held.stack is None and isinstance(module, nn.ModuleList):
             for place, expert in enumerate(module):
                 if _needs_no_parameters(expert):
                     found[f"{name}.{place}"] = ExpertsIfUsed(held, f"{name}.{place}", place)
-        elif held.compute_name is not None and _needs_no_parameters(module):
-            num_rows = held.num_local * held.rows
+        elif held.stack and held.stack.compute_name is not None and _needs_no_parameters(module):
+            num_rows = held.num_local * held.stack.rows
             if all(parameter.shape[:1] == (num_rows,) for parameter in module.parameters()):
-                found[name] = ExpertsIfUsed(held, ".".join(filter(None, (name, held.compute_name))))
+                found[name] = ExpertsIfUsed(held, ".".join(filter(None, (name, held.stack.compute_name))))
     return found
 
 

@@ -16,11 +16,9 @@ from shoal.engine.sharding import Sharding
 from shoal.errors import ConfigError, NotBuiltError
 from shoal.observe.expert_load import load_events
 from shoal.observe.monitor import Event, is_monitored
-from shoal.parallel.expert.bias import bias_of, update_bias
-from shoal.parallel.expert.copies import ExpertCopies
+from shoal.parallel.expert.bias import ExpertLoad, bias_of, update_bias
 from shoal.parallel.expert.held import ExpertsHeld, modules_with_experts
-from shoal.parallel.expert.load import ExpertLoad
-from shoal.parallel.expert.rebalance import Placement, most_loaded, num_moved, plan_copies
+from shoal.parallel.expert.rebalance import ExpertCopies, ExpertsByRank, most_loaded, num_moved, plan_copies
 
 _EVENTS_EVERY = 10  # steps, where the config has no steps_per_print
 
@@ -32,8 +30,8 @@ class _BalancedLayer:
     whole: nn.Module  # experts and router
     held: ExpertsHeld
     load: ExpertLoad
-    initial: Placement
-    placement: Placement
+    initial: ExpertsByRank
+    placement: ExpertsByRank
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -70,7 +68,7 @@ class ExpertBalance:
             self._check_buffers()
         self._max_copies = config.expert_parallel.hot_experts if self._move_every else 0
         for layer in self._layers if self._max_copies else ():
-            if layer.held.form == "stacked" and layer.held.rows == 1 and layer.held.comm is not None:
+            if layer.held.stack and layer.held.stack.rows == 1 and layer.held.comm is not None:
                 layer.held.copies = ExpertCopies(layer.module)
 
     def _check_biases(self) -> None:
@@ -115,8 +113,8 @@ class ExpertBalance:
 
     def _copies(self, layer: _BalancedLayer) -> int:
         """How many ranks have counted the same tokens."""
-        held, mesh = layer.held, self._axes.mesh
-        return mesh.etp if held.same_tokens is not None or held.has_split_sequence else mesh.tp
+        ranks, mesh = layer.held.tensor, self._axes.mesh
+        return mesh.etp if ranks.same is not None or ranks.splits_sequence else mesh.tp
 
     def _by_layer(self, loads: torch.Tensor) -> list[torch.Tensor]:
         return list(loads.split([layer.held.num_experts for layer in self._layers]))
@@ -154,7 +152,7 @@ class ExpertBalance:
 
     def _rebalance(self, step: int) -> None:
         self._axes.pipeline_stage.all_reduce(self._since, label="tokens per expert").drain()
-        wanted: list[tuple[_BalancedLayer, Placement]] = []
+        wanted: list[tuple[_BalancedLayer, ExpertsByRank]] = []
         was = now = 1.0
         has_new_copies = False
         for layer, load in zip(self._layers, self._by_layer(self._since.cpu()), strict=True):
@@ -185,7 +183,7 @@ class ExpertBalance:
             f" times the mean, and would have had {now:.2f}.",
         )
 
-    def _move(self, wanted: list[tuple[_BalancedLayer, Placement]]) -> bool:
+    def _move(self, wanted: list[tuple[_BalancedLayer, ExpertsByRank]]) -> bool:
         """True if the experts were moved."""
         ep = self._axes.ep
         assert ep is not None

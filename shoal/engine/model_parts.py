@@ -17,9 +17,8 @@ from shoal.config.parallel import PartitionConfig
 from shoal.engine.over_stages import from_stages
 from shoal.errors import ConfigError, ModelError
 from shoal.mesh import factor_axis
-from shoal.parallel.expert.divide import divide
-from shoal.parallel.expert.held import ExpertsHeld, modules_with_experts
-from shoal.parallel.expert.tensor import complete_plan, split_stacks, without_experts
+from shoal.parallel.expert.divide import complete_plan, divide, split_stacks, without_experts
+from shoal.parallel.expert.held import ExpertsHeld, TensorRanks, modules_with_experts
 from shoal.parallel.tensor.apply import parallelize
 from shoal.parallel.tensor.grid import Grid
 from shoal.parallel.tensor.grid_apply import parallelize_grid
@@ -174,11 +173,10 @@ def split(model: nn.Module, axes: Axes, config: Config) -> ModelParts:
         inner={} if etp is None else {name: etp for name, _, _ in modules_with_experts(model)},
     )
     for name, _, held in modules_with_experts(model):
-        held.region = None if found.region_of is None else found.region_of(name)
-        held.etp = etp
+        held.tensor = TensorRanks(etp=etp, region=None if found.region_of is None else found.region_of(name))
     # Ranks along ``tp_fold`` have other tokens; those along ``etp`` have gathered theirs.
     folded = etp is not None and axes.tp_fold is not None
-    own = {name for name, held in _parameters_of_experts(model) if folded and held.has_split_sequence}
+    own = {name for name, held in _parameters_of_experts(model) if folded and held.tensor.splits_sequence}
     return ModelParts(found.parts, found.partial | own)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.parallel.expert.held import ExpertsHeld
-from shoal.parallel.expert.rebalance import Placement
+from shoal.parallel.expert.rebalance import ExpertsByRank
 from shoal.parallel.tensor.parts import as_ranges
 from shoal.running.runtime import ShardedModel
 from shoal.sharding.layout import ParameterSpec
@@ -60,7 +60,12 @@ def can_move(groups: Iterable[ParameterGroup], comm: Communicator) -> bool:
 
 @torch.no_grad()
 def move_experts(
-    sharded: ShardedModel, prefix: str, module: nn.Module, held: ExpertsHeld, before: Placement, after: Placement
+    sharded: ShardedModel,
+    prefix: str,
+    module: nn.Module,
+    held: ExpertsHeld,
+    before: ExpertsByRank,
+    after: ExpertsByRank,
 ) -> None:
     """Exchange the experts of one layer along ``held.comm`` until they are where ``after`` says.
 
@@ -160,7 +165,7 @@ def _exchange(
 
 def _renamed(spec: ParameterSpec, prefix: str, held: ExpertsHeld, place: int) -> ParameterSpec:
     """What the parameter is of the whole model, now that this rank holds other experts."""
-    if held.form == "stacked":
-        return replace(spec, local=(as_ranges(held.ids, unit=held.rows), *spec.local[1:]))
+    if held.stack is not None:
+        return replace(spec, local=(as_ranges(held.ids, unit=held.stack.rows), *spec.local[1:]))
     rest = spec.name.removeprefix(f"{prefix}.").partition(".")[2]
     return replace(spec, name=f"{prefix}.{held.ids[place]}.{rest}")

@@ -113,7 +113,7 @@ def compare(model: nn.Module, size: int, inputs: dict[str, Any] | None = None, *
         specs = use_experts(mine, **section)
         assert [name for name, _ in mine.named_parameters()] == list(wanted)
         for _, module, held in modules_with_experts(mine):
-            assert all(len(each) == 8 // size * held.rows for each in module.parameters())
+            assert all(len(each) == 8 // size * held.stack.rows for each in module.parameters())
             assert held.ids == tuple(range(rank * 8 // size, (rank + 1) * 8 // size))
         outputs = mine(input_ids=batches[rank], labels=batches[rank], **(inputs or {}))
         torch.testing.assert_close(outputs.loss, expected[rank].loss, rtol=1e-6, atol=1e-6)

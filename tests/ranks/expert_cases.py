@@ -54,7 +54,7 @@ class ListedExperts(nn.ModuleList):
     """This rank's experts, each a module."""
 
     def __init__(self, ep_size: int) -> None:
-        held = ExpertsHeld(NUM_EXPERTS, ep_size, form="listed")
+        held = ExpertsHeld(NUM_EXPERTS, ep_size, stack=None)
         one = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
         super().__init__(copy.deepcopy(one) for _ in range(held.num_local))
         self.experts_held = held

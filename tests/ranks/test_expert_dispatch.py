@@ -21,7 +21,7 @@ from shoal.errors import UsageError
 from shoal.mesh import Mesh
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.grouped import grouped_linear
-from shoal.parallel.expert.held import ExpertsHeld
+from shoal.parallel.expert.held import ExpertsHeld, RouterCheck
 from shoal.parallel.expert.route import RowCounts
 from tests.ranks.expert_dispatch_cases import (
     NUM_EXPERTS,
@@ -41,9 +41,7 @@ Gloo = Callable[..., list[Any]]
 def moved(held: ExpertsHeld) -> None:
     """The experts placed anew, as after rebalancing, in no order."""
     order = [3, 6, 0, 5, 7, 1, 4, 2]
-    rank = 0 if held.comm is None else held.comm.rank
-    held.ids = tuple(order[rank * held.num_local : (rank + 1) * held.num_local])
-    held.owners = tuple(order.index(expert) // held.num_local for expert in range(NUM_EXPERTS))
+    held.place([order[first : first + held.num_local] for first in range(0, NUM_EXPERTS, held.num_local)])
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
@@ -335,7 +333,9 @@ def test_a_router_that_chooses_an_expert_that_is_not_there_is_an_error() -> None
 def test_choices_that_are_not_of_the_layer_are_found_by_the_counts_of_a_rank(
     overlap: int, ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ExpertsHeld, "check_index", lambda self, index, label: None)  # later forwards on a GPU
+    monkeypatch.setattr(
+        RouterCheck, "check_index", lambda self, index, num_experts, label: None
+    )  # later forwards on a GPU
 
     def rank(is_wrong: bool) -> None:
         held = ExpertsHeld(4, 2)

@@ -494,14 +494,15 @@ def test_ranks_that_hold_parts_of_an_expert_and_choose_different_experts_are_an_
     def rank() -> str:
         engine = start_with(make(partial(Model, "stacked")), folded("stacked", 1, ep, tp=tp, etp=etp))
         held = [held for _, _, held in modules_with_experts(engine.module)]
-        run = held[0].check_index
+        check = held[0].router_check
+        run = check.check_index
 
-        def other(index: torch.Tensor, label: str) -> None:
+        def other(index: torch.Tensor, num_experts: int, label: str) -> None:
             if current_world().rank % 2:
                 index.copy_(index.flip(0))  # as many rows for each expert
-            run(index, label)
+            run(index, num_experts, label)
 
-        held[0].check_index = other  # type: ignore[method-assign]
+        check.check_index = other  # type: ignore[method-assign]
         with pytest.raises(UsageError, match="routers chose different experts") as caught:
             engine(*batch(0, 0, 1))
         return caught.value.code

@@ -21,10 +21,9 @@ from shoal.config import load
 from shoal.config.experts import PRESETS as NAMES
 from shoal.errors import CheckpointError, ModelError, OptimizerError
 from shoal.mesh import Mesh
-from shoal.parallel.expert.apply import prepare_experts
+from shoal.parallel.expert.apply import PRESETS, prepare_experts
 from shoal.parallel.expert.divide import divide
 from shoal.parallel.expert.held import ExpertsHeld, global_names
-from shoal.parallel.expert.patterns import PRESETS
 from shoal.parallel.expert.router import Routing
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import paste

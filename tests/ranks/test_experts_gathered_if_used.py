@@ -19,9 +19,8 @@ import shoal
 from shoal.comm.world import current_world
 from shoal.memory.disk import DiskTier
 from shoal.parallel.expert.dispatch import run_experts
-from shoal.parallel.expert.held import ExpertsHeld, modules_with_experts
+from shoal.parallel.expert.held import ExpertsHeld, ExpertUsage, modules_with_experts
 from shoal.parallel.expert.layer import Experts
-from shoal.parallel.expert.usage import ExpertUsage
 from shoal.pipeline.module import PipelineModule
 from shoal.sharding.parameter_buffer import ParameterBuffer
 from shoal.sharding.partition import UnitRules
@@ -60,7 +59,7 @@ class Block(nn.Module):
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.router = nn.Linear(WIDTH, NUM_EXPERTS)
-        held = ExpertsHeld(NUM_EXPERTS, ep_size, form="listed")
+        held = ExpertsHeld(NUM_EXPERTS, ep_size, stack=None)
         self.experts = Experts(Expert(), held.num_local, None, held)
 
     def forward(self, x: torch.Tensor, used: tuple[int, int]) -> torch.Tensor:

@@ -18,8 +18,8 @@ import shoal
 from shoal.comm.world import current_world
 from shoal.memory.disk import DiskTier
 from shoal.parallel.expert.dispatch import run_experts
+from shoal.parallel.expert.held import ExpertUsage
 from shoal.parallel.expert.stacked import StackedExperts
-from shoal.parallel.expert.usage import ExpertUsage
 from shoal.pipeline.module import PipelineModule
 from shoal.sharding.partition import UnitRules
 from shoal.simulation.check import StreamCheck

@@ -9,8 +9,7 @@ from shoal.build.buffer_formats import widen
 from shoal.config.experts import ExpertParallel
 from shoal.models import GPTConfig
 from shoal.parallel.expert.apply import prepare_experts
-from shoal.parallel.expert.bias import add_bias, bias_of, update_bias
-from shoal.parallel.expert.load import imbalance
+from shoal.parallel.expert.bias import add_bias, bias_of, imbalance, update_bias
 from shoal.parallel.expert.losses import tokens_per_expert
 from shoal.parallel.expert.stacked import ExpertFeedForward
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from shoal.parallel.expert.rebalance import Placement, most_loaded, num_moved, plan_copies, plan_placement
+from shoal.parallel.expert.rebalance import ExpertsByRank, most_loaded, num_moved, plan_copies, plan_placement
 
 
-def neighbours(num_experts: int, size: int) -> Placement:
+def neighbours(num_experts: int, size: int) -> ExpertsByRank:
     each = num_experts // size
     return tuple(tuple(range(rank * each, (rank + 1) * each)) for rank in range(size))
 

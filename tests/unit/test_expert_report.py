@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.observe.expert_load import draw_load, load_events, load_section, spans
 from shoal.observe.monitor import JsonLinesWriter, Monitor
 from shoal.observe.report import RunRecord, write_report
-from shoal.parallel.expert.load import ExpertLoad
+from shoal.parallel.expert.bias import ExpertLoad
 
 
 def logged(num_steps: int) -> dict[str, list[tuple[int, float]]]:

@@ -14,8 +14,7 @@ from torch import nn
 
 from shoal.errors import AssertedUsageError, ConfigError, UsageError
 from shoal.parallel.expert import dense
-from shoal.parallel.expert.capacity import capacity_of, positions
-from shoal.parallel.expert.gate import gumbel, jitter, route_top1, route_top2, route_topk
+from shoal.parallel.expert.gate import capacity_of, gumbel, jitter, positions, route_top1, route_top2, route_topk
 from shoal.parallel.expert.held import first_bad_router
 from shoal.parallel.expert.layer import Experts, MoE, TopKGate
 from tests.fixtures.experts.cases import EXPERTS, GATES, TOKENS, WIDTH, call_gate, logits_of, used_tokens

@@ -1,11 +1,12 @@
-"""Balance without an auxiliary loss: a bias of each expert that takes part in the selection only.
+"""The tokens of each expert, counted; and a bias that balances them, which takes part in the selection only.
 
     scores = sigmoid(hidden @ gate)
     expert_index = (scores + bias).topk(k)         weights are made of the scores, without the bias
     after each step:  bias += coeff * sign(mean load - load)
 
-An expert with fewer tokens than the mean is chosen more often in the next step. The bias is a buffer: it has no
-gradient, checkpoints have it, and it is the same on all ranks, because the loads are the sums over all of them.
+An expert with fewer tokens than the mean is chosen more often in the next step, without an auxiliary loss. The bias is
+a buffer: it has no gradient, checkpoints have it, and it is the same on all ranks, because the loads are the sums over
+all of them. Loads are counted on the device in forward, and read between steps.
 
 Source: arXiv:2408.15664, algorithm 1; arXiv:2412.19437, section 2.1.2.
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+
+from shoal.device import in_backward
 
 BIAS_NAMES = ("expert_bias", "e_score_correction_bias")  # Shoal's layers; transformers (DeepSeek V3, GLM, MiniMax)
 
@@ -46,3 +49,39 @@ def update_bias(bias: torch.Tensor, load: torch.Tensor, coeff: float) -> None:
     """
     load = load.float()
     bias.add_(torch.sign(load.mean() - load).view_as(bias), alpha=coeff)
+
+
+class ExpertLoad:
+    """Tokens that this rank's router has sent to each expert of one layer, since the last ``take()``.
+
+    Counts of training only: a module in evaluation, and a pass that recomputes activations, add nothing.
+
+    Args:
+        module: of the layer; is it in training?
+        num_experts: of the whole layer.
+    """
+
+    def __init__(self, module: nn.Module, num_experts: int) -> None:
+        self._module = module
+        self._num_experts = num_experts
+        self._counts: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, counts: torch.Tensor) -> None:
+        """Add the choices of one forward. Shape: [num_experts]. Order: the host does not wait for the device."""
+        if not self._module.training or in_backward():
+            return
+        if self._counts is None:
+            self._counts = torch.zeros(self._num_experts, dtype=torch.int64, device=counts.device)
+        self._counts += counts
+
+    def take(self, device: torch.device) -> torch.Tensor:
+        """The counts, which begin again at zero. Shape: [num_experts] int64."""
+        counts, self._counts = self._counts, None
+        return torch.zeros(self._num_experts, dtype=torch.int64, device=device) if counts is None else counts
+
+
+def imbalance(load: torch.Tensor) -> float:
+    """The most loaded expert's tokens over the mean; 1 where balanced, and where there are no tokens."""
+    mean = load.double().mean().item()
+    return load.max().item() / mean if mean else 1.0

@@ -26,23 +26,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from shoal.comm import autograd
 from shoal.comm.autograd import once_differentiable
-from shoal.comm.protocol import Work
+from shoal.comm.protocol import Communicator, Work
 from shoal.compiler import untraced
+from shoal.parallel.expert.grouped import gather_rows, sum_rows
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.expert.hierarchical import Counts, TwoStepRows
 from shoal.parallel.expert.losses import tokens_per_expert
-from shoal.parallel.expert.permute import gather_rows, sum_rows
-from shoal.parallel.expert.route import Route, route
-from shoal.parallel.expert.same_tokens import (
-    compare_tables,
-    gather_outputs,
-    gather_tokens,
-    table_digest,
-    take_own_tokens,
-)
+from shoal.parallel.expert.route import Route, compare_tables, route, table_digest
 
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
 
@@ -78,23 +72,25 @@ def run_experts(
     Communicates: along ``held.comm``: one exchange of the counts; for each part of the tokens 2 all-to-alls, which move
         a row for each pair whose expert is on another rank; 2 in backward. With one rank nothing. Experts of which
         every rank has a copy: see ``ExpertCopies.gather``.
-        Along ``held.gathers_tokens``, ranks that have other tokens and a part of each expert: an all-gather of
+        Along ``held.tensor.same``, ranks that have the same tokens and other experts: an all-gather of the outputs; in
+        backward one of the gradients of ``hidden``, and one of ``weights``.
+        Along ``held.tensor.gathers_tokens``, ranks that have other tokens and a part of each expert: an all-gather of
         ``hidden``, of ``expert_index`` and of ``weights``; in backward one of the outputs' gradients.
-        Along ``held.etp``, ranks that have the same tokens, in the first call: an exchange of 8 bytes.
+        Along ``held.tensor.etp``, ranks that have the same tokens, in the first call: an exchange of 8 bytes.
     Memory: until backward the rows of the experts' outputs (``score_before``: ``hidden``), if ``weights`` needs
         a gradient.
     """
     held.router_check.note(weights)
-    is_first = not held.is_checked
-    held.check_index(expert_index, label)
-    num_tokens, same, others, digest = len(hidden), held.same_tokens, held.gathers_tokens, None
+    is_first = not held.router_check.has_checked
+    held.router_check.check_index(expert_index, held.num_experts, label)
+    num_tokens, same, others, digest = len(hidden), held.tensor.same, held.tensor.gathers_tokens, None
     if others is not None:
-        hidden, expert_index, weights = gather_tokens(hidden, expert_index, weights, others, label)
-    elif held.etp is not None and is_first:
-        compare_tables(expert_index, held.etp, label)
+        hidden, expert_index, weights = _gather_tokens(hidden, expert_index, weights, others, label)
+    elif held.tensor.etp is not None and is_first:
+        compare_tables(expert_index, held.tensor.etp, label)
     if same is not None:
         digest = table_digest(expert_index)
-        hidden, expert_index, weights = take_own_tokens(hidden, expert_index, weights, same, label)
+        hidden, expert_index, weights = _take_own_tokens(hidden, expert_index, weights, same, label)
         may_drop = True  # the tokens that make the parts equal have no expert
     run = partial(_run_divided, compute=compute, score_before=score_before, label=label)
     divided = partial(run, held=held, overlap=overlap, digest=digest)
@@ -118,7 +114,7 @@ def run_experts(
         out = divided(hidden, elsewhere, weights, beside=run_copies) + parts[0]
     if others is not None:
         return autograd.split(out, others, label=f"{label} outputs")
-    return out if same is None else gather_outputs(out, num_tokens, same, label)
+    return out if same is None else autograd.gather(out, same, label=f"{label} outputs")[:num_tokens]
 
 
 def _run_divided(
@@ -148,6 +144,35 @@ def _run_divided(
             returned.append(_Return.apply(chunk, arrived, compute(rows, chunk.route.counts)))
     result: Tensor = _Combine.apply(chunks, hidden.dtype, None if score_before else weights, *returned)
     return result
+
+
+def _take_own_tokens(
+    hidden: Tensor, expert_index: Tensor, weights: Tensor, comm: Communicator, label: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's part of tokens that all ranks of ``comm`` hold.
+
+    Returns: hidden, expert_index and weights of the part. Parts are equal: tokens without an expert fill the last ones.
+    Communicates: in backward, an all-gather of the gradients of ``hidden``, and one of ``weights``.
+    """
+    missing = -len(hidden) % comm.size
+    if missing:
+        hidden, weights = pad(hidden, (0, 0, 0, missing)), pad(weights, (0, 0, 0, missing))
+        expert_index = pad(expert_index, (0, 0, 0, missing), value=-1)
+    own = autograd.split(hidden, comm, label=f"{label} tokens")
+    index = expert_index.chunk(comm.size)[comm.rank]
+    return own, index, autograd.split(weights, comm, label=f"{label} weights")
+
+
+def _gather_tokens(
+    hidden: Tensor, expert_index: Tensor, weights: Tensor, comm: Communicator, label: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of all ranks of ``comm``, one rank's after the other's, as each of them needs: hidden, index, weights.
+
+    Communicates: three all-gathers.
+    """
+    index = autograd.gather(expert_index, comm, label=f"{label} experts of tokens")
+    tokens = autograd.gather(hidden, comm, label=f"{label} tokens")
+    return tokens, index, autograd.gather(weights, comm, label=f"{label} weights")
 
 
 class _Moving:

@@ -1,11 +1,17 @@
-"""A linear for each expert, over rows that are sorted by expert: one matrix product for each expert that has rows.
+"""Kernels on rows of tokens that are sorted by expert: gathered, multiplied by each expert's matrix, and summed.
 
-out[start[e] : end[e]] = rows[start[e] : end[e]] @ weight[e] + bias[e]
+    gather    rows[i]   = scale[i] * tokens[token_of[i]]
+    linear    out[start[e] : end[e]] = rows[start[e] : end[e]] @ weight[e] + bias[e]
+    sum       tokens[t] = sum over j of weights[t, j] * rows[row_of[t, j]], in the order of j
+
+A linear is one matrix product for each expert that has rows. Gather and sum are each other's gradient; sums of 16-bit
+values are computed in fp32 and rounded once. On a CPU both work in blocks that stay in the cache. There are no atomic
+additions, so results are the same in every run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +20,7 @@ from torch import Tensor
 from shoal.comm.autograd import once_differentiable
 from shoal.compiler import untraced
 from shoal.device import capability
+from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.expert.route import RowCounts
 from shoal.parallel.tensor.products import cast_for_autocast
 
@@ -46,6 +53,31 @@ def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
     if _grouped_mm is None or capability(rows) < (9, 0) or not rows.dtype == weight.dtype == torch.bfloat16:
         return False
     return len(rows) > 0 and not (rows.shape[1] % 8 or weight.shape[2] % 8 or weight.data_ptr() % 16)
+
+
+def feed_forward(
+    rows: Tensor,
+    counts: Sequence[int],
+    held: ExpertsHeld,
+    up: Tensor,
+    down: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """Two linears of each expert around an activation.
+
+    Args:
+        rows: [rows, in], sorted by expert.
+        up, down: [experts, in, inner], [experts, inner, out]; of each expert the part that this rank has.
+
+    Communicates: where experts are split over tensor-parallel ranks, an all-reduce of the rows in forward and backward.
+    """
+    inner = activation(grouped_linear(held.enter(rows), up, counts, up_bias))
+    if held.tensor.etp is None:
+        return grouped_linear(inner, down, counts, down_bias)
+    out = held.leave(grouped_linear(inner, down, counts))
+    return out if down_bias is None else add_bias_of_experts(out, down_bias, counts)  # once, after the sum
 
 
 def add_bias_of_experts(rows: Tensor, bias: Tensor, counts: Sequence[int]) -> Tensor:
@@ -129,3 +161,82 @@ def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
         if count:
             yield expert, slice(start, start + count)
         start += count
+
+
+_BLOCK_NUMEL = 128 * 1024  # on a CPU: the elements that are gathered, scaled and summed before the next
+
+
+def gather_rows(
+    tokens: Tensor, token_of: Tensor, scale: Tensor | None, out: Tensor, dot_with: Tensor | None = None
+) -> Tensor | None:
+    """Write the rows into ``out``; see the module.
+
+    Args:
+        tokens: [tokens, width].
+        token_of, scale: [rows].
+        out, dot_with: [rows, width].
+
+    Returns: with ``dot_with``, the product of each row of it and the token, without scale. Shape: [rows].
+    """
+    sums = _sum_dtype(tokens.dtype, out.dtype)
+    dots = None if dot_with is None else torch.empty(len(out), dtype=sums, device=out.device)
+    is_plain = tokens.dtype == out.dtype == sums or (scale is None and tokens.dtype == out.dtype)
+    for block in _blocks(out):
+        target = out[block]
+        if is_plain:
+            rows = torch.index_select(tokens, 0, token_of[block], out=target)
+        else:
+            rows = tokens.index_select(0, token_of[block]).to(sums)
+        if dots is not None and dot_with is not None:
+            torch.sum(rows * dot_with[block], 1, dtype=sums, out=dots[block])
+        if scale is not None:
+            rows.mul_(scale[block, None])
+        if rows is not target:
+            target.copy_(rows)
+    return dots
+
+
+def sum_rows(rows: Tensor, row_of: Tensor, weights: Tensor | None, out: Tensor) -> None:
+    """Write the sum of each token's rows into ``out``; see the module.
+
+    Args:
+        rows: [rows, width]; with a row of zeros after them where pairs were dropped.
+        row_of, weights: [tokens, k].
+        out: [tokens, width].
+    """
+    if not row_of.numel():
+        out.zero_()
+        return
+    sums = _sum_dtype(rows.dtype, out.dtype)
+    for block in _blocks(out):
+        target = out[block]
+        total = target if out.dtype == sums else torch.empty_like(target, dtype=sums)
+        for j in range(row_of.shape[1]):
+            at = row_of[block, j]
+            if j == 0 and rows.dtype == sums:
+                torch.index_select(rows, 0, at, out=total)
+            elif j == 0:
+                total.copy_(rows.index_select(0, at))
+            elif weights is None:
+                total.add_(rows.index_select(0, at))
+            else:
+                total.addcmul_(rows.index_select(0, at), weights[block, j, None])
+            if j == 0 and weights is not None:
+                total.mul_(weights[block, 0, None])
+        if total is not target:
+            target.copy_(total)
+
+
+def _sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype in which values of ``dtypes`` are summed."""
+    widest = torch.float32
+    for dtype in dtypes:
+        widest = torch.promote_types(widest, dtype)
+    return widest
+
+
+def _blocks(out: Tensor) -> Iterator[slice]:
+    """Ranges of dim 0."""
+    step = len(out) if out.device.type != "cpu" else max(1, _BLOCK_NUMEL // max(1, out.shape[1]))
+    for start in range(0, len(out), max(1, step)):
+        yield slice(start, min(start + step, len(out)))

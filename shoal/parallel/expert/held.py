@@ -1,16 +1,17 @@
-"""Which experts of a layer a rank holds.
+"""Which experts of a layer a rank holds, and what is known of them while they run.
 
     ep = 2, 8 experts      rank 0: 0 1 2 3      rank 1: 4 5 6 7
 
 A module that holds parameters of experts has an attribute ``experts_held``, by which the engine finds it, learns which
-part of the layer its parameters are, and gives it the ranks that hold the others.
+part of the layer its parameters are, and gives it the ranks that hold the others. Experts have one of two forms: they
+are *stacked* (dim 0 of each parameter is the experts), or *listed* (the module is a list of the local experts).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,14 +22,10 @@ from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
 from shoal.device import is_fake, read_vector
 from shoal.errors import ConfigError, UsageError
-from shoal.parallel.expert.copies import ExpertCopies
-from shoal.parallel.expert.load import ExpertLoad
-from shoal.parallel.expert.router_check import RouterCheck
-from shoal.parallel.expert.usage import ExpertUsage
+from shoal.parallel.expert.bias import ExpertLoad
+from shoal.parallel.expert.rebalance import ExpertCopies, ExpertsByRank
 from shoal.parallel.tensor.region import TensorRegion
 from shoal.streams import is_accelerator
-
-Form = Literal["stacked", "listed"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,147 @@ class SplitDim:
     is_interleaved: bool = False
 
 
+@dataclass(frozen=True)
+class Stack:
+    """How the parameters of stacked experts are laid out, ``[num_local * rows, ...]``, and what computes with them.
+
+    Args:
+        split_dims: by parameter, the dim that expert tensor parallelism splits.
+        compute_name: the module inside theirs whose forward computes rows; "": theirs itself; None: no module's does.
+        rows: the elements of dim 0 that each expert has.
+    """
+
+    split_dims: Mapping[str, SplitDim] = field(default_factory=dict)
+    compute_name: str | None = None
+    rows: int = 1
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """The tensor-parallel ranks around a layer of experts.
+
+    Args:
+        same: those that hold the same tokens and other experts; None: each rank has its own tokens.
+        etp: those over which each expert of this model is split; None: experts are whole.
+        region: the tensor-parallel layers around; None: there are none.
+    """
+
+    same: Communicator | None = None
+    etp: Communicator | None = None
+    region: TensorRegion | None = None
+
+    @property
+    def splits_sequence(self) -> bool:
+        """True if the tensor-parallel ranks hold different tokens of one sequence."""
+        return self.region is not None and self.region.splits_sequence
+
+    @property
+    def gathers_tokens(self) -> Communicator | None:
+        """The ranks whose tokens each of them needs: each has a part of every expert."""
+        return self.etp if self.splits_sequence else None
+
+    def of_all_tokens(self, rows: Tensor) -> Tensor:
+        """One row for each token of the whole sequence, for a statistic; every rank computes the same from them.
+
+        Communicates: where the tensor-parallel ranks split the sequence, an all-gather.
+        """
+        if self.region is None or not self.region.splits_sequence:
+            return rows
+        return autograd.gather(rows, self.region.comm, label="router's rows of all tokens")
+
+
+class RouterCheck:
+    """Checks what a layer's router returns: that its choices are experts of the layer, and its weights are finite."""
+
+    def __init__(self) -> None:
+        self.has_checked = False
+        self._sum: Tensor | None = None
+
+    def check_index(self, index: Tensor, num_experts: int, label: str) -> None:
+        """Check a router's choices: the first ones, and those on a CPU always. ``route`` checks what it reads.
+
+        Args:
+            index: the experts of each token; -1: none.
+
+        Raises: UsageError: the layer has no such expert.
+        Order: the first call blocks the host.
+        """
+        is_known = self.has_checked and is_accelerator(index.device)
+        if is_known or not index.numel() or index.is_meta or is_fake(index):
+            return
+        self.has_checked = True
+        low, high = (int(value) for value in read_vector(torch.stack(index.aminmax()), when_fake=0.0))
+        if low < -1 or high >= num_experts:
+            raise UsageError(
+                f"the router chose expert {high if low >= -1 else low}, and the layer has experts 0 to"
+                f" {num_experts - 1}.",
+                where=label,
+                do="give the router as many outputs as the layer has experts; -1 is a token without an expert.",
+                code="expert-index",
+            )
+
+    def note(self, weights: Tensor) -> None:
+        """Add up weights, on the device: one sum and one addition a forward, and no synchronization."""
+        total = weights.detach().sum(dtype=torch.float32)
+        before = self._sum
+        self._sum = total if before is None or before.device != total.device else before + total
+
+    def is_bad(self) -> bool:
+        """True if some weight was not finite since the last call. Order: blocks the host."""
+        total, self._sum = self._sum, None
+        return total is not None and not bool(total.isfinite())
+
+
+class ExpertUsage:
+    """The experts of one layer that got a row, on any of the ranks that gather their parameters together.
+
+    The parameters of the others need not be gathered.
+
+    Args:
+        comm: the ranks that hold shards of the same experts.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._used: tuple[bool, ...] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """True if the experts run."""
+        return self._used is not None
+
+    @contextmanager
+    def of(self, counts: Sequence[int], device: torch.device) -> Iterator[None]:
+        """Run the experts inside the block.
+
+        Args:
+            counts: this rank's rows of each expert.
+            device: of the rows.
+
+        Communicates: along ``comm``, an exchange of 8 bytes an expert. Order: it blocks the host.
+        """
+        used = tuple(count > 0 for count in counts)
+        if self._comm.size > 1:
+            mine = torch.tensor(list(counts), dtype=torch.int64, device=device)
+            of_all = self._comm.exchange(mine, label="used experts").wait()
+            used = tuple(total > 0 for total in read_vector(of_all.sum(0), when_fake=1.0))
+        before, self._used = self._used, used
+        try:
+            yield
+        finally:
+            self._used = before
+
+    def used(self, place: int | None = None) -> tuple[bool, ...] | None:
+        """For each expert, True if the forward that runs uses it. None: the experts do not run.
+
+        Args:
+            place: of one expert, which is asked for alone; None: all of them.
+        """
+        if self._used is None or place is None:
+            return self._used
+        return (self._used[place],)
+
+
 @dataclass
 class ExpertsHeld:
     """The experts of one layer that this rank holds, and the ranks that hold the others.
@@ -52,49 +190,31 @@ class ExpertsHeld:
     Args:
         num_experts: of the whole layer.
         ep_size: the ranks among which they are divided.
-        form: ``stacked``: dim 0 of each parameter is the experts (``[num_local * rows, ...]``); ``listed``: the module
-            is a list of the local experts, each a module.
+        stack: the layout of stacked experts; None: they are listed.
         comm: the ranks of expert parallelism, in order; None: before the engine has set them, or one rank has all.
         ids: the experts that this rank holds, in the order of its parameters.
-        same_tokens: the tensor-parallel ranks that hold the same tokens and other experts; None: each rank has its own.
         owners: by expert, the coordinate along ``comm`` of the rank that holds it.
         hierarchy: two axes that ``comm`` is the product of: the ranks of a node, and those of one coordinate on the
             nodes. Rows are then sent in two steps; see ``hierarchical``.
+        tensor: the tensor-parallel ranks.
+        router_check: of the layer's router.
         load: counts this rank's tokens by expert; None: nothing asks for them.
-        router_check: whether the weights of the layer's router were finite.
-        copies: the experts that every rank has a copy of; None: there are none.
-        split_dims: of stacked experts, by parameter, the dim that expert tensor parallelism splits.
-        wants_split: the layer was built for experts that are split over the tensor-parallel ranks.
-        tp: the ranks that hold other parts of each stacked expert; None: experts are whole, or split their own layers.
-        region: the tensor-parallel layers around; None: there are none.
-        etp: the ranks over which each expert of this model is split; None: experts are whole.
-        is_checked: a router's choices were found to be among the layer's experts.
-        rows: of stacked experts, the elements of dim 0 that each has.
         usage: where experts are gathered only if they are used; None: all are.
-        compute_name: of stacked experts, the module inside theirs whose forward computes rows; "": theirs itself; None:
-            no module's does.
+        copies: the experts that every rank has a copy of; None: there are none.
     """
 
     num_experts: int
     ep_size: int = 1
-    form: Form = "stacked"
+    stack: Stack | None = Stack()
     comm: Communicator | None = None
     ids: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
-    same_tokens: Communicator | None = None
     hierarchy: tuple[Communicator, Communicator] | None = None
-    load: ExpertLoad | None = None
+    tensor: TensorRanks = TensorRanks()
     router_check: RouterCheck = field(default_factory=RouterCheck)
-    copies: ExpertCopies | None = None
-    split_dims: Mapping[str, SplitDim] = field(default_factory=dict)
-    wants_split: bool = False
-    tp: Communicator | None = None
-    region: TensorRegion | None = None
-    etp: Communicator | None = None
-    is_checked: bool = False
-    rows: int = 1
+    load: ExpertLoad | None = None
     usage: ExpertUsage | None = None
-    compute_name: str | None = None
+    copies: ExpertCopies | None = None
 
     def __post_init__(self) -> None:
         self.divide_among(self.ep_size)
@@ -119,39 +239,29 @@ class ExpertsHeld:
             )
 
     @property
+    def form(self) -> Literal["stacked", "listed"]:
+        return "listed" if self.stack is None else "stacked"
+
+    @property
     def num_local(self) -> int:
         """Experts that each rank holds."""
         return self.num_experts // self.ep_size
 
     def set_ranks(self, comm: Communicator | None) -> None:
         """Divide the experts among the ranks of ``comm``: neighbours of equal number."""
-        rank = 0 if comm is None else comm.rank
         self.comm = comm
-        self.ids = tuple(range(rank * self.num_local, (rank + 1) * self.num_local))
-        self.owners = tuple(expert // self.num_local for expert in range(self.num_experts))
+        size = self.num_local
+        self.place([range(first, first + size) for first in range(0, self.num_experts, size)])
 
-    def check_index(self, index: Tensor, label: str) -> None:
-        """Check a router's choices: the first ones, and those on a CPU always. ``route`` checks what it reads.
+    def place(self, placement: ExpertsByRank | Sequence[Sequence[int]]) -> None:
+        """Say where the experts are now.
 
         Args:
-            index: the experts of each token; -1: none.
-
-        Raises: UsageError: the layer has no such expert.
-        Order: the first call blocks the host.
+            placement: by rank, the experts that it holds, in the order of its parameters.
         """
-        is_known = self.is_checked and is_accelerator(index.device)
-        if is_known or not index.numel() or index.is_meta or is_fake(index):
-            return
-        self.is_checked = True
-        low, high = (int(value) for value in read_vector(torch.stack(index.aminmax()), when_fake=0.0))
-        if low < -1 or high >= self.num_experts:
-            raise UsageError(
-                f"the router chose expert {high if low >= -1 else low}, and the layer has experts 0 to"
-                f" {self.num_experts - 1}.",
-                where=label,
-                do="give the router as many outputs as the layer has experts; -1 is a token without an expert.",
-                code="expert-index",
-            )
+        self.ids = tuple(placement[0 if self.comm is None else self.comm.rank])
+        owner = {expert: rank for rank, ids in enumerate(placement) for expert in ids}
+        self.owners = tuple(owner[expert] for expert in range(self.num_experts))
 
     def using(self, counts: Sequence[Sequence[int]], rows: Tensor) -> AbstractContextManager[None]:
         """Inside the block the experts run, on several parts of the rows one after the other.
@@ -167,40 +277,32 @@ class ExpertsHeld:
 
     def enter(self, rows: Tensor) -> Tensor:
         """The rows before the first matrices of stacked experts. Communicates: in backward, an all-reduce of them."""
-        return rows if self.tp is None else autograd.copy(rows, self.tp, label="experts in")
+        return rows if self.tensor.etp is None else autograd.copy(rows, self.tensor.etp, label="experts in")
 
     def leave(self, rows: Tensor) -> Tensor:
         """The rows after the second matrices, before the bias. Communicates: an all-reduce of them."""
-        return rows if self.tp is None else autograd.all_reduce(rows, self.tp, label="experts out")
+        return rows if self.tensor.etp is None else autograd.all_reduce(rows, self.tensor.etp, label="experts out")
 
-    @property
-    def has_split_sequence(self) -> bool:
-        """True if the tensor-parallel ranks hold different tokens of one sequence."""
-        return self.region is not None and self.region.splits_sequence
 
-    def of_all_tokens(self, rows: Tensor) -> Tensor:
-        """One row for each token of the whole sequence, for a statistic; every rank computes the same from them.
+class ListedExperts(nn.ModuleList):
+    """Experts that are modules, of which this rank holds some, in the order of their numbers."""
 
-        Communicates: where the tensor-parallel ranks split the sequence, an all-gather.
-        """
-        if self.region is None or not self.region.splits_sequence:
-            return rows
-        return autograd.gather(rows, self.region.comm, label="router's rows of all tokens")
+    experts_held: ExpertsHeld
 
-    @property
-    def gathers_tokens(self) -> Communicator | None:
-        """The ranks whose tokens each of them needs: each has a part of every expert."""
-        return self.etp if self.has_split_sequence else None
+    def forward(self, rows: Tensor, counts: Sequence[int], dim: int = 0) -> Tensor:
+        """Each expert's output for its rows; of a tuple the first.
 
-    def place(self, placement: Sequence[Sequence[int]]) -> None:
-        """Say where the experts are now.
+        An expert without rows is called too: all ranks gather and reduce at the same places, and its gradients are
+        zeros, not None.
 
         Args:
-            placement: by rank, the experts that it holds, in the order of its parameters.
+            rows: sorted by expert along ``dim``.
+            counts: the rows of each local expert.
         """
-        self.ids = tuple(placement[0 if self.comm is None else self.comm.rank])
-        owner = {expert: rank for rank, ids in enumerate(placement) for expert in ids}
-        self.owners = tuple(owner[expert] for expert in range(self.num_experts))
+        parts = rows.split(list(counts), dim)
+        with self.experts_held.using([counts], rows):
+            outputs = [expert(part) for expert, part in zip(self, parts, strict=True)]
+        return torch.cat([each[0] if isinstance(each, tuple) else each for each in outputs], dim)
 
 
 def modules_with_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsHeld]]:
@@ -233,9 +335,9 @@ def global_names(model: nn.Module) -> Callable[[str], str]:
     pattern = re.compile(rf"({'|'.join(map(re.escape, lists))})\.(\d+)(?=\.)")
 
     def rename(name: str) -> str:
-        found = pattern.match(name)
-        if found is None:
+        match = pattern.match(name)
+        if match is None:
             return name
-        return f"{found[1]}.{lists[found[1]][int(found[2])]}{name[found.end() :]}"
+        return f"{match[1]}.{lists[match[1]][int(match[2])]}{name[match.end() :]}"
 
     return rename

@@ -5,32 +5,70 @@
 
 Transformers 5 gives the experts of all its models one interface (``use_experts_implementation``): a module with stacked
 parameters, called with the tokens, the experts that the router chose and their weights. Older models and those of
-remote code have a list of modules.
+remote code have a list of modules. Two families stack experts without that interface and are given it (``adapt``):
+
+    Llama 4    every expert gets every token, times its score: zero if the router did not choose the expert. The layer
+               is replaced: chosen tokens only, weighted before the experts
+    DBRX       ``experts.mlp`` has ``w1``, ``v1``, ``w2``, each ``[E x F, D]``: the experts' rows one after the other
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.errors import NotBuiltError
 from shoal.parallel.expert.dispatch import Compute, run_experts
-from shoal.parallel.expert.extend import extend
-from shoal.parallel.expert.grouped import add_bias_of_experts, grouped_linear
-from shoal.parallel.expert.held import ExpertsHeld, SplitDim
-from shoal.parallel.expert.own_layouts import rows_per_expert
+from shoal.parallel.expert.grouped import feed_forward, grouped_linear
+from shoal.parallel.expert.held import ExpertsHeld, ListedExperts, SplitDim, Stack
 from shoal.sharding.parameter_buffer import is_placeholder
 
 _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed")  # set by Transformers' decorator
 _ROWS = "compute_of_rows"
 INTERFACE = "a module with stacked parameters (gate_up_proj or up_proj, down_proj), as Transformers 5 makes them"
+
+
+def extend(module: nn.Module, behaviour: type[nn.Module], **attributes: object) -> None:
+    """Give a module the ``forward`` of ``behaviour``, and attributes: its class becomes a subclass of its own.
+
+    The class keeps its name, by which rules of units and recomputation find modules, and ``isinstance`` its answers.
+    """
+    module.__class__ = _extended(type(module), behaviour)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+
+
+def _extend(base: type[nn.Module], behaviour: type[nn.Module]) -> type[nn.Module]:
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (behaviour, base), names)
+
+
+_extended = cast(Callable[[type[nn.Module], type[nn.Module]], type[nn.Module]], cache(_extend))
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """How tokens are sent to experts.
+
+    Args:
+        score_before: multiply the tokens by their weights before the experts, not the outputs after them.
+        overlap: parts of the tokens; one is sent while another is computed.
+    """
+
+    score_before: bool = False
+    overlap: int = 1
+
+    def run(self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute, held: ExpertsHeld) -> Tensor:
+        overlap, score_before = self.overlap, self.score_before
+        return run_experts(
+            hidden, index, weights, compute, held, score_before=score_before, overlap=overlap, may_drop=False
+        )
 
 
 class ExpertParallelStack(nn.Module):
@@ -40,9 +78,7 @@ class ExpertParallelStack(nn.Module):
     dispatch: Dispatch
 
     @untraced
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         compute = getattr(self, _ROWS, None) or _compute_of(self)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # those of DBRX are [batch, sequence, width]
         out = self.dispatch.run(tokens, top_k_index, top_k_weights, compute, self.experts_held)
@@ -60,87 +96,88 @@ class StackRows(nn.Module):
         super().__init__()
         self._compute = compute
 
-    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         return self._compute(rows, counts)
 
 
-class ExpertParallelList(nn.ModuleList):
-    """A list of experts, each a module, of which this rank holds some."""
-
-    experts_held: ExpertsHeld
-    dispatch: Dispatch
-
-    @untraced
-    def forward(self, hidden: torch.Tensor, expert_index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return self.dispatch.run(hidden, expert_index, weights, partial(_compute_list, self), self.experts_held)
-
-
-@dataclass(frozen=True)
-class Dispatch:
-    """How tokens are sent to experts.
-
-    Args:
-        score_before: multiply the tokens by their weights before the experts, not the outputs after them.
-        overlap: parts of the tokens; one is sent while another is computed.
-    """
-
-    score_before: bool = False
-    overlap: int = 1
-
-    def run(
-        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, compute: Compute, held: ExpertsHeld
-    ) -> torch.Tensor:
-        return run_experts(
-            hidden,
-            index,
-            weights,
-            compute,
-            held,
-            score_before=self.score_before,
-            overlap=self.overlap,
-            may_drop=False,
-        )
-
-
 def _compute_of(experts: nn.Module) -> Compute:
-    own: Compute | None = getattr(experts, "compute_rows", None)
-    return own or partial(_compute_stack, experts)
+    compute: Compute | None = getattr(experts, "compute_rows", None)
+    return compute or partial(_compute_stack, experts)
 
 
-def _compute_stack(module: nn.Module, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def _compute_stack(module: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tensor:
     experts = cast(Any, module)  # each model's own attributes
-    held: ExpertsHeld = experts.experts_held
-    up = "gate_up_proj" if experts.has_gate else "up_proj"
-    inner = _linear(experts, up, held.enter(rows), counts)
-    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-    is_split = held.tp is not None  # the bias is added once, after the sum
-    out = held.leave(_linear(experts, "down_proj", inner, counts, adds_bias=not is_split))
-    if is_split and experts.has_bias:
-        out = add_bias_of_experts(out, experts.down_proj_bias, counts)
-    return cast(torch.Tensor, experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out)
+    up_name = "gate_up_proj" if experts.has_gate else "up_proj"
+    up, down = (getattr(experts, name) for name in (up_name, "down_proj"))
+    if not experts.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    biases = [getattr(experts, f"{name}_bias") if experts.has_bias else None for name in (up_name, "down_proj")]
+    activation = experts._apply_gate if experts.has_gate else experts.act_fn
+    out = feed_forward(rows, counts, experts.experts_held, up, down, activation, *biases)
+    return experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
 
 
-def _linear(
-    experts: Any, name: str, rows: torch.Tensor, counts: Sequence[int], *, adds_bias: bool = True
-) -> torch.Tensor:
-    weight = getattr(experts, name)
-    bias = getattr(experts, f"{name}_bias") if experts.has_bias and adds_bias else None
-    return grouped_linear(rows, weight if experts.is_transposed else weight.transpose(1, 2), counts, bias)
+class Llama4Layer(nn.Module):
+    """The layer around the experts of Llama 4."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        layer = cast(Any, self)
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        routed = layer.router(tokens)
+        if len(routed) == 3:  # of Shoal's router
+            logits, weights, chosen = routed
+        else:
+            scores, logits = routed
+            chosen = logits.topk(layer.top_k, dim=-1).indices
+            weights = scores.gather(-1, chosen)
+        return layer.shared_expert(tokens) + layer.experts(tokens, chosen, weights.to(tokens.dtype)), logits
 
 
-def _compute_list(experts: nn.ModuleList, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    # Every expert is called, also without rows: all ranks gather and reduce at the same places.
-    parts = rows.split(list(counts))
-    return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+class Llama4Interface(nn.Module):
+    """The common interface for the experts of Llama 4."""
+
+    has_gate, has_bias, is_transposed = True, False, True
+    score_before = True
+    act_fn: Callable[[Tensor], Tensor]
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return up * self.act_fn(gate)
+
+
+class DbrxInterface(nn.Module):
+    """The common interface for the experts of DBRX."""
+
+    def compute_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        mlp = cast(Any, self).mlp
+        gate, up, down = (weight.view(-1, mlp.ffn_hidden_size, mlp.hidden_size) for weight in (mlp.w1, mlp.v1, mlp.w2))
+        inner = mlp.activation_fn(grouped_linear(rows, gate.transpose(1, 2), counts))
+        return grouped_linear(inner * grouped_linear(rows, up.transpose(1, 2), counts), down, counts)
+
+
+def has_own_layout(experts: nn.Module) -> bool:
+    """True if experts are of Llama 4 or DBRX, and not Shoal's yet."""
+    return type(experts).__name__ in ("Llama4TextExperts", "DbrxExperts") and not hasattr(experts, "experts_held")
+
+
+def adapt(layer: nn.Module, experts: nn.Module) -> None:
+    """Give experts of Llama 4 and DBRX the common interface, in place. Others are not changed."""
+    if not has_own_layout(experts):
+        return
+    if type(experts).__name__ == "DbrxExperts":
+        extend(experts, DbrxInterface)
+    else:
+        extend(layer, Llama4Layer)
+        extend(experts, Llama4Interface)
 
 
 def is_stack(module: nn.Module) -> bool:
-    """Whether a module is of Transformers' interface, and none of Shoal's yet."""
-    own = dict(module.named_parameters(recurse=False))
-    down = own.get("down_proj")
+    """True if a module is of Transformers' interface, and not Shoal's yet."""
+    parameters = dict(module.named_parameters(recurse=False))
+    down = parameters.get("down_proj")
     if down is None or not all(hasattr(module, name) for name in _INTERFACE) or hasattr(module, "experts_held"):
         return False
-    up = own.get("gate_up_proj" if module.has_gate else "up_proj")
+    up = parameters.get("gate_up_proj" if module.has_gate else "up_proj")
     return up is not None and down.dim() == up.dim() == 3 and len(down) == len(up) == module.num_experts
 
 
@@ -170,20 +207,23 @@ def use_experts(
 
     Memory: of a list, this rank's experts; the other modules are released.
     """
-    if not isinstance(experts, nn.ModuleList):
-        rows = rows_per_expert(experts)
-        held = ExpertsHeld(_num_experts(experts), split_dims=_split_dims(experts) if rows == 1 else {}, rows=rows)
-        extend(experts, ExpertParallelStack, experts_held=held, dispatch=dispatch)
-        if is_gathered_if_used:
-            held.compute_name = _ROWS
-            setattr(experts, _ROWS, StackRows(_compute_of(experts)))
+    if isinstance(experts, nn.ModuleList):
+        held = ExpertsHeld(len(experts), 1 if comm is None else comm.size, stack=None)
+        held.set_ranks(comm)
+        local = [experts[expert] for expert in held.ids]
+        del experts[:]
+        experts.extend(local)
+        extend(experts, ListedExperts, experts_held=held)
         return
-    held = ExpertsHeld(len(experts), 1 if comm is None else comm.size, "listed")
-    held.set_ranks(comm)
-    own = [experts[expert] for expert in held.ids]
-    del experts[:]
-    experts.extend(own)
-    extend(experts, ExpertParallelList, experts_held=held, dispatch=dispatch)
+    compute_name = _ROWS if is_gathered_if_used else None
+    if isinstance(experts, DbrxInterface):
+        stack = Stack({}, compute_name, rows=int(cast(Any, experts).ffn_hidden_size))
+    else:
+        stack = Stack(_split_dims(experts), compute_name)
+    held = ExpertsHeld(_num_experts(experts), stack=stack)
+    extend(experts, ExpertParallelStack, experts_held=held, dispatch=dispatch)
+    if is_gathered_if_used:
+        setattr(experts, _ROWS, StackRows(_compute_of(experts)))
 
 
 def _split_dims(experts: Any) -> dict[str, SplitDim]:

@@ -26,7 +26,7 @@ from shoal.mesh import Mesh
 from shoal.parallel.expert.dense import top1gating, top2gating, topkgating
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.gate import jitter
-from shoal.parallel.expert.held import ExpertsHeld
+from shoal.parallel.expert.held import ExpertsHeld, ListedExperts
 
 NOISE = (None, "None", "Jitter", "RSample")
 
@@ -131,14 +131,6 @@ class TopKGate(nn.Module):
         return topkgating(logits, self.k, factor, self.min_capacity, **options)
 
 
-class LocalExperts(nn.ModuleList):
-    """The experts that this rank holds, in the order of their numbers."""
-
-    def __init__(self, experts: Sequence[nn.Module], held: ExpertsHeld) -> None:
-        super().__init__(experts)
-        self.experts_held = held
-
-
 class Experts(nn.Module):
     """Copies of one expert, each with parameters of its own.
 
@@ -158,25 +150,26 @@ class Experts(nn.Module):
         held: ExpertsHeld | None = None,
     ) -> None:
         super().__init__()
-        held = held or ExpertsHeld(num_local_experts, form="listed")
-        self.deepspeed_experts = LocalExperts([copy.deepcopy(expert) for _ in range(num_local_experts)], held)
+        self.deepspeed_experts = ListedExperts([copy.deepcopy(expert) for _ in range(num_local_experts)])
+        self.deepspeed_experts.experts_held = held or ExpertsHeld(num_local_experts, stack=None)
         self.num_local_experts = num_local_experts
         for parameter in self.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.group_name = expert_group_name  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-        """Each expert's output for its rows. An expert without rows is called too: its gradients are zeros, not None.
+        """Each expert's output for its rows; see ``ListedExperts``.
 
         Args:
             inputs: rows in the order of the experts (shape: [rows, width]); without ``counts`` equal parts along dim 1.
             counts: rows of each expert.
         """
-        dim, size = (1, -(-inputs.shape[1] // self.num_local_experts)) if counts is None else (0, list(counts))
-        parts = inputs.split(size, dim=dim)
-        with self.deepspeed_experts.experts_held.using([[part.shape[dim] for part in parts]], inputs):
-            outputs = [expert(part) for expert, part in zip(self.deepspeed_experts, parts, strict=True)]
-        return torch.cat([each[0] if isinstance(each, tuple) else each for each in outputs], dim=dim)
+        dim = 0
+        if counts is None:
+            parts = inputs.split(-(-inputs.shape[1] // self.num_local_experts), dim=1)
+            counts, dim = [part.shape[1] for part in parts], 1
+        outputs: torch.Tensor = self.deepspeed_experts(inputs, counts, dim)
+        return outputs
 
 
 class MOELayer(nn.Module):
@@ -273,7 +266,7 @@ class MoE(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__()
-        held = ExpertsHeld(num_experts, ep_size, form="listed", wants_split=enable_expert_tensor_parallelism)
+        held = ExpertsHeld(num_experts, ep_size, stack=None)
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         self.ep_size = ep_size

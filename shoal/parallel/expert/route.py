@@ -22,10 +22,10 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from shoal.comm.protocol import Communicator
 from shoal.device import is_fake, read_vector
 from shoal.errors import UsageError
 from shoal.parallel.expert.held import ExpertsHeld
-from shoal.parallel.expert.same_tokens import check_tables
 
 
 class RowCounts(Sequence[int]):
@@ -148,8 +148,8 @@ def route(
         every = vector
     if counts is None and (size > 1 or may_drop):
         values = [int(value) for value in read_vector(every.flatten(), when_fake=0.0)]
-        if digest is not None and comm is not None and held.same_tokens is not None:
-            check_tables(values[:: len(vector)], comm, held.same_tokens)
+        if digest is not None and comm is not None and held.tensor.same is not None:
+            _check_tables(values[:: len(vector)], comm, held.tensor.same)
             del values[:: len(vector)]
         rows = [values[at : at + held.num_experts] for at in range(0, len(values), held.num_experts)]
         counts = [rows[chunk::num_chunks] for chunk in range(num_chunks)]
@@ -241,4 +241,50 @@ def _route(
         between,
         () if is_sorted else segments,
         () if is_sorted else by_expert,
+    )
+
+
+def table_digest(expert_index: Tensor) -> Tensor:
+    """A number that is different for different routing tables, except by a chance of 2^-53. Shape: [1], int64."""
+    places = torch.arange(1, expert_index.numel() + 1, device=expert_index.device) * 0x1E3779B97F4A7C15
+    factors = (places ^ (places >> 31)) * 0x3F58476D1CE4E5B9
+    return ((expert_index.reshape(-1) + 2) * factors).sum().view(1)
+
+
+def compare_tables(expert_index: Tensor, comm: Communicator, label: str) -> None:
+    """Compare the routing tables of ranks that hold the same tokens and a part of each expert.
+
+    Raises: UsageError: on every rank, if two tables differ.
+    Communicates: an exchange of 8 bytes. Order: blocks the host.
+    """
+    if expert_index.is_meta or is_fake(expert_index):
+        return
+    every = comm.exchange(table_digest(expert_index), label=f"{label} tables").wait()
+    digests = read_vector(every.flatten(), when_fake=0.0)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise _other_tables(f"ranks 0 and {other} of those that hold the parts of each expert", label)
+
+
+def _check_tables(digests: Sequence[int], comm: Communicator, same: Communicator) -> None:
+    """Compare the routing tables of ranks that hold the same tokens.
+
+    Args:
+        digests: of each rank of ``comm``, the expert-parallel ranks. Ranks of ``same`` are neighbours among them.
+
+    Raises: UsageError: on every rank of ``comm``, if two tables differ.
+    """
+    before = (same.rank - comm.rank) % same.size  # ranks of the first tensor-parallel group that are not in ``comm``
+    for rank in range(1, comm.size):
+        if (rank + before) % same.size and digests[rank] != digests[rank - 1]:
+            raise _other_tables(f"expert-parallel ranks {rank - 1} and {rank}")
+
+
+def _other_tables(ranks: str, label: str = "") -> UsageError:
+    return UsageError(
+        f"{ranks} are tensor-parallel ranks of the same tokens, and their routers chose different experts for them.",
+        where=label,
+        do="give tensor-parallel ranks the same seed, so that gates with noise or random choices draw the same"
+        " numbers, and the same router and input.",
+        code="expert-routing",
     )

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.parallel.expert.bias import BIAS_NAMES, add_bias, bias_of
-from shoal.parallel.expert.extend import extend
+from shoal.parallel.expert.huggingface import extend
 
 
 @dataclass(frozen=True)

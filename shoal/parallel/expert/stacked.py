@@ -8,6 +8,7 @@ Letters: D hidden size, F inner size, E experts. Every token reaches its experts
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from torch.nn import functional as F
 from shoal.models.gpt import INIT_STD, GPTConfig, Linear, residual_std
 from shoal.parallel.expert.bias import bias_of
 from shoal.parallel.expert.dispatch import run_experts
-from shoal.parallel.expert.grouped import grouped_linear
-from shoal.parallel.expert.held import ExpertsHeld, SplitDim
+from shoal.parallel.expert.grouped import feed_forward
+from shoal.parallel.expert.held import ExpertsHeld, SplitDim, Stack
 from shoal.parallel.expert.losses import router_z_loss, switch_loss, tokens_per_expert
 from shoal.parallel.sequence.context import sum_over_sequence
 
@@ -35,9 +36,7 @@ class StackedExperts(nn.Module):
     def __init__(self, num_experts: int, hidden_size: int, inner_size: int, std: float = INIT_STD) -> None:
         super().__init__()
         self.std = std
-        self.experts_held = ExpertsHeld(
-            num_experts, split_dims={"up": SplitDim(2), "down": SplitDim(1)}, compute_name=""
-        )
+        self.experts_held = ExpertsHeld(num_experts, stack=Stack({"up": SplitDim(2), "down": SplitDim(1)}, ""))
         self.up = nn.Parameter(torch.empty(num_experts, hidden_size, inner_size))
         self.down = nn.Parameter(torch.empty(num_experts, inner_size, hidden_size))
         self.reset_parameters()
@@ -52,9 +51,8 @@ class StackedExperts(nn.Module):
             rows: [rows, D], sorted by expert.
             counts: the rows of each expert that this rank holds.
         """
-        held = self.experts_held
-        inner = F.gelu(grouped_linear(held.enter(rows), self.up, counts), approximate="tanh")
-        return held.leave(grouped_linear(inner, self.down, counts))
+        activation = partial(F.gelu, approximate="tanh")
+        return feed_forward(rows, counts, self.experts_held, self.up, self.down, activation)
 
 
 class Router(Linear):
@@ -98,10 +96,11 @@ class ExpertFeedForward(nn.Module):
         out = run_experts(rows, chosen, weights.to(rows.dtype), self.experts, held)
         # Of whole sequences: of which tensor-parallel ranks hold parts, and those of ``sp`` and ``cp``, over which the
         # loss is averaged, so that only the counts differ from those of one rank.
-        probabilities, chosen = held.of_all_tokens(probabilities), held.of_all_tokens(chosen)
+        whole = held.tensor.of_all_tokens
+        probabilities, chosen = whole(probabilities), whole(chosen)
         counts = tokens_per_expert(chosen, logits.shape[-1]).float()
         if logits.requires_grad:
             counts = sum_over_sequence(counts, "tokens of experts")
         balance = switch_loss(probabilities, chosen, counts)
-        loss = self.auxiliary_loss * balance + self.z_loss * router_z_loss(held.of_all_tokens(logits))
+        loss = self.auxiliary_loss * balance + self.z_loss * router_z_loss(whole(logits))
         return out.view_as(hidden), loss

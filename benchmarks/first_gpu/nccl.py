@@ -23,6 +23,8 @@ from benchmarks.first_gpu.common import Finding, Setting, attempt, main
 from shoal.comm.failure import FirstError
 from shoal.comm.gloo import GlooCommunicator, GlooPending
 from shoal.comm.nccl import NcclCommunicator, new_group
+from shoal.comm.protocol import Communicator
+from shoal.comm.recorder import Recorder
 
 REDUCED = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32]
 MOVED = [*REDUCED, torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -54,7 +56,7 @@ def check(setting: Setting) -> Iterable[Finding]:
 
 
 @contextmanager
-def _group(setting: Setting) -> Iterator[NcclCommunicator]:
+def _group(setting: Setting) -> Iterator[Communicator]:
     """A communicator of one rank, with the groups that an axis of several ranks has."""
     backend = "cpu:gloo,cuda:nccl" if setting.is_gpu else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -64,12 +66,13 @@ def _group(setting: Setting) -> Iterator[NcclCommunicator]:
         first_error, failures = FirstError(), SimpleNamespace(explain=lambda error, what: error)
         gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout)
         host = GlooCommunicator("dp", gloo, failures, GlooPending(first_error))  # type: ignore[arg-type]
-        yield NcclCommunicator("dp", group, host, failures, first_error)  # type: ignore[arg-type]
+        backend = NcclCommunicator("dp", group, host, failures, first_error)  # type: ignore[arg-type]
+        yield Communicator(backend, Recorder())
     finally:
         dist.destroy_process_group()
 
 
-def _sums(comm: NcclCommunicator, dtype: torch.dtype, scale: float, device: torch.device, what: str) -> Finding:
+def _sums(comm: Communicator, dtype: torch.dtype, scale: float, device: torch.device, what: str) -> Finding:
     full = torch.arange(1, 65, device=device).to(dtype)
     right = (full.double() * scale).to(dtype)
     found = {"all_reduce": comm.all_reduce(full.clone(), scale=scale, label="sum").wait()}
@@ -85,7 +88,7 @@ def _sums(comm: NcclCommunicator, dtype: torch.dtype, scale: float, device: torc
     return Finding(what, not bad, f"wrong: {', '.join(bad)}" if bad else "right", "right")
 
 
-def _moves(comm: NcclCommunicator, dtype: torch.dtype, device: torch.device, what: str) -> Finding:
+def _moves(comm: Communicator, dtype: torch.dtype, device: torch.device, what: str) -> Finding:
     values = torch.arange(64, device=device).remainder(2).to(dtype)
     found = {}
     for op in ("all_gather", "all_to_all", "all_to_all, split", "broadcast", "exchange"):

@@ -27,23 +27,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
+from typing import ClassVar
 
 import torch
 
 from shoal.comm.failure import FirstError
-from shoal.comm.finished import (
+from shoal.comm.memory_group import GroupCall, Mark, MemoryGroup
+from shoal.comm.protocol import (
+    Backend,
+    Call,
     FinishedWork,
-    check_both_splits,
-    check_divides,
-    check_peer,
-    gather_json,
+    Verbs,
+    Work,
+    exchange_of,
     own_range,
     split_mismatch,
     split_parts,
 )
-from shoal.comm.memory_group import GroupCall, Mark, MemoryGroup
-from shoal.comm.protocol import Work
 from shoal.comm.sums import RankOrderedSum, is_same_memory
 from shoal.comm.waiting import LongWait
 from shoal.errors import CommError
@@ -111,7 +111,7 @@ class Pending:
         return any(work is not waited and work.comm.advance(work) for work in list(self.works))
 
 
-class DirectCommunicator:
+class DirectCommunicator(Backend):
     """The ranks along one axis that can read each other's memory. Used by one thread of this rank.
 
     Args:
@@ -121,9 +121,7 @@ class DirectCommunicator:
     def __init__(
         self, axis: str, group: MemoryGroup, pending: Pending, coordinates: Sequence[int] | None = None
     ) -> None:
-        self.axis = axis
-        self.rank = group.rank
-        self.size = group.size
+        super().__init__(axis, group.rank, group.size)
         self._group = group
         self._coordinates = range(group.size) if coordinates is None else coordinates
         self._channels: dict[tuple[int, int], DirectCommunicator] = {}  # by coordinates of sender and receiver
@@ -143,40 +141,37 @@ class DirectCommunicator:
             return torch.empty(numel, dtype=dtype, device=device)
         return self._group.empty(numel, dtype)
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Work:
-        check_divides("all_gather", full, shard, self.size, label=label)
-        own = own_range(full, self.rank, self.size)
-        source = own if shard is None else shard
+    def _all_gather(self, call: Call) -> Work:
+        full, shard = call.result, call.sent
 
         def copy(sources: list[torch.Tensor]) -> None:
             for peer, part in enumerate(sources):
                 target = own_range(full, peer, self.size)
                 if peer != self.rank:
                     target.copy_(part)
-                elif shard is not None and not is_same_memory(target, shard):
+                elif not is_same_memory(target, shard):
                     target.copy_(shard)
 
-        return self._issue("all_gather", label, full, source, full, copy)
+        return self._post(call, full, shard, copy)
 
-    def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False, label: str
-    ) -> Work:
-        check_divides("reduce_scatter", full, out, self.size, label=label)
+    def _reduce_scatter(self, call: Call) -> Work:
+        full = call.sent
 
         def reduce(sources: list[torch.Tensor]) -> None:
             sources[self.rank] = full
             parts = [own_range(source, self.rank, self.size) for source in sources]
-            self._sum(parts, out, scale=scale, accumulate=accumulate)
+            self._sum(parts, call.result, scale=call.scale, accumulate=call.accumulate)
 
-        return self._issue("reduce_scatter", label, full, full, out, reduce)
+        return self._post(call, full, full, reduce)
 
-    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
+    def _all_reduce(self, call: Call) -> Work:
+        full = call.result
         own = own_range(full, self.rank, self.size)
         source = self._group.readable(full)
 
         def reduce(sources: list[torch.Tensor]) -> None:
             parts = [own_range(part, self.rank, self.size) for part in sources]
-            self._sum(parts, own_range(source, self.rank, self.size), scale=scale)
+            self._sum(parts, own_range(source, self.rank, self.size), scale=call.scale)
 
         def copy(sources: list[torch.Tensor]) -> None:
             for peer, part in enumerate(sources):
@@ -185,24 +180,15 @@ class DirectCommunicator:
             if source is not full:
                 own.copy_(own_range(source, self.rank, self.size))
 
-        return self._issue("all_reduce", label, full, source, full, reduce, copy)
+        return self._post(call, full, source, reduce, copy)
 
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        out_splits: Sequence[int] | None = None,
-        source_splits: Sequence[int] | None = None,
-        label: str,
-    ) -> Work:
-        check_both_splits(out_splits, source_splits, label=label)
-        parts = split_parts(out, out_splits, self.size, label=label)
-        split_parts(source, source_splits, self.size, label=label)
-        if source_splits is None:
-            counts: Work = FinishedWork(torch.full((self.size, self.size), source.numel() // self.size))
+    def _all_to_all(self, call: Call) -> Work:
+        parts = split_parts(call.result, call.out_splits, self.size)
+        if call.source_splits is None:
+            counts: Work = FinishedWork(torch.full((self.size, self.size), call.sent.numel() // self.size))
         else:
-            counts = self.exchange(torch.tensor(source_splits, dtype=torch.int64), label=label)
+            sizes = torch.tensor(call.source_splits, dtype=torch.int64)
+            counts = self._exchange(exchange_of(sizes, self.size, call.label))
 
         def copy(sources: list[torch.Tensor]) -> None:
             # All peers posted their split sizes before this call, so wait() does not block here.
@@ -210,51 +196,55 @@ class DirectCommunicator:
             starts = (sizes.cumsum(1) - sizes)[:, self.rank].tolist()
             for peer, (start, numel) in enumerate(zip(starts, sizes[:, self.rank].tolist(), strict=True)):
                 if numel != parts[peer].numel():
-                    raise split_mismatch(self.axis, label, self.rank, peer, numel, parts[peer].numel())
+                    raise split_mismatch(self.axis, call.label, self.rank, peer, numel, parts[peer].numel())
                 parts[peer].copy_(sources[peer][start : start + numel])
 
-        what = out if out_splits is None else out[:0]
-        return self._issue("all_to_all", label, what, source, out, copy)
+        what = call.result if call.out_splits is None else call.result[:0]
+        return self._post(call, what, call.sent, copy)
 
-    def send(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
-        check_peer("send", peer, self.rank, self.size, label=label)
-        return self._channel(self.rank, peer)._issue("send", label, tensor, tensor, tensor, None)
+    def _send(self, call: Call) -> Work:
+        return self._channel(self.rank, call.peer)._post(call, call.result, call.result, None)
 
-    def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
-        check_peer("recv", peer, self.rank, self.size, label=label)
+    def _recv(self, call: Call) -> Work:
+        tensor = call.result
 
         def copy(sources: list[torch.Tensor]) -> None:
             tensor.copy_(sources[0])
 
-        return self._channel(peer, self.rank)._issue("send", label, tensor, tensor[:0], tensor, copy)
+        return self._channel(call.peer, self.rank)._post(call, tensor, tensor[:0], copy)
 
-    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
-        nothing = tensor[:0]
+    def _broadcast(self, call: Call) -> Work:
+        tensor, source = call.result, call.peer
 
         def copy(sources: list[torch.Tensor]) -> None:
             if self.rank != source:
                 tensor.copy_(sources[source])
 
-        return self._issue(
-            "broadcast", label, tensor, tensor if self.rank == source else nothing, tensor, copy, root=source
-        )
+        return self._post(call, tensor, tensor if self.rank == source else tensor[:0], copy, root=source)
 
-    def exchange(self, vector: torch.Tensor, *, label: str) -> Work:
-        result = vector.new_empty(self.size, vector.numel())
-        snapshot = vector.detach().clone()
+    def _exchange(self, call: Call) -> Work:
+        result = call.result
 
         def copy(sources: list[torch.Tensor]) -> None:
             for peer, part in enumerate(sources):
                 result[peer].copy_(part)
 
-        return self._issue("exchange", label, vector, snapshot, result, copy)
+        return self._post(call, call.sent, call.sent.detach().clone(), copy)
 
-    def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
-        return gather_json(value, lambda vector: self.exchange(vector, label=label).wait(), torch.device("cpu"))
+    verbs: ClassVar[Verbs] = {
+        "all_gather": _all_gather,
+        "reduce_scatter": _reduce_scatter,
+        "all_reduce": _all_reduce,
+        "all_to_all": _all_to_all,
+        "send": _send,
+        "recv": _recv,
+        "broadcast": _broadcast,
+        "exchange": _exchange,
+    }
 
     def barrier(self, *, label: str) -> None:
         empty = torch.empty(0)
-        self._issue("barrier", label, empty, empty, empty, lambda sources: None).wait()
+        self._post(Call("barrier", label, empty), empty, empty, lambda sources: None).wait()
 
     def drain(self) -> None:
         for work, _ in list(self._read):
@@ -295,34 +285,37 @@ class DirectCommunicator:
 
     # --- the steps of a work ---
 
-    def _issue(
+    def _post(
         self,
-        op: str,
-        label: str,
+        call: Call,
         what: torch.Tensor,
         source: torch.Tensor,
-        result: torch.Tensor,
         first: Callable[[list[torch.Tensor]], None] | None,
         second: Callable[[list[torch.Tensor]], None] | None = None,
         root: int = -1,
     ) -> DirectWork:
-        """Post a call. Without ``first`` this rank has nothing to do but keep the source, and the work is finished."""
+        """Post a call. Without ``first`` this rank has nothing to do but keep the source, and the work is finished.
+
+        Args:
+            what: its numel and dtype are compared with the peers'.
+        """
         if self._is_closed:
             raise CommError(
-                f"{op} {label!r} on axis {self.axis!r}: the communicator is closed",
+                f"{call.verb} {call.label!r} on axis {self.axis!r}: the communicator is closed",
                 do="issue no collective after close().",
             )
         number = self._next
         self._next += 1
-        call = GroupCall(op, label, what.numel(), what.dtype, root)
+        op = "send" if call.verb == "recv" else call.verb
+        posted = GroupCall(op, call.label, what.numel(), what.dtype, root)
         own = source.detach()
         source = self._group.readable(own)
-        work = DirectWork(self, number, call, result, first, second)
+        work = DirectWork(self, number, posted, call.result, first, second)
         work.is_private = source is not own or op == "exchange"
         self._forget_read()
         if len(self._read) >= self._group.capacity:
             self._free_slot()
-        self._group.post(number, call, source)
+        self._group.post(number, posted, source)
         self._read.append((work, source))
         if first is None:
             work.stage = Stage.FINISHED

@@ -19,24 +19,15 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from shoal.comm.failure import FailureReports, FirstError
-from shoal.comm.finished import (
-    check_both_splits,
-    check_divides,
-    check_peer,
-    gather_json,
-    own_range,
-    split_mismatch,
-    split_parts,
-)
-from shoal.comm.protocol import Work
+from shoal.comm.protocol import Backend, Call, Verbs, Work, own_range, split_mismatch, split_parts
 from shoal.comm.sums import RankOrderedSum, is_same_memory
 from shoal.comm.waiting import WaitWatch
 from shoal.errors import CommError
@@ -167,7 +158,7 @@ class GlooWork:
         self.headers = []
 
 
-class GlooCommunicator:
+class GlooCommunicator(Backend):
     """The ranks along one axis, over a Gloo process group of theirs. CPU tensors only."""
 
     def __init__(
@@ -177,9 +168,7 @@ class GlooCommunicator:
         failures: FailureReports,
         pending: GlooPending,
     ) -> None:
-        self.axis = axis
-        self.rank = group.rank()
-        self.size = group.size()
+        super().__init__(axis, group.rank(), group.size())
         self.pending = pending
         self.first_error = pending.first_error
         self._group: Any = group
@@ -195,48 +184,42 @@ class GlooCommunicator:
     def scratch_nbytes(self) -> int:
         return self._sum.nbytes + sum(part.nbytes for kept in self._landing.values() for part in kept)
 
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Work:
-        check_divides("all_gather", full, shard, self.size, label=label)
+    def _all_gather(self, call: Call) -> Work:
+        full, shard = call.result, call.sent
         own = own_range(full, self.rank, self.size)
-        work = self._issue("all_gather", label, full, full)
-        source = own if shard is None else shard
+        work = self._begin("all_gather", call, full)
         receives = [self._receive(work, own_range(full, peer, self.size), peer, 1) for peer in self._peers]
         for peer in self._peers:
-            self._send(work, source, peer, 1)
+            self._send(work, shard, peer, 1)
 
         def keep() -> None:
-            if shard is not None and not is_same_memory(own, shard):
+            if not is_same_memory(own, shard):
                 own.detach().copy_(shard)
 
         work.finally_do(receives, keep)
         return work
 
-    def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False, label: str
-    ) -> Work:
-        check_divides("reduce_scatter", full, out, self.size, label=label)
-        work = self._issue("reduce_scatter", label, full, out)
-        receives, parts = self._exchange_ranges(work, full)
+    def _reduce_scatter(self, call: Call) -> Work:
+        work = self._begin("reduce_scatter", call, call.sent)
+        receives, parts = self._exchange_ranges(work, call.sent)
 
         def reduce() -> None:
-            self._sum(parts, out, scale=scale, accumulate=accumulate)
+            self._sum(parts, call.result, scale=call.scale, accumulate=call.accumulate)
             self._keep_landing(parts)
 
         work.finally_do(receives, reduce)
         return work
 
-    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
-        work = self._issue("all_reduce", label, full, full)
+    def _all_reduce(self, call: Call) -> Work:
+        full = call.result
+        work = self._begin("all_reduce", call, full)
         own = own_range(full, self.rank, self.size)
         receives, parts = self._exchange_ranges(work, full)
         # A peer's sum comes after it has received this rank's part of it, so the part is sent before it is overwritten.
         sums = [self._receive(work, own_range(full, peer, self.size), peer, 2) for peer in self._peers]
 
         def reduce() -> None:
-            self._sum(parts, own, scale=scale)
+            self._sum(parts, own, scale=call.scale)
             self._keep_landing(parts)
             for peer in self._peers:
                 self._send(work, own, peer, 2)
@@ -246,26 +229,17 @@ class GlooCommunicator:
         self.pending.works[work] = None
         return work
 
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        out_splits: Sequence[int] | None = None,
-        source_splits: Sequence[int] | None = None,
-        label: str,
-    ) -> Work:
-        check_both_splits(out_splits, source_splits, label=label)
-        parts = split_parts(out, out_splits, self.size, label=label)
-        sources = split_parts(source, source_splits, self.size, label=label)
+    def _all_to_all(self, call: Call) -> Work:
+        parts = split_parts(call.result, call.out_splits, self.size)
+        sources = split_parts(call.sent, call.source_splits, self.size)
         counts = torch.tensor([part.numel() for part in sources], dtype=torch.int64).view(self.size, 1)
-        what = out if out_splits is None else out[:0]
-        work = self._issue("all_to_all", label, what, out, inline=lambda peer: counts[peer].view(torch.uint8))
+        what = call.result if call.out_splits is None else call.result[:0]
+        work = self._begin("all_to_all", call, what, inline=lambda peer: counts[peer].view(torch.uint8))
 
         def check(peer: int, header: torch.Tensor) -> None:
             sent = int(header[:8].view(torch.int64))
             if sent != parts[peer].numel():
-                raise split_mismatch(self.axis, label, self.rank, peer, sent, parts[peer].numel())
+                raise split_mismatch(self.axis, call.label, self.rank, peer, sent, parts[peer].numel())
 
         work.check_headers_by(check)
         # The tag has the number of elements too: parts of different sizes must not meet.
@@ -277,34 +251,28 @@ class GlooCommunicator:
         work.finally_do(receives, lambda: _copy(sources[self.rank], parts[self.rank]))
         return work
 
-    def send(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
-        check_peer("send", peer, self.rank, self.size, label=label)
-        work = self._issue("send", label, tensor, tensor, to=peer)
-        self._send(work, tensor, peer, 1)
-        return work
-
-    def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
-        check_peer("recv", peer, self.rank, self.size, label=label)
-        work = self._issue("send", label, tensor, tensor, source=peer)
-        work.finally_do([self._receive(work, tensor, peer, 1)], None)
-        return work
-
-    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
-        work = self._issue(f"broadcast from {source}", label, tensor, tensor)
-        if self.rank == source:
-            for peer in self._peers:
-                self._send(work, tensor, peer, 1)
+    def _message(self, call: Call) -> Work:
+        work = self._begin("send", call, call.result, is_sender=call.verb == "send")
+        if call.verb == "send":
+            self._send(work, call.result, call.peer, 1)
         else:
-            work.finally_do([self._receive(work, tensor, source, 1)], None)
+            work.finally_do([self._receive(work, call.result, call.peer, 1)], None)
         return work
 
-    def exchange(self, vector: torch.Tensor, *, label: str) -> Work:
-        result = torch.empty(self.size, vector.numel(), dtype=vector.dtype)
-        result[self.rank].copy_(vector.detach())
+    def _broadcast(self, call: Call) -> Work:
+        work = self._begin(f"broadcast from {call.peer}", call, call.result)
+        if self.rank == call.peer:
+            for peer in self._peers:
+                self._send(work, call.result, peer, 1)
+        else:
+            work.finally_do([self._receive(work, call.result, call.peer, 1)], None)
+        return work
+
+    def _exchange(self, call: Call) -> Work:
+        vector, result = call.sent, call.result
+        mine = result[self.rank].copy_(vector.detach())
         if vector.nbytes <= _INLINE_BYTES:
-            work = self._issue(
-                "exchange", label, vector, result, inline=lambda peer: result[self.rank].view(torch.uint8)
-            )
+            work = self._begin("exchange", call, vector, inline=lambda peer: mine.view(torch.uint8))
             headers = list(work.headers)
 
             def unpack() -> None:
@@ -313,18 +281,23 @@ class GlooCommunicator:
 
             work.finally_do([], unpack)
             return work
-        work = self._issue("exchange", label, vector, result)
+        work = self._begin("exchange", call, vector)
         receives = [self._receive(work, result[peer], peer, 1) for peer in self._peers]
         for peer in self._peers:
-            self._send(work, result[self.rank], peer, 1)
+            self._send(work, mine, peer, 1)
         work.finally_do(receives, None)
         return work
 
-    def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
-        return gather_json(value, lambda vector: self.exchange(vector, label=label).wait(), torch.device("cpu"))
-
-    def barrier(self, *, label: str) -> None:
-        self.exchange(torch.zeros(1, dtype=torch.uint8), label=label).wait()
+    verbs: ClassVar[Verbs] = {
+        "all_gather": _all_gather,
+        "reduce_scatter": _reduce_scatter,
+        "all_reduce": _all_reduce,
+        "all_to_all": _all_to_all,
+        "send": _message,
+        "recv": _message,
+        "broadcast": _broadcast,
+        "exchange": _exchange,
+    }
 
     def drain(self) -> None:
         for work in self._sending:
@@ -369,24 +342,23 @@ class GlooCommunicator:
         finally:
             self.pending.watch.current = None
 
-    def _issue(
+    def _begin(
         self,
         op: str,
-        label: str,
+        call: Call,
         what: torch.Tensor,
-        result: torch.Tensor,
         *,
         inline: Callable[[int], torch.Tensor] | None = None,
-        to: int | None = None,
-        source: int | None = None,
+        is_sender: bool | None = None,
     ) -> GlooWork:
         """Send the header of a call to every peer, and start to receive the peers' headers.
 
         Args:
+            what: its numel and dtype are in the header: they are the same on all ranks.
             inline: bytes for a peer, sent in its header.
-            to: the receiver of a send, which alone gets a header.
-            source: the sender of a receive, whose header alone is received.
+            is_sender: of a message, whose header goes from the one rank to the other; None: no message.
         """
+        label = call.label
         if self._group is None:
             self.first_error.check()
             raise CommError(
@@ -400,21 +372,22 @@ class GlooCommunicator:
                 if old.is_finished:
                     old.drain()
         text = f"{op} {label!r} of {what.numel()} x {str(what.dtype).removeprefix('torch.')}"
-        peer_of_send = source if to is None else to
-        if peer_of_send is None:
+        if is_sender is None:
+            peers = self._peers
             self._number += 1
-            work = GlooWork(self, text, self._number, result, is_send=False)
+            work = GlooWork(self, text, self._number, call.result, is_send=False)
         else:
-            self._num_sends[peer_of_send, to is not None] += 1
-            work = GlooWork(self, text, self._num_sends[peer_of_send, to is not None], result, is_send=True)
+            peers = [call.peer]
+            self._num_sends[call.peer, is_sender] += 1
+            work = GlooWork(self, text, self._num_sends[call.peer, is_sender], call.result, is_send=True)
         mine = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
         encoded = text.encode()[:_TEXT_BYTES]
         mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        for peer in self._peers:
-            if to is None and source in (None, peer):
+        for peer in peers:
+            if not is_sender:
                 theirs = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
                 work.headers.append((peer, self._receive(work, theirs, peer, 0), theirs))
-            if source is None and to in (None, peer):
+            if is_sender is not False:
                 header = mine
                 if inline is not None:
                     extra = inline(peer)

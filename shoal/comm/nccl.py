@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.failure import FailureReports, FirstError
-from shoal.comm.finished import check_both_splits, check_divides, check_peer, own_range, split_parts
 from shoal.comm.gloo import GlooCommunicator
-from shoal.comm.protocol import Work
+from shoal.comm.protocol import Backend, Call, Work, own_range
 from shoal.comm.sums import is_same_memory
 from shoal.errors import CommError
 
@@ -135,7 +134,7 @@ class NcclWork:
             out.copy_(landed)
 
 
-class NcclCommunicator:
+class NcclCommunicator(Backend):
     """The ranks along one axis, over a NCCL group, which the transport closes."""
 
     def __init__(
@@ -146,9 +145,7 @@ class NcclCommunicator:
         failures: FailureReports,
         first_error: FirstError,
     ) -> None:
-        self.axis = axis
-        self.rank = host.rank
-        self.size = host.size
+        super().__init__(axis, host.rank, host.size)
         self._group: dist.ProcessGroup | None = group
         self._host = host
         self._failures = failures
@@ -159,103 +156,46 @@ class NcclCommunicator:
     def scratch_nbytes(self) -> int:
         return self._host.scratch_nbytes
 
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Work:
-        if full.device.type == "cpu":
-            return self._host.all_gather(full, shard, label=label)
-        check_divides("all_gather", full, shard, self.size, label=label)
-        source = own_range(full, self.rank, self.size) if shard is None else shard
-        what = self._what("all_gather", label)
+    def issue(self, call: Call) -> Work:
+        if call.sent.device.type == "cpu":
+            return self._host.issue(call)
+        what = f"{call.verb} {call.label!r} on axis {self.axis!r}, over NCCL,"
         with self.explained(what):
-            return NcclWork(self, what, _all_gather(full, source, group=self._group, async_op=True), full)
+            return self._on_stream(call, what)
 
-    def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False, label: str
-    ) -> Work:
-        if full.device.type == "cpu":
-            return self._host.reduce_scatter(full, out, scale=scale, accumulate=accumulate, label=label)
-        check_divides("reduce_scatter", full, out, self.size, label=label)
-        own = own_range(full, self.rank, self.size)
-        # NCCL reduces in place into the own range; elsewhere it writes to out, or beside it when out must be added to.
-        is_direct = not accumulate and out.dtype == full.dtype
-        landing = out if is_direct else torch.empty_like(own)
-        if is_direct and is_same_memory(own, out):
-            landing = own
-        before, after = split_scale(scale, full.dtype, self.size)
-        what = self._what("reduce_scatter", label)
-        with self.explained(what):
-            work = _reduce_scatter(landing, full, _operation(before, self.size), group=self._group, async_op=True)
-        return NcclWork(self, what, work, out, None if is_direct else landing, self._factor(after, full), accumulate)
-
-    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
-        if full.device.type == "cpu":
-            return self._host.all_reduce(full, scale=scale, label=label)
-        before, after = split_scale(scale, full.dtype, self.size)
-        what = self._what("all_reduce", label)
-        with self.explained(what):
-            work = dist.all_reduce(full, _operation(before, self.size), group=self._group, async_op=True)
-        return NcclWork(self, what, work, full, after=self._factor(after, full))
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        out_splits: Sequence[int] | None = None,
-        source_splits: Sequence[int] | None = None,
-        label: str,
-    ) -> Work:
-        if out.device.type == "cpu":
-            return self._host.all_to_all(out, source, out_splits=out_splits, source_splits=source_splits, label=label)
-        check_both_splits(out_splits, source_splits, label=label)
-        split_parts(out, out_splits, self.size, label=label)
-        split_parts(source, source_splits, self.size, label=label)
-        what = self._what("all_to_all", label)
-        with self.explained(what):
-            work = dist.all_to_all_single(
-                out,
-                source,
-                None if out_splits is None else list(out_splits),
-                None if source_splits is None else list(source_splits),
-                group=self._group,
-                async_op=True,
-            )
-        return NcclWork(self, what, work, out)
-
-    def send(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
-        check_peer("send", peer, self.rank, self.size, label=label)
-        if tensor.device.type == "cpu":
-            return self._host.send(tensor, peer, label=label)
-        what = self._what("send", label)
-        with self.explained(what):
-            return NcclWork(self, what, dist.isend(tensor, group=self._group, group_dst=peer), tensor)
-
-    def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
-        check_peer("recv", peer, self.rank, self.size, label=label)
-        if tensor.device.type == "cpu":
-            return self._host.recv(tensor, peer, label=label)
-        what = self._what("recv", label)
-        with self.explained(what):
-            return NcclWork(self, what, dist.irecv(tensor, group=self._group, group_src=peer), tensor)
-
-    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
-        if tensor.device.type == "cpu":
-            return self._host.broadcast(tensor, source, label=label)
-        what = self._what("broadcast", label)
-        with self.explained(what):
-            work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
-        return NcclWork(self, what, work, tensor)
-
-    def exchange(self, vector: torch.Tensor, *, label: str) -> Work:
-        if vector.device.type == "cpu":
-            return self._host.exchange(vector, label=label)
-        result = vector.new_empty(self.size, vector.numel())
-        what = self._what("exchange", label)
-        with self.explained(what):
-            work = _all_gather(result.view(-1), vector.detach().clone(), group=self._group, async_op=True)
-        return NcclWork(self, what, work, result)
+    def _on_stream(self, call: Call, what: str) -> NcclWork:
+        result, sent, group = call.result, call.sent, self._group
+        landing: torch.Tensor | None = None
+        after = 1.0
+        match call.verb:
+            case "all_gather":
+                work = _all_gather(result, sent, group=group, async_op=True)
+            case "exchange":
+                work = _all_gather(result.view(-1), sent.detach().clone(), group=group, async_op=True)
+            case "reduce_scatter":
+                # NCCL reduces in place into the own range; elsewhere it writes to the result, or to a tensor of its
+                # own that is added to the result.
+                own = own_range(sent, self.rank, self.size)
+                target = result
+                if call.accumulate or result.dtype != sent.dtype:
+                    target = landing = torch.empty_like(own)
+                elif is_same_memory(own, result):
+                    target = own
+                before, after = split_scale(call.scale, sent.dtype, self.size)
+                work = _reduce_scatter(target, sent, _operation(before, self.size), group=group, async_op=True)
+            case "all_reduce":
+                before, after = split_scale(call.scale, result.dtype, self.size)
+                work = dist.all_reduce(result, _operation(before, self.size), group=group, async_op=True)
+            case "all_to_all":
+                outs, ins = (None if each is None else list(each) for each in (call.out_splits, call.source_splits))
+                work = dist.all_to_all_single(result, sent, outs, ins, group=group, async_op=True)
+            case "send":
+                work = dist.isend(result, group=group, group_dst=call.peer)
+            case "recv":
+                work = dist.irecv(result, group=group, group_src=call.peer)
+            case _:
+                work = dist.broadcast(result, group=group, group_src=call.peer, async_op=True)
+        return NcclWork(self, what, work, result, landing, self._factor(after, sent), call.accumulate)
 
     def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
         return self._host.gather_objects(value, label=label)
@@ -274,9 +214,6 @@ class NcclCommunicator:
     def explained(self, what: str) -> _Explained:
         """Turns NCCL's error inside the block into the failure that caused it."""
         return _Explained(self._failures, self._first_error, what)
-
-    def _what(self, op: str, label: str) -> str:
-        return f"{op} {label!r} on axis {self.axis!r}, over NCCL,"
 
     def _factor(self, after: float, full: torch.Tensor) -> torch.Tensor | None:
         """``after`` as a tensor of one element: unlike a number it makes a 16-bit product an fp32 one."""

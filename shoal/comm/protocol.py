@@ -12,16 +12,45 @@ Sums run in rank order in fp32 (fp64 for fp64), are multiplied by ``scale`` in f
 result, so that reduce_scatter and all_reduce give the same bits (NCCL sums in an order of its own: see ``nccl``).
 
 After the first error (a failed rank, a time-out, calls that differ) every further wait raises it at once.
+
+    caller --all_reduce(...)--> Communicator: checks, records --issue(Call)--> Backend: Gloo, NCCL, shared memory, ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from shoal.comm.wire import WireFormat
+from shoal.comm.recorder import Recorder
+from shoal.comm.wire import WireFormat, encoded_gather, encoded_scatter
+from shoal.errors import CommError, UsageError
+
+Verb = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv", "broadcast", "exchange", "barrier"
+]  # fmt: skip
+
+_CONTROL = ("broadcast", "exchange")  # verbs that move neither parameters nor gradients
+_SHAPED = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")  # verbs that ``shapes_only`` can leave out
+_IS_FOR_SHAPES: ContextVar[bool] = ContextVar("is_for_shapes", default=False)
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Collectives of this thread return their results without values, and are neither sent nor recorded.
+
+    For a pipeline stage that calls a module of another stage with tensors that have no data, for the shapes of what it
+    returns.
+    """
+    token = _IS_FOR_SHAPES.set(True)
+    try:
+        yield
+    finally:
+        _IS_FOR_SHAPES.reset(token)
 
 
 @runtime_checkable
@@ -37,42 +66,215 @@ class Work(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """The ranks along one axis, over one means of transport."""
+class FinishedWork:
+    """A collective that needed no other rank, or that blocked until it was done."""
 
-    axis: str
-    rank: int  # this rank's coordinate on the axis
-    size: int
+    __slots__ = ("_result",)
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> torch.Tensor:
+        return self._result
+
+    def drain(self) -> None:
+        return None
+
+
+class EncodedWork:
+    """A collective of encoded values, and the decoding once they are there."""
+
+    __slots__ = ("_decode", "_result", "_work")
+
+    def __init__(self, work: Work, decode: Callable[[torch.Tensor], None], result: torch.Tensor) -> None:
+        self._work = work
+        self._decode: Callable[[torch.Tensor], None] | None = decode
+        self._result = result
+
+    def wait(self) -> torch.Tensor:
+        if self._decode is not None:
+            received = self._work.wait()
+            with torch.no_grad():
+                self._decode(received)
+            self._decode = None
+        return self._result
+
+    def drain(self) -> None:
+        self.wait()
+        self._work.drain()
+
+
+class Call(NamedTuple):
+    """One call of a communicator, whose arguments are checked: all that a backend, or a wrapper of one, gets.
+
+    Attributes:
+        result: what ``Work.wait()`` returns. A send reads it, every other verb writes it.
+        source: what is sent, where it is not ``result``.
+        nbytes: that this rank receives, by the formula of the verb, rounded down.
+        peer: of a send or a receive the other rank, of a broadcast the one that sends: a coordinate on the axis.
+        out_splits: elements of each part of an all_to_all's ``result``, as ``source_splits`` of its ``source``; None:
+            equal parts.
+    """
+
+    verb: Verb
+    label: str
+    result: torch.Tensor
+    source: torch.Tensor | None = None
+    nbytes: int = 0
+    scale: float = 1.0
+    accumulate: bool = False
+    peer: int = -1
+    out_splits: Sequence[int] | None = None
+    source_splits: Sequence[int] | None = None
+
+    @property
+    def sent(self) -> torch.Tensor:
+        return self.result if self.source is None else self.source
+
+
+Verbs = Mapping[Verb, Callable[[Any, Call], Work]]
+
+
+class Backend:
+    """The ranks along one axis, over one means of transport.
+
+    A backend has a function for each verb in ``verbs``, or redefines ``issue``.
+    """
+
+    verbs: ClassVar[Verbs] = {}
+
+    def __init__(self, axis: str, rank: int, size: int) -> None:
+        self.axis = axis
+        self.rank = rank  # this rank's coordinate on the axis
+        self.size = size
 
     @property
     def scratch_nbytes(self) -> int:
         """Bytes of the scratch for sums, which is reused between calls, without tensors of :meth:`empty`."""
-        ...
+        return 0
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A 1-D tensor in memory that this backend can send from without a copy (shared memory, registered memory)."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def issue(self, call: Call) -> Work:
+        """Begin a call. Does not block."""
+        return self.verbs[call.verb](self, call)
+
+    def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
+        return gather_json(value, lambda vector: self.issue(exchange_of(vector, self.size, label)).wait())
+
+    def barrier(self, *, label: str) -> None:
+        self.issue(exchange_of(torch.zeros(1, dtype=torch.uint8), self.size, label)).wait()
+
+    def drain(self) -> None:
+        """Block until no peer reads any source of a collective that this rank has waited for."""
+
+    def close(self) -> None:
+        """Release groups, maps and threads. Idempotent."""
+
+
+class Communicator:
+    """The ranks along one axis: what :meth:`World.communicator` returns.
+
+    Checks and records every call, then issues it on the backend. A call with a wire format is recorded as the
+    collective that it is made of, with the encoded bytes. Inside of ``shapes_only`` nothing is sent or recorded.
+
+    Attributes: ``rank``: this rank's coordinate on the axis.
+    """
+
+    def __init__(self, backend: Backend, recorder: Recorder) -> None:
+        self.axis = backend.axis
+        self.rank = backend.rank
+        self.size = backend.size
+        self.recorder = recorder
+        self.backend = backend
+
+    def issue(self, call: Call) -> Work:
+        """Record one call, and issue it.
+
+        Raises: RuntimeError: inside of ``shapes_only``, for what is called for values.
+        """
+        if _IS_FOR_SHAPES.get():
+            if call.verb in _SHAPED:
+                return FinishedWork(call.result)
+            self._raise_for_shapes(call.verb, call.label)
+        kind: Literal["data", "control"] = "control" if call.verb in _CONTROL else "data"
+        self.recorder.add(self.axis, call.verb, call.label, call.nbytes, call.sent.dtype, kind)
+        return self.backend.issue(call)
+
+    def _record_blocking(self, op: str, label: str) -> None:
+        if _IS_FOR_SHAPES.get():
+            self._raise_for_shapes(op, label)
+        self.recorder.add(self.axis, op, label, 0, None, "control")
+
+    def _raise_for_shapes(self, op: str, label: str) -> None:
+        raise RuntimeError(f"it calls {op} ({label}) on {self.axis!r}, whose result has no shape of its own")
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes of the scratch for sums, which is reused between calls, without tensors of :meth:`empty`."""
+        return self.backend.scratch_nbytes
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A 1-D tensor in memory that this communicator can send from without a copy (shared memory, registered
         memory).
         """
-        ...
+        if _IS_FOR_SHAPES.get():
+            return torch.empty(numel, dtype=dtype, device=device)  # under a FakeTensorMode a fake
+        return self.backend.empty(numel, dtype, device)
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Work:
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: WireFormat | None = None
+    ) -> Work:
         """Gather every rank's shard into ``full``. Without ``shard``, this rank's range of ``full`` is the shard.
 
-        Communicates: (size - 1) / size * full bytes received per rank.
+        With ``wire``, the shards are sent encoded (on one rank nothing is sent, nor encoded). Every rank then gets the
+        decoded values, this rank's own range included, so that all copies are equal.
+
+        Communicates: (size - 1) / size * full bytes received per rank; with ``wire`` the encoded bytes of the other
+            ranks' shards.
+        Memory: with ``wire`` the encoded bytes of ``full`` until ``wait()``.
         """
-        ...
+        check_divides("all_gather", full, shard, self.size, label=label)
+        source = own_range(full, self.rank, self.size) if shard is None else shard
+        if wire is not None and self.size > 1 and not _IS_FOR_SHAPES.get():
+            message, received, decode = encoded_gather(wire, source, full, self.size, self.empty)
+            return EncodedWork(self.all_gather(received, message, label=label), decode, full)
+        return self.issue(Call("all_gather", label, full, source, full.nbytes * (self.size - 1) // self.size))
 
     def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False, label: str
+        self,
+        full: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        label: str,
+        wire: WireFormat | None = None,
     ) -> Work:
         """``out = scale * sum over ranks of full[own range]``, or ``out += ...`` with ``accumulate``.
 
         ``out`` has shard numel, may be of another dtype than ``full`` and may be this rank's own range of ``full``
         (then without ``accumulate``). The other ranges of ``full`` have undefined values afterwards.
 
-        Communicates: (size - 1) / size * full bytes received per rank.
+        With ``wire``, each range of ``full`` is encoded and sent to its owner by an all_to_all. The owner decodes the
+        ranges to fp32 and sums them in rank order.
+
+        Communicates: (size - 1) / size * full bytes received per rank; with ``wire`` the encoded bytes of this rank's
+            range from every other rank.
+        Memory: with ``wire`` the encoded bytes of ``full`` twice until ``wait()``, and there this rank's range in fp32
+            of every rank.
         """
-        ...
+        check_divides("reduce_scatter", full, out, self.size, label=label)
+        if wire is not None and self.size > 1 and not _IS_FOR_SHAPES.get():
+            ranges = [own_range(full, rank, self.size) for rank in range(self.size)]
+            message, received, decode = encoded_scatter(
+                wire, ranges, out, self.empty, scale=scale, accumulate=accumulate
+            )
+            return EncodedWork(self.all_to_all(received, message, label=label), decode, out)
+        nbytes = full.nbytes * (self.size - 1) // self.size
+        return self.issue(Call("reduce_scatter", label, out, full, nbytes, scale, accumulate))
 
     def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
         """``full = scale * sum over ranks of full``, in place: a reduce_scatter followed by an all_gather, to the bit.
@@ -81,7 +283,7 @@ class Backend(Protocol):
 
         Communicates: 2 (size - 1) / size * full bytes received per rank.
         """
-        ...
+        return self.issue(Call("all_reduce", label, full, None, 2 * full.nbytes * (self.size - 1) // self.size, scale))
 
     def all_to_all(
         self,
@@ -100,7 +302,12 @@ class Backend(Protocol):
 
         Communicates: ``out`` without this rank's own part received per rank.
         """
-        ...
+        check_splits(out, out_splits, source, source_splits, self.size, label=label)
+        own = out.numel() // self.size if out_splits is None else out_splits[self.rank]
+        nbytes = (out.numel() - own) * out.itemsize
+        return self.issue(
+            Call("all_to_all", label, out, source, nbytes, out_splits=out_splits, source_splits=source_splits)
+        )
 
     def send(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
         """Send ``tensor`` to coordinate ``peer``, whose ``recv`` has the same numel, dtype and label.
@@ -108,18 +315,21 @@ class Backend(Protocol):
         ``wait()`` does not wait for the peer; ``drain()`` waits until ``tensor`` may be overwritten. The n-th send to a
         peer matches its n-th receive from this rank, whatever else the two issue in between.
         """
-        ...
+        check_peer("send", peer, self.rank, self.size, label=label)
+        return self.issue(Call("send", label, tensor, peer=peer))
 
     def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
         """Receive ``tensor`` from coordinate ``peer``.
 
         Communicates: ``tensor`` received.
         """
-        ...
+        check_peer("recv", peer, self.rank, self.size, label=label)
+        return self.issue(Call("recv", label, tensor, nbytes=tensor.nbytes, peer=peer))
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
         """Copy ``tensor`` of coordinate ``source`` into ``tensor`` of every rank, in place."""
-        ...
+        nbytes = 0 if source == self.rank else tensor.nbytes
+        return self.issue(Call("broadcast", label, tensor, nbytes=nbytes, peer=source))
 
     def exchange(self, vector: torch.Tensor, *, label: str) -> Work:
         """All-gather a small vector (control messages: norms, flags, orders): the result is ``[size, numel]`` in rank
@@ -127,57 +337,115 @@ class Backend(Protocol):
 
         Recorded separately from the collectives that move parameters and gradients.
         """
-        ...
+        return self.issue(exchange_of(vector, self.size, label))
 
     def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
         """Every rank's ``value`` (anything that JSON can hold), in rank order, on every rank.
 
         Order: blocks the host. For start-up, not for steps.
         """
-        ...
+        self._record_blocking("gather_objects", label)
+        return self.backend.gather_objects(value, label=label)
 
     def barrier(self, *, label: str) -> None:
         """Block until every rank has called this."""
-        ...
+        self._record_blocking("barrier", label)
+        self.backend.barrier(label=label)
 
     def drain(self) -> None:
         """Block until no peer reads any source of a collective that this rank has waited for."""
-        ...
+        self.backend.drain()
 
     def close(self) -> None:
         """Release groups, maps and threads. Idempotent."""
-        ...
+        self.backend.close()
 
 
-@runtime_checkable
-class Communicator(Backend, Protocol):
-    """The ranks along one axis: what :meth:`World.communicator` returns."""
+def exchange_of(vector: torch.Tensor, size: int, label: str) -> Call:
+    """The call that gathers ``vector`` of each of ``size`` ranks."""
+    return Call("exchange", label, vector.new_empty(size, vector.numel()), vector, vector.nbytes * (size - 1))
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: WireFormat | None = None
-    ) -> Work:
-        """As a backend's. With ``wire``, the shards are sent encoded (on one rank nothing is sent, nor encoded).
 
-        Every rank then gets the decoded values, this rank's own range included, so that all copies are equal.
+def own_range(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """Rank ``rank``'s range of ``full``: all ranges but the last few are of one size, so any numel works."""
+    if size == 1:
+        return full
+    chunk = -(-full.numel() // size)
+    return full[min(rank * chunk, full.numel()) : min((rank + 1) * chunk, full.numel())]
 
-        Communicates: with ``wire``: the encoded bytes of the other ranks' shards received per rank.
-        """
-        ...
 
-    def reduce_scatter(
-        self,
-        full: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float = 1.0,
-        accumulate: bool = False,
-        label: str,
-        wire: WireFormat | None = None,
-    ) -> Work:
-        """As a backend's. With ``wire``, each range of ``full`` is encoded and sent to its owner by an all_to_all.
+def split_parts(tensor: torch.Tensor, split_sizes: Sequence[int] | None, size: int) -> tuple[torch.Tensor, ...]:
+    """``tensor`` as one part a rank: ``size`` equal parts, or parts of ``split_sizes`` elements."""
+    sizes = [tensor.numel() // size] * size if split_sizes is None else list(split_sizes)
+    return tuple(tensor.detach().split(sizes))
 
-        The owner decodes the ranges to fp32 and sums them in rank order.
 
-        Communicates: with ``wire``: the encoded bytes of this rank's range from every other rank received per rank.
-        """
-        ...
+def check_divides(op: str, full: torch.Tensor, shard: torch.Tensor | None, size: int, *, label: str) -> None:
+    """Raises: UsageError: ``full`` is not ``size`` times ``shard``."""
+    if full.numel() % size or (shard is not None and shard.numel() * size != full.numel()):
+        raise UsageError(
+            f"{op} {label!r}: the full tensor has {full.numel()} elements and the shard "
+            f"{'none' if shard is None else shard.numel()}, over {size} ranks",
+            do="pad the full tensor to a multiple of the ranks, and give a shard of full numel / ranks.",
+        )
+
+
+def check_splits(
+    out: torch.Tensor,
+    out_splits: Sequence[int] | None,
+    source: torch.Tensor,
+    source_splits: Sequence[int] | None,
+    size: int,
+    *,
+    label: str,
+) -> None:
+    """Raises: UsageError: the parts of one tensor do not add up to it, or only one of the two has split sizes."""
+    if (out_splits is None) != (source_splits is None):
+        raise UsageError(
+            f"all_to_all {label!r}: only one of out_splits and source_splits is given",
+            do="give both, or neither for equal parts.",
+        )
+    for tensor, sizes in ((out, out_splits), (source, source_splits)):
+        if sizes is None:
+            check_divides("all_to_all", tensor, None, size, label=label)
+        elif len(sizes) != size or sum(sizes) != tensor.numel() or min(sizes) < 0:
+            raise UsageError(
+                f"all_to_all {label!r}: split sizes {list(sizes)} for a tensor of {tensor.numel()} elements and "
+                f"{size} ranks",
+                do="give one split size for each rank; their sum is the number of elements.",
+            )
+
+
+def check_peer(op: str, peer: int, rank: int, size: int, *, label: str) -> None:
+    """Raises: UsageError: ``peer`` is this rank, or not on the axis."""
+    if peer == rank or not 0 <= peer < size:
+        raise UsageError(
+            f"{op} {label!r}: rank {rank} of {size} names peer {peer}",
+            do="name the coordinate of another rank on the axis.",
+        )
+
+
+def split_mismatch(axis: str, label: str, rank: int, peer: int, sent: int, expected: int) -> CommError:
+    """The error of two ranks whose split sizes of one all_to_all differ."""
+    return CommError(
+        f"all_to_all {label!r} on axis {axis!r}: rank {peer} sends {sent} elements to rank {rank}, which expects "
+        f"{expected}",
+        do="make out_splits[peer] of each rank equal to source_splits[rank] of each peer.",
+        code="comm-mismatch",
+    )
+
+
+def gather_json(value: Any, exchange: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    """Every rank's ``value`` by two exchanges: of the lengths, then of the padded JSON texts."""
+    try:
+        text = json.dumps(value).encode()
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"a {type(value).__name__} cannot be sent to other ranks: {error}",
+            do="send only what JSON holds: numbers, strings, lists, and dicts with string keys.",
+        ) from error
+    lengths = exchange(torch.tensor([len(text)], dtype=torch.int64)).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = exchange(padded)
+    return [json.loads(rows[rank, :length].numpy().tobytes().decode()) for rank, length in enumerate(map(int, lengths))]

@@ -18,12 +18,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.direct import DirectCommunicator, Pending
 from shoal.comm.failure import FailureReports, FailureWatch, FirstError
+from shoal.comm.fake import FakeCommunicator
 from shoal.comm.gloo import GlooCommunicator, GlooPending
 from shoal.comm.nccl import NcclCommunicator, new_group
 from shoal.comm.next_rank import NextRank
 from shoal.comm.protocol import Backend
 from shoal.comm.shm import LocalPeers, is_supported, join_group, vote
-from shoal.comm.single import SingleCommunicator
 from shoal.errors import RankFailedError
 
 _WATCH_SECONDS = 1.0
@@ -87,7 +87,7 @@ class ProcessTransport:
             vote(PrefixStore("shm", self._store), name, self._size, is_fit=False)
         nccl = None if self._device.type == "cpu" else self._open_nccl(groups, ranks)
         if len(ranks) == 1:
-            return SingleCommunicator(axis)
+            return FakeCommunicator(axis, 0, 1)
         gloo = self._open_gloo(axis, name, ranks)
         if nccl is None:
             return gloo

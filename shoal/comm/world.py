@@ -27,8 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.comm.environment import Launch, check_alone, read_launch
 from shoal.comm.failure import ExceptHook
-from shoal.comm.fake import FakeTransport
-from shoal.comm.fake_stages import FakeStages, FakeStageTransport
+from shoal.comm.fake import FakeCommunicator, FakeStages, FakeStageTransport, FakeTransport
 from shoal.comm.local_device import (
     accelerator,
     device_of,
@@ -39,8 +38,7 @@ from shoal.comm.local_device import (
 )
 from shoal.comm.process_group import CommunicatorGroup, device_mesh
 from shoal.comm.protocol import Backend, Communicator
-from shoal.comm.recorder import RecordedCommunicator, Recorder
-from shoal.comm.single import SingleCommunicator
+from shoal.comm.recorder import Recorder
 from shoal.comm.torch_dist import ProcessTransport
 from shoal.errors import ConfigError, RankFailedError, UsageError
 from shoal.mesh import Mesh
@@ -122,12 +120,12 @@ class World:
         if found is None:
             backend: Backend
             if mesh.size(axis) == 1 or self._transport is None:
-                backend = SingleCommunicator(axis)
+                backend = FakeCommunicator(axis, 0, 1)
             else:  # also where this rank alone is on no group of the axis: all ranks open it together
                 backend = self._transport.open(axis, mesh.groups(axis))
                 if accelerator is not None:
                     backend = accelerator.communicator(backend, ranks, self.shared)
-            found = self._communicators[key] = RecordedCommunicator(backend, self.recorder)
+            found = self._communicators[key] = Communicator(backend, self.recorder)
         return found
 
     def process_group(self, axis: str, mesh: Mesh) -> dist.ProcessGroup:

@@ -15,16 +15,16 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any, TypeVar
 
-import torch
-
-from shoal.comm.protocol import Communicator, Work
-from shoal.comm.recorder import RecordedCommunicator, Result
+from shoal.comm.protocol import Call, Communicator, Work
 from shoal.comm.world import World, current_world
 from shoal.device import Device
 from shoal.text import format_bytes
 from shoal.text import table as text_table
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger("shoal")
 
@@ -235,7 +235,7 @@ def current_log() -> CollectiveLog | None:
     return _logs.by_world.get(current_world()) if _logs.by_world else None
 
 
-class TimedCommunicator(RecordedCommunicator):
+class TimedCommunicator(Communicator):
     """A communicator of the same backend as another, that times its collectives.
 
     Sends and receives are not timed: to wait for one receive at a time could block ranks that send to each other in a
@@ -246,31 +246,35 @@ class TimedCommunicator(RecordedCommunicator):
     """
 
     def __init__(self, inner: Communicator, log: CollectiveLog, device: Device) -> None:
-        assert isinstance(inner, RecordedCommunicator)  # as every communicator of a world
         super().__init__(inner.backend, inner.recorder)
         self._log = log
         self._device = device
 
-    def issue(
+    def issue(self, call: Call) -> Work:
+        if call.verb in ("send", "recv"):
+            return super().issue(call)
+        nbytes = call.sent.nbytes // (self.size if call.verb == "reduce_scatter" else 1)
+        return self._timed(call.verb, call.label, nbytes, partial(super().issue, call), lambda work: work.wait())
+
+    def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
+        return self._timed("gather_objects", label, 0, partial(super().gather_objects, value, label=label))
+
+    def barrier(self, *, label: str) -> None:
+        self._timed("barrier", label, 0, partial(super().barrier, label=label))
+
+    def _timed(
         self,
         op: str,
         label: str,
         nbytes: int,
-        tensor: torch.Tensor | None,
-        call: Callable[[], Result],
-        kind: Literal["data", "control"] = "data",
+        run: Callable[[], Result],
+        finish: Callable[[Result], object] = lambda _: None,
     ) -> Result:
-        def recorded() -> Result:
-            return RecordedCommunicator.issue(self, op, label, nbytes, tensor, call, kind)
-
-        if op in ("send", "recv") or not self._log.wants(op, label):
-            return recorded()
-        result, milliseconds = timed(
-            self._device, recorded, lambda work: work.wait() if isinstance(work, Work) else None
-        )
-        sent = 0 if tensor is None else tensor.nbytes
-        shards = self.size if op in ("all_gather", "reduce_scatter") else 1
-        self._log.add(op, sent // shards, milliseconds, size=self.size, caller=label)
+        """Run a call and log it, where the log wants it. Args: ``nbytes``: this rank's input."""
+        if not self._log.wants(op, label):
+            return run()
+        result, milliseconds = timed(self._device, run, finish)
+        self._log.add(op, nbytes, milliseconds, size=self.size, caller=label)
         return result
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.fake_stages import FakeStages
+from shoal.comm.fake import FakeStages
 from shoal.comm.protocol import Communicator, Work
 from shoal.errors import UsageError
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shoal.comm.fake_stages import FakeStages
+from shoal.comm.fake import FakeStages
 from shoal.comm.protocol import Communicator, Work
 from shoal.errors import CommError, UsageError
 from shoal.pipeline.messages import Channel, Incoming, MessageForm, flatten, unflatten

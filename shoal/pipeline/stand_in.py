@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shoal.comm.recorder import shapes_only
+from shoal.comm.protocol import shapes_only
 from shoal.compiler import untraced
 from shoal.errors import ModelError
 from shoal.pipeline.left_behind import OF_MODULES, kept, roots

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from shoal.comm.fake import SingleCommunicator
 from shoal.comm.protocol import Work
-from shoal.comm.single import SingleCommunicator
 from shoal.device import Device
 from shoal.errors import OptimizerError
 from shoal.offload.cpu_optimizer import CpuOptimizer

@@ -8,8 +8,7 @@ from typing import Protocol
 
 import torch
 
-from shoal.comm.finished import FinishedWork
-from shoal.comm.protocol import Work
+from shoal.comm.protocol import FinishedWork, Work
 from shoal.comm.wire import WireFormat
 from shoal.sharding.placement import Move, Placement, moves
 

@@ -13,8 +13,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from shoal.comm.finished import FinishedWork
-from shoal.comm.protocol import Communicator, Work
+from shoal.comm.protocol import Communicator, FinishedWork, Work
 from shoal.comm.wire import WireFormat
 from shoal.memory.aligned import round_up
 from shoal.memory.disk_store import DiskBuffer, DiskStore

@@ -15,8 +15,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.comm.finished import FinishedWork
-from shoal.comm.protocol import Communicator, Work
+from shoal.comm.protocol import Communicator, FinishedWork, Work
 from shoal.comm.wire import WireFormat
 from shoal.device import is_fake, read_vector
 

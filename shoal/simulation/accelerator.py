@@ -18,17 +18,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from shoal.comm.fake_stages import FakeStageCommunicator
+from shoal.comm.fake import FakeStageCommunicator
 from shoal.comm.protocol import Backend
 from shoal.simulation.accesses import Access, TrackedStorage, bytes_of
 from shoal.simulation.clocks import Clock, SimulatedEvent, SimulatedStream
-from shoal.simulation.collectives import SimulatedCommunicator
+from shoal.simulation.collectives import SimulatedCommunicator, SimulatedStageCommunicator
 from shoal.simulation.effects import accessed, effects_of, parts_of_memory, tensors_of
 from shoal.simulation.findings import FreedBytes, StreamFinding, race, reused
 from shoal.simulation.issue_order import IssuedOn, IssueOrder, Issues
 from shoal.simulation.modes import watching
 from shoal.simulation.places import place_of_call
-from shoal.simulation.stages import SimulatedStageCommunicator
 from shoal.simulation.times import COMPUTE, Cost, StreamTimes
 from shoal.streams import simulated
 

@@ -7,14 +7,15 @@ nothing later can change it if the streams wait as they must, and that is what i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from shoal.comm.finished import own_range
-from shoal.comm.protocol import Backend, Work
+from shoal.comm.fake import FakeStageCommunicator
+from shoal.comm.protocol import Backend, Call, Work
 from shoal.comm.sums import is_same_memory
 from shoal.simulation.clocks import SimulatedEvent, SimulatedStream
 from shoal.simulation.issue_order import Issues
@@ -62,7 +63,7 @@ class SimulatedWork:
         out: torch.Tensor,
         held: Sequence[torch.Tensor],
         deliver: Callable[[], None],
-        land: Callable[[], None] | None,
+        land: Callable[[], object] | None,
     ) -> None:
         self._accelerator, self._event, self._out = accelerator, event, out
         self._held: Sequence[torch.Tensor] = held
@@ -85,7 +86,7 @@ class SimulatedWork:
         self.wait()
 
 
-class SimulatedCommunicator:
+class SimulatedCommunicator(Backend):
     """The ranks along one axis, over NCCL's stream in the simulation. Host memory goes to the backend as it is."""
 
     def __init__(
@@ -96,110 +97,66 @@ class SimulatedCommunicator:
         ranks: tuple[int, ...],
         issues: Issues | None = None,
     ) -> None:
+        super().__init__(backend.axis, backend.rank, backend.size)
         self.ranks = ranks
         self._issues = issues
-        self.axis, self.rank, self.size = backend.axis, backend.rank, backend.size
         self._backend, self._accelerator, self._stream = backend, accelerator, stream
 
     @property
     def scratch_nbytes(self) -> int:
         return self._backend.scratch_nbytes
 
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=device)
+    def issue(self, call: Call) -> Work:
+        result = call.result
+        land: Callable[[], object] | None = None
+        if call.verb == "reduce_scatter" and (call.accumulate or result.dtype != call.sent.dtype):
+            landing = torch.empty_like(result, dtype=torch.promote_types(result.dtype, torch.float32))
+            land = partial(result.add_ if call.accumulate else result.copy_, landing)
+            call = call._replace(result=landing, accumulate=False)
+        work, event, waiting = self._queue(call)
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Work:
-        source = own_range(full, self.rank, self.size) if shard is None else shard
-        return self._issue(
-            "all_gather", label, full, source, full, lambda sent: self._backend.all_gather(full, sent, label=label)
-        )
+        def deliver() -> None:
+            with torch.no_grad(), waiting:
+                values = work.wait()
+                if call.source is None and call.verb not in ("send", "recv"):  # the backend wrote into the copy
+                    call.result.detach().copy_(values)
 
-    def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False, label: str
-    ) -> Work:
-        is_direct = not accumulate and out.dtype == full.dtype
-        landing = out if is_direct else torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
+        return SimulatedWork(self._accelerator, event, result, (call.sent, call.result, result), deliver, land)
 
-        def land() -> None:
-            if accumulate:
-                out.add_(landing)
-            else:
-                out.copy_(landing)
+    def _queue(self, call: Call) -> tuple[Work, SimulatedEvent, AbstractContextManager[None]]:
+        """Queue a call on its stream.
 
-        return self._issue(
-            "reduce_scatter",
-            label,
-            out,
-            full,
-            landing,
-            lambda sent: self._backend.reduce_scatter(sent, landing, scale=scale, label=label),
-            land=None if is_direct else land,
-        )
+        Returns: the backend's work, an event at the end of the call, and a block in which the host waits for values.
+        """
+        accelerator = self._accelerator
+        is_on_stream = not (accelerator.is_host(call.sent) or accelerator.is_host(call.result))
+        if is_on_stream:
+            self._stream.wait_stream(accelerator.current())
+        waiting: AbstractContextManager[None] = nullcontext()
+        if self._issues is not None:
+            waiting = self._issues.issue(call, is_on_stream=is_on_stream)
+        work = self._begin(call)
+        event = accelerator.event()
+        if is_on_stream:  # else the host waits for the peers
+            for tensor in (call.sent, call.result):
+                accelerator.label(tensor, f"memory of unit {call.label!r}", is_weak=True)
+            accelerator.run(
+                f"{call.verb} {call.label!r}",
+                self._stream,
+                *accesses(call),
+                lambda times: times.collective(call.verb, max(call.sent.nbytes, call.result.nbytes), self.ranks),
+            )
+            event.record(self._stream)
+        return work, event, waiting
 
-    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
-        return self._issue(
-            "all_reduce",
-            label,
-            full,
-            full,
-            full,
-            lambda sent: self._backend.all_reduce(sent, scale=scale, label=label),
-            is_copied=True,
-        )
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        out_splits: Sequence[int] | None = None,
-        source_splits: Sequence[int] | None = None,
-        label: str,
-    ) -> Work:
-        return self._issue(
-            "all_to_all",
-            label,
-            out,
-            source,
-            out,
-            lambda sent: self._backend.all_to_all(
-                out, sent, out_splits=out_splits, source_splits=source_splits, label=label
-            ),
-        )
-
-    def send(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
-        return self._issue(
-            "send", label, tensor, tensor, None, lambda sent: self._backend.send(sent, peer, label=label), peer=peer
-        )
-
-    def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
-        return self._issue(
-            "recv", label, tensor, None, tensor, lambda _: self._backend.recv(tensor, peer, label=label), peer=peer
-        )
-
-    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
-        return self._issue(
-            "broadcast",
-            label,
-            tensor,
-            tensor,
-            tensor,
-            lambda sent: self._backend.broadcast(sent, source, label=label),
-            is_copied=True,
-            peer=source,
-        )
-
-    def exchange(self, vector: torch.Tensor, *, label: str) -> Work:
-        result = vector.new_empty(self.size, vector.numel())
-        return self._issue(
-            "exchange",
-            label,
-            result,
-            vector,
-            result,
-            lambda sent: self._backend.exchange(sent, label=label),
-            is_copied=True,
-        )
+    def _begin(self, call: Call) -> Work:
+        """Give a call to the backend, with a copy of what it sends."""
+        with self._accelerator.paused(), torch.no_grad():
+            if call.source is not None:
+                call = call._replace(source=call.source.detach().clone())
+            elif call.verb != "recv":
+                call = call._replace(result=call.result.detach().clone())
+            return self._backend.issue(call)
 
     def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
         with self._accelerator.paused():
@@ -216,66 +173,72 @@ class SimulatedCommunicator:
     def close(self) -> None:
         self._backend.close()
 
-    def _issue(
+
+def accesses(call: Call) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors that a call reads, and those that it writes."""
+    reads = [] if call.verb == "recv" else [call.sent]
+    if call.source is not None and is_same_memory(call.source, call.result):
+        reads = []
+    return reads, [] if call.verb == "send" else [call.result]
+
+
+class SimulatedStageCommunicator(SimulatedCommunicator):
+    """Ranks of several pipeline stages of a dry run. A message or collective begins when all that take part are ready.
+
+    What another stage brings takes its place in a stream when it is waited for.
+
+    Args:
+        new_stream: makes a stream. Messages from and to each stage have one of their own.
+    """
+
+    def __init__(
         self,
-        name: str,
-        label: str,
-        out: torch.Tensor,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        start: Callable[[torch.Tensor], Work],
-        *,
-        is_copied: bool = False,
-        land: Callable[[], None] | None = None,
-        peer: int | None = None,
-    ) -> Work:
-        """Queue a call.
+        backend: FakeStageCommunicator,
+        accelerator: StreamsOfCollectives,
+        ranks: tuple[int, ...],
+        times: StreamTimes,
+        new_stream: Callable[[str], SimulatedStream],
+    ) -> None:
+        super().__init__(backend, accelerator, new_stream(f"the stream of collectives on {backend.axis!r}"), ranks)
+        self._stages = backend
+        self._times = times
+        self._new_stream = new_stream
+        self._of_messages: dict[tuple[str, int], SimulatedStream] = {}
 
-        Args:
-            out: what ``wait()`` returns. ``source``: what is sent; ``target``: what is written.
-            start: gives the call to the backend, with a copy of the source.
-            is_copied: the backend writes into the copy, or returns another tensor: copied to ``target`` when done.
-            land: what the current stream does after ``wait()``.
-            peer: of a message, or the source of a broadcast.
-        """
-        accelerator = self._accelerator
-        tensors = [tensor for tensor in (source, target) if tensor is not None]
-        is_on_stream = not any(accelerator.is_host(tensor) for tensor in tensors)
-        if is_on_stream:
-            self._stream.wait_stream(accelerator.current())
-        waiting: AbstractContextManager[None] = nullcontext()
-        if self._issues is not None:
-            waiting = self._issues.issue(name, label, peer, is_on_stream=is_on_stream)
-        with accelerator.paused(), torch.no_grad():
-            sent = tensors[0] if source is None else source.detach().clone()
-            work = start(sent)
-        if not is_on_stream:  # the host waits for the peers
-            event = accelerator.event()
-        else:
-            for tensor in tensors:
-                accelerator.label(tensor, f"memory of unit {label!r}", is_weak=True)
-            reads, writes = accesses(source, target)
-            nbytes = max(tensor.nbytes for tensor in tensors)
-            accelerator.run(
-                f"{name} {label!r}",
-                self._stream,
-                reads,
-                writes,
-                lambda times: times.collective(name, nbytes, self.ranks),
-            )
-            event = accelerator.event()
-            event.record(self._stream)
+    def _stream_of(self, call: Call) -> SimulatedStream:
+        if call.verb not in ("send", "recv"):
+            return self._stream
+        way = "to" if call.verb == "send" else "from"
+        if (way, call.peer) not in self._of_messages:
+            self._of_messages[way, call.peer] = self._new_stream(f"the stream of messages {way} stage {call.peer}")
+        return self._of_messages[way, call.peer]
 
-        def deliver() -> None:
-            with torch.no_grad(), waiting:
-                values = work.wait()
-                if is_copied and target is not None:
-                    target.detach().copy_(values.view(target.shape))
+    def _queue(self, call: Call) -> tuple[Work, SimulatedEvent, AbstractContextManager[None]]:
+        accelerator, stages, times = self._accelerator, self._stages, self._times
+        verb, peer, stream = call.verb, call.peer, self._stream_of(call)
+        stream.wait_stream(accelerator.current())
+        work = self._begin(call)
+        what = f"{verb} {call.label!r}"
+        accelerator.run(what, stream, *accesses(call))
+        ranks = (self.ranks[self.rank], self.ranks[peer]) if verb in ("send", "recv") else self.ranks
+        cost = times.collective(verb, max(call.sent.nbytes, call.result.nbytes), ranks)
+        event = accelerator.event()
+        if verb == "send":
+            times.add(stream, what, cost)
+            assert stream.clock.last is not None
+            stages.post(peer, call.label, call.result, stream.clock.last.start)
+            event.record(stream)
+            return work, event, nullcontext()
+        number = stages.expect(peer) if verb == "recv" else stages.tell(stream.clock.seconds)
 
-        return SimulatedWork(accelerator, event, out, [*tensors, out], deliver, land)
+        @contextmanager
+        def arriving() -> Iterator[None]:
+            if verb == "recv":
+                sent = stages.take(peer, number, call.label, call.result)
+            else:
+                sent = max(stages.hear(number, call.label))
+            times.add_received(stream, what, sent, cost)
+            event.record(stream)
+            yield
 
-
-def accesses(source: torch.Tensor | None, target: torch.Tensor | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    if source is not None and target is not None and source is not target and is_same_memory(source, target):
-        source = None
-    return [t for t in (source,) if t is not None], [t for t in (target,) if t is not None]
+        return work, event, arriving()

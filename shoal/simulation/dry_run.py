@@ -21,7 +21,7 @@ from pathlib import Path
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shoal.comm.fake_stages import FakeStages
+from shoal.comm.fake import FakeStages
 from shoal.comm.recorder import Entry
 from shoal.comm.world import World, fake_process_group, fake_stage_world, fake_world
 from shoal.errors import UsageError

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
+from shoal.comm.protocol import Call
 from shoal.errors import CommError
 from shoal.simulation.clocks import SimulatedStream
 from shoal.simulation.places import place_of_call
@@ -167,27 +168,24 @@ class Issues:
         self._axis = stream.name
         self._mine = issued.setdefault(stream, [])
 
-    def issue(self, op: str, label: str, peer: int | None, *, is_on_stream: bool) -> AbstractContextManager[None]:
+    def issue(self, call: Call, *, is_on_stream: bool) -> AbstractContextManager[None]:
         """Call when the stream has waited for what the call begins after, before it is logged on the stream.
-
-        Args:
-            peer: of a send or receive, or the source of a broadcast; along the axis.
 
         Returns: a block in which the host waits for the values.
         """
-        other = None if peer is None else self._ranks[peer]
-        pair: tuple[object, ...] = ()
+        peer = self._ranks[call.peer]
+        what = f"{call.verb} {call.label!r}"
+        pair: tuple[int, ...] = ()
         needed: Collection[int] = self._ranks
-        if op == "send":
-            pair, needed = (self._rank, other), ()
-        elif op == "recv":
-            pair, needed = (other, self._rank), (() if other is None else (other,))
-        elif op == "broadcast":
-            needed = () if other is None or other == self._rank else (other,)
-        name = f"{'a message' if pair else op} {label!r}{'' if not pair else f' from rank {pair[0]} to rank {pair[1]}'}"
+        if call.verb in ("send", "recv"):
+            is_send = call.verb == "send"
+            pair, needed = ((self._rank, peer), ()) if is_send else ((peer, self._rank), (peer,))
+            what = f"a message {call.label!r} from rank {pair[0]} to rank {pair[1]}"
+        elif call.verb == "broadcast":
+            needed = () if peer == self._rank else (peer,)
         place = place_of_call()
         after = self._before() if is_on_stream else ()
-        key = self._order.issue(self._rank, (self._axis, self._ranks, *pair), f"{name}, {self._axis}", after, place)
+        key = self._order.issue(self._rank, (self._axis, self._ranks, *pair), f"{what}, {self._axis}", after, place)
         if is_on_stream:
             self._mine.append((self._stream.clock[self._stream] + 1, key, self._ranks))
         return self._order.waiting(self._rank, key, needed, place)

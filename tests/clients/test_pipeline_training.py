@@ -12,7 +12,7 @@ from torch import nn
 import shoal
 from shoal.build.materialize import Materializer
 from shoal.build.plan import ModuleAsBuilt
-from shoal.comm.single import SingleCommunicator
+from shoal.comm.fake import SingleCommunicator
 from shoal.comm.threads import run_ranks
 from shoal.errors import UsageError
 from shoal.parallel.sequence.huggingface import register

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.fake import FakeTransport
-from shoal.comm.recorder import shapes_only
+from shoal.comm.protocol import shapes_only
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import World, current_world
 from shoal.errors import UsageError

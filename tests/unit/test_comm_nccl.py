@@ -13,6 +13,8 @@ import torch.distributed as dist
 import shoal.comm.nccl as nccl
 from shoal.comm.failure import FirstError
 from shoal.comm.nccl import NcclCommunicator, NcclWork, split_scale
+from shoal.comm.protocol import Communicator
+from shoal.comm.recorder import Recorder
 from shoal.comm.torch_dist import ProcessTransport
 from shoal.errors import RankFailedError
 
@@ -50,11 +52,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     return found
 
 
-def communicator(first_error: FirstError | None = None) -> NcclCommunicator:
+def backend(first_error: FirstError | None = None) -> NcclCommunicator:
     host: Any = SimpleNamespace(rank=1, size=SIZE, scratch_nbytes=0, close=lambda: None)
     group: Any = "group"
     failures: Any = SimpleNamespace(explain=lambda error, what: RankFailedError(2, f"{what} {error}"))
     return NcclCommunicator("dp", group, host, failures, first_error or FirstError())
+
+
+def communicator(first_error: FirstError | None = None) -> Communicator:
+    return Communicator(backend(first_error), Recorder())
 
 
 def meta(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -82,7 +88,8 @@ def test_the_examples_in_the_docstrings_hold() -> None:
 def test_a_sum_is_scaled_inside_ncclls_kernel(
     calls: list[tuple[str, Any]], dtype: torch.dtype, scale: float, operation: Any, after: float | None
 ) -> None:
-    comm = communicator()
+    nccl_backend = backend()
+    comm = Communicator(nccl_backend, Recorder())
     works: list[Any] = [
         comm.all_reduce(meta(8, dtype), scale=scale, label="x"),
         comm.reduce_scatter(meta(8, dtype), meta(2, dtype), scale=scale, label="x"),
@@ -92,7 +99,7 @@ def test_a_sum_is_scaled_inside_ncclls_kernel(
     for work in works:
         assert (work._after is None) is (after is None)
     if after is not None:
-        assert [factor for factor, _ in comm._factors] == [pytest.approx(after)]
+        assert [factor for factor, _ in nccl_backend._factors] == [pytest.approx(after)]
 
 
 def kernels_of(work: NcclWork) -> list[str]:
@@ -123,7 +130,7 @@ def test_the_result_is_written_by_one_kernel_and_rounded_once(
     expected = landing.double() * (1.0 if after is None else after) + (out.double() if accumulate else 0.0)
     factor = None if after is None else torch.full((1,), after)
     work: Any = FakeWork()
-    done = NcclWork(communicator(), "x", work, out, landing, factor, accumulate)
+    done = NcclWork(backend(), "x", work, out, landing, factor, accumulate)
     assert len(kernels_of(done)) == 1
     assert done.wait() is out
     resolution = torch.finfo(out_dtype).eps / 2
@@ -133,8 +140,8 @@ def test_the_result_is_written_by_one_kernel_and_rounded_once(
 def test_a_sum_in_place_needs_no_kernel_unless_a_factor_remains() -> None:
     out = torch.ones(10, dtype=torch.float16)
     work: Any = FakeWork()
-    assert kernels_of(NcclWork(communicator(), "x", work, out)) == []
-    assert kernels_of(NcclWork(communicator(), "x", work, out, after=torch.full((1,), 0.5))) == ["aten::mul"]
+    assert kernels_of(NcclWork(backend(), "x", work, out)) == []
+    assert kernels_of(NcclWork(backend(), "x", work, out, after=torch.full((1,), 0.5))) == ["aten::mul"]
     assert out.tolist() == [0.5] * 10
 
 
@@ -181,7 +188,7 @@ def test_after_the_watch_has_found_a_failure_every_wait_raises_it(calls: list[tu
 
 
 def test_ncclls_own_error_is_explained_once() -> None:
-    comm = communicator()
+    comm = backend()
     work: Any = FakeWork(dist.DistBackendError("connection reset"))
     for _ in range(2):
         with pytest.raises(RankFailedError, match="connection reset"):

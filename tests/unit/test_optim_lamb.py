@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.comm.single import SingleCommunicator
+from shoal.comm.fake import SingleCommunicator
 from shoal.errors import OptimizerError
 from shoal.optim.lamb import Lamb
 from shoal.optim.tree_sum import node_keys, partial_sums, plan_sums

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.comm.single import SingleCommunicator
+from shoal.comm.fake import SingleCommunicator
 from shoal.sharding.sparse_sum import SparseSum, add_rows, coalesced, rows_in, sparse_names
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.single import SingleCommunicator
+from shoal.comm.fake import SingleCommunicator
 from shoal.sharding.layout import lay_out
 from shoal.sharding.staging import ShardBuffers, StagingBuffers
 

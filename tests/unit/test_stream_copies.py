@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.comm.finished import FinishedWork
+from shoal.comm.protocol import FinishedWork
 from shoal.comm.threads import run_ranks
 from shoal.memory.stream_copies import ComputeStream, StreamCopies
 from shoal.sharding.layout import lay_out

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.comm.single import SingleCommunicator
+from shoal.comm.fake import SingleCommunicator
 from shoal.errors import PlacementError
 from shoal.sharding.layout import lay_out
 from shoal.sharding.param_group import ParameterGroup

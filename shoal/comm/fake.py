@@ -80,8 +80,7 @@ class FakeCommunicator(Backend):
         return FinishedWork(call.result)
 
     def _exchange(self, call: Call) -> Work:
-        call.result.copy_(call.sent.detach())
-        return FinishedWork(call.result)
+        return FinishedWork(call.sent.detach().repeat(self.size, 1))
 
     def _keep(self, call: Call) -> Work:
         return FinishedWork(call.result)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -36,7 +36,7 @@ class Recorder:
 
     def __init__(self, ring: int = RING) -> None:
         self.num_issued = 0
-        self._ring: deque[Entry] = deque(maxlen=ring)
+        self._ring: deque[tuple[Any, ...]] = deque(maxlen=ring)  # the fields of entries, which are made when asked for
         self._recordings: list[list[Entry]] = []
 
     def add(
@@ -48,11 +48,11 @@ class Recorder:
         dtype: torch.dtype | None,
         kind: Literal["data", "control"],
     ) -> None:
-        entry = Entry(self.num_issued, axis, op, label, nbytes, dtype, kind)
+        fields = self.num_issued, axis, op, label, nbytes, dtype, kind
         self.num_issued += 1
-        self._ring.append(entry)
+        self._ring.append(fields)
         for entries in self._recordings:
-            entries.append(entry)
+            entries.append(Entry(*fields))
 
     @contextmanager
     def recording(self) -> Iterator[list[Entry]]:
@@ -67,7 +67,7 @@ class Recorder:
     @property
     def last(self) -> list[Entry]:
         """The calls still in the ring, oldest first."""
-        return list(self._ring)
+        return [Entry(*fields) for fields in self._ring]
 
     def table(self, entries: Sequence[Entry] | None = None) -> str:
         """``entries`` (by default the ring) as text, a line a call."""
@@ -77,7 +77,7 @@ class Recorder:
                 str(entry.seq), entry.axis, entry.op, entry.label, f"{entry.nbytes:,}",
                 str(entry.dtype).removeprefix("torch.") if entry.dtype else "-", entry.kind,
             )
-            for entry in (self._ring if entries is None else entries)
+            for entry in (self.last if entries is None else entries)
         ]  # fmt: skip
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return "\n".join(

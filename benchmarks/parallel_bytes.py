@@ -2,7 +2,7 @@
 
     python -m benchmarks.parallel_bytes --tokens 8192 --hidden 4096 --ranks 4 8 16 64
 
-By formula (``shoal.parallel.tensor.costs``). Up to 8 ranks the bytes received, and those of the weights, are first
+By formula (``shoal.parallel.tensor.grid``). Up to 8 ranks the bytes received, and those of the weights, are first
 compared with what a layer of the same proportions sends on ranks that are threads: a difference is an error.
 """
 
@@ -22,8 +22,7 @@ from shoal.errors import ConfigError
 from shoal.mesh import Mesh
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.tensor import parallelize
-from shoal.parallel.tensor.costs import LayerCost, LayerShape, TensorParallelKind, layer_cost
-from shoal.parallel.tensor.grid import Grid, GridKind, grid_shape
+from shoal.parallel.tensor.grid import Grid, GridKind, LayerCost, LayerShape, TensorParallelKind, grid_shape, layer_cost
 from shoal.parallel.tensor.grid_apply import parallelize_grid
 
 KINDS: tuple[TensorParallelKind, ...] = ("1d", "1d-sequence", *get_args(GridKind))

@@ -53,7 +53,7 @@ from shoal.parallel.sequence.context import (
     use_sequence_context,
 )
 from shoal.parallel.sequence.whole_sequence import balance_whole_sequences, follow_longest_sequence
-from shoal.parallel.tensor.escaped import SplitTensors
+from shoal.parallel.tensor.hooks import SplitTensors
 from shoal.running.optimizer import ShardedOptimizer
 from shoal.running.parameter_owner import OWNERS
 from shoal.running.status import GlobalStatus

@@ -21,8 +21,7 @@ from shoal.errors import ConfigError, ModelError, UsageError
 from shoal.mesh import Mesh
 from shoal.models.gpt import GPT, Block, GPTConfig, rotations
 from shoal.parallel.tensor import parallelize
-from shoal.parallel.tensor.costs import LayerShape, TensorParallelKind, layer_cost
-from shoal.parallel.tensor.grid import Grid, GridKind, grid_shape
+from shoal.parallel.tensor.grid import Grid, GridKind, LayerShape, TensorParallelKind, grid_shape, layer_cost
 from shoal.parallel.tensor.grid_apply import parallelize_grid
 from shoal.sharding.parts import cut, gather_parts
 from tests.ranks.tensor_cases import difference, randomize, tp_communicator

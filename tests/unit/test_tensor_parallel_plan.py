@@ -9,14 +9,14 @@ import pytest
 from torch import nn
 
 from shoal.errors import ModelError
-from shoal.parallel.tensor import heads, parts, shared_heads
-from shoal.parallel.tensor.heads import Layout, local_heads, projection_ranges
-from shoal.parallel.tensor.parts import even_ranges, length
+from shoal.parallel.tensor import attention, parts
+from shoal.parallel.tensor.attention import local_heads, projection_ranges
+from shoal.parallel.tensor.families import Layout
+from shoal.parallel.tensor.parts import SharedRows, even_ranges, length
 from shoal.parallel.tensor.plan import match, parse_style, plan_for
-from shoal.parallel.tensor.shared_heads import SharedRows
 
 
-@pytest.mark.parametrize("module", [heads, parts, shared_heads], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [attention, parts], ids=lambda module: module.__name__)
 def test_the_examples_in_the_docstrings_are_true(module: ModuleType) -> None:
     results = doctest.testmod(module)
     assert (results.failed, results.attempted > 0) == (0, True)

@@ -22,27 +22,45 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError
 from shoal.parallel.tensor.attention import AttentionSplit, numel_of, split_heads
-from shoal.parallel.tensor.cross_entropy import VocabParallelLoss, shifts_labels
-from shoal.parallel.tensor.families import ACTIVATIONS, OUTPUT_PARAMETERS
-from shoal.parallel.tensor.hooks import InputHook, Stack
+from shoal.parallel.tensor.families import ACTIVATIONS, OUTPUT_PARAMETERS, is_conv1d
+from shoal.parallel.tensor.grid_layers import GridSplit
+from shoal.parallel.tensor.hooks import InputHook, Stack, has_dropout
 from shoal.parallel.tensor.layers import (
     ColumnParallelLinear,
     LayerSplit,
     RowParallelLinear,
     VocabParallelEmbedding,
+    VocabParallelLoss,
+    is_shifted_cross_entropy,
     split_class,
 )
 from shoal.parallel.tensor.overlap import InputColumns
-from shoal.parallel.tensor.parts import Range, as_ranges, even_range, even_ranges, length
-from shoal.parallel.tensor.plan import ParallelStyle, Plan, is_linear, join, match, parse_style, plan_for
+from shoal.parallel.tensor.parts import Ranges, SharedRows, as_ranges, even_range, even_ranges, length
+from shoal.parallel.tensor.plan import (
+    Kind,
+    ParallelStyle,
+    Plan,
+    is_inside,
+    is_linear,
+    join,
+    match,
+    parse_style,
+    plan_for,
+)
 from shoal.parallel.tensor.region import TensorRegion
-from shoal.parallel.tensor.shared_heads import SharedRows
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parameter_buffer import is_placeholder, placeholder
 from shoal.sharding.parts import cut
 
-_COLUMNS = ("column", "column_gather_output", "vocab_head")
-_ROWS = ("row", "row_split_input")
+_BEHAVIOURS: Mapping[Kind, type[nn.Module]] = {
+    "column": ColumnParallelLinear,
+    "column_gather_output": ColumnParallelLinear,
+    "vocab_head": ColumnParallelLinear,
+    "row": RowParallelLinear,
+    "row_split_input": RowParallelLinear,
+    "vocab": VocabParallelEmbedding,
+}
+"""The class whose ``forward`` a module of a style gets; other styles split nothing."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +109,12 @@ def parallelize(
     Memory: this rank's parts; the memory of the whole parameters is released.
     """
     plan = plan_for(model) if plan is None else plan
-    splitter = _Splitter(model, comm, plan, sequence_parallel, strict, inner or {})
+    splitter = _Splitter(
+        model, comm, plan, inner or {},
+        sequence=sequence_parallel, strict=strict, overlaps=overlap, gathers_logits=not loss_parallel,
+    )  # fmt: skip
     loss = splitter.find_loss() if loss_parallel else None
-    splitter.prepare(gathers_logits=not loss_parallel, overlaps=overlap)
+    splitter.prepare()
     if comm.size == 1:
         return TensorParallelModel({}, frozenset(), splitter.plan)
     if loss is not None:
@@ -102,91 +123,153 @@ def parallelize(
 
 
 @dataclass
-class _Layer:
-    """One module that is split, and the ranges along the split dim."""
+class SplitLayer:
+    """A module that is split: the class whose ``forward`` it gets, and what that class reads of it."""
 
     module: nn.Module
-    kind: str
-    dim: int
-    ranges: tuple[Range, ...]
-    splits_bias: bool = False
-    split: LayerSplit | None = None
+    behaviour: type[nn.Module]
+    split: LayerSplit | GridSplit
 
 
-class _Splitter:
-    """Resolves a plan for one model, checks it, and applies it."""
+class Resolver:
+    """One walk over a plan: finds the modules, decides the part of every parameter, and then changes the model.
+
+    A subclass says how an attention's heads, and a layer of a style, are split.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.model = model
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.keys = match(plan, list(self.modules))
+        self.styles = {name: parse_style(plan[key], key) for name, key in self.keys.items()}
+        self.heads: list[AttentionSplit] = []
+        self.shared: dict[str, SharedRows] = {}  # by module
+        self.layers: dict[str, SplitLayer] = {}
+        self.parts: dict[int, ParameterSpec] = {}  # by id of the parameter; without names
+        self.part_of: dict[str, int] = {}  # the id, by each name of a parameter that is split under this name
+
+    def prepare(self) -> None:
+        """Decide the part of every parameter. Raises: ModelError: what is wrong with them."""
+        ranges: dict[str, Ranges] = {}
+        for name, module in self.modules.items():
+            ranges.update(self.split_attention(name, module))
+        for name, style in self.styles.items():
+            self.add_layer(name, style, ranges.get(name))
+        self.check()
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if (
+                name.rpartition(".")[2] == "weight"
+            ):  # BERT's head has its bias under a second name, which it never reads
+                self.check_tied(name, parameter)
+
+    def split_attention(self, name: str, module: nn.Module) -> Mapping[str, Ranges]:
+        """The ranges of an attention's projections, by their names; none where ``module`` is no attention."""
+        raise NotImplementedError
+
+    def add_layer(self, name: str, style: ParallelStyle, ranges: Ranges | None) -> None:
+        """Split a module along ``ranges``, or evenly where they are None; nothing for a style that splits nothing."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises: ModelError: a part of the model would not fit what was split."""
+
+    def hold(self, name: str, parameter: torch.Tensor, local: tuple[Ranges, ...]) -> None:
+        """This rank has the elements ``local`` of a parameter. Raises: ModelError: it has others under another name."""
+        part = ParameterSpec.part("", tuple(parameter.shape), local)
+        if self.parts.setdefault(id(parameter), part) != part:
+            raise _tied(name, "in two ways")
+        self.part_of[name] = id(parameter)
+
+    def check_tied(self, name: str, parameter: nn.Parameter) -> None:
+        """Raises: ModelError: a parameter is split under another name, and would be read as if it were whole."""
+        if id(parameter) in self.parts and name not in self.part_of:
+            split = next(other for other, identity in self.part_of.items() if identity == id(parameter))
+            raise _tied(name, f"for {split.rpartition('.')[0]} alone")
+
+    def lists_of_layers(self) -> list[str]:
+        """The outermost lists with column or row layers."""
+        split = [name for name, style in self.styles.items() if style.kind in ("column", "row")]
+        lists: list[str] = []
+        for name, module in self.modules.items():
+            has_split = any(layer.startswith(f"{name}.") for layer in split)
+            if isinstance(module, nn.ModuleList) and has_split and not is_inside(name, lists):
+                lists.append(name)
+        return lists
+
+    def path(self, name: str) -> str:
+        """The name of a layer itself, where ``name`` may be the LoRA layer around it."""
+        return join(name, "base_layer") if hasattr(self.modules[name], "base_layer") else name
+
+    def change(self) -> dict[str, ParameterSpec]:
+        """Cut the parameters, and give layers and attentions their behaviour. Returns: the parts, by all names."""
+        for parameter in self.model.parameters():
+            part = self.parts.get(id(parameter))
+            if part is not None:
+                keep_part(parameter, partial(cut, spec=part))
+        for layer in self.layers.values():
+            if not isinstance(layer.module, layer.behaviour):  # else it has another name too
+                layer.module.__class__ = split_class(type(layer.module), layer.behaviour)
+                # nn.Module declares tensors and modules as attributes; this one is data.
+                layer.module.tensor_split = layer.split  # type: ignore[assignment]
+                _set_sizes(layer)
+        for split in self.heads:
+            split.apply()
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {name: replace(self.parts[id(p)], name=name) for name, p in named if id(p) in self.parts}
+
+
+class _Splitter(Resolver):
+    """Splits layers along one dim.
+
+    Args:
+        sequence: also split the sequence between them.
+        overlaps, gathers_logits: as ``parallelize``'s ``overlap``, and the opposite of its ``loss_parallel``.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         comm: Communicator,
         plan: Plan,
+        inner: Mapping[str, Communicator],
+        *,
         sequence: bool,
         strict: bool,
-        inner: Mapping[str, Communicator],
+        overlaps: bool,
+        gathers_logits: bool,
     ) -> None:
-        self.model, self.comm = model, comm
+        super().__init__(model, plan)
+        self.comm, self.overlaps, self.gathers_logits = comm, overlaps, gathers_logits
         self.inner = {f"{name}.": TensorRegion(ranks) for name, ranks in inner.items()}
-        self.modules = dict(model.named_modules(remove_duplicate=False))
-        keys = match(plan, list(self.modules))
-        self.plan = {name: plan[key] for name, key in keys.items()}
-        self.styles = {name: parse_style(plan[key], key) for name, key in keys.items()}
+        self.plan = {name: plan[key] for name, key in self.keys.items()}
         if strict:
             self._check_covered()
         self.prepared = [name for name, style in self.styles.items() if style.kind == "prepare_input"]
         self.plain = TensorRegion(comm)
         self.stack_region = TensorRegion(comm, splits_sequence=True) if sequence else self.plain
-        self.stacks = self._find_stacks() if sequence else []
-        self.heads: list[AttentionSplit] = []
-        self.layers: dict[str, _Layer] = {}
+        self.stacks = self._stacks() if sequence else []
         self.columns: dict[str, InputColumns] = {}  # by prepared module
-        self.parts: dict[int, ParameterSpec] = {}  # by id of the parameter; without names
 
-    def prepare(self, *, gathers_logits: bool, overlaps: bool) -> None:
-        """Decide the ranges of every layer; raise what is wrong with them."""
-        ranges: dict[str, tuple[tuple[Range, ...], tuple[Range, ...]]] = {}
-        for name, module in self.modules.items():
-            split = split_heads(name, module, self.styles, self.comm.size, self.comm.rank)
-            if split is not None:
-                self.heads.append(split)
-                ranges.update(split.ranges)
-                for parameter_name, parameter in split.head_parameters.items():
-                    self._hold(split.core_name, parameter_name, parameter, 0, as_ranges(split.heads.query, unit=1))
-        for name, style in self.styles.items():
-            if style.kind in (*_COLUMNS, *_ROWS, "vocab"):
-                self._add_layer(name, style, ranges.get(name), gathers_logits, overlaps)
-        self._check_tied()
+    def split_attention(self, name: str, module: nn.Module) -> Mapping[str, Ranges]:
+        split = split_heads(name, module, self.styles, self.comm.size, self.comm.rank)
+        if split is None:
+            return {}
+        self.heads.append(split)
+        self.shared.update(split.shared)
+        for parameter_name, parameter in split.head_parameters.items():
+            self.hold(join(split.core_name, parameter_name), parameter, (as_ranges(split.heads.query, unit=1),))
+        return split.ranges
 
     def apply(self) -> TensorParallelModel:
-        """Replace parameters and classes, register hooks."""
-        for parameter in self.model.parameters():
-            part = self.parts.get(id(parameter))
-            if part is not None:
-                keep_part(parameter, partial(cut, spec=part))
-        behaviours: dict[str, type[nn.Module]] = {
-            **dict.fromkeys(_COLUMNS, ColumnParallelLinear),
-            **dict.fromkeys(_ROWS, RowParallelLinear),
-        }
-        replaced: set[int] = set()
-        for layer in self.layers.values():
-            if id(layer.module) not in replaced:
-                replaced.add(id(layer.module))
-                behaviour = behaviours.get(layer.kind, VocabParallelEmbedding)
-                layer.module.__class__ = split_class(type(layer.module), behaviour)
-                # nn.Module declares tensors and modules as attributes; this one is data.
-                layer.module.tensor_split = layer.split  # type: ignore[assignment]
-                _set_sizes(layer)
+        """Change the model, and register hooks."""
+        parts = self.change()
         for name in self.prepared:
             hook = InputHook(name, self.region_of(name), forks=self._forks(name), columns=self.columns.get(name))
             hook.register(self.modules[name])
-        for split in self.heads:
-            split.apply()
         for stack in self.stacks:
             parents = [self.modules[parent] for parent in _parents(stack.name)]
             # Among several lists a tensor's length does not tell whose part it is: each has one module's outputs.
             stack.register(parents[0], parents[1:] if len(self.stacks) == 1 else [])
-        named = self.model.named_parameters(remove_duplicate=False)
-        parts = {name: replace(self.parts[id(p)], name=name) for name, p in named if id(p) in self.parts}
         return TensorParallelModel(parts, self._partial() - frozenset(parts), self.plan, self.region_of)
 
     def region_of(self, name: str) -> TensorRegion:
@@ -195,8 +278,8 @@ class _Splitter:
         return self.stack_region if self._has_split_sequence(name) else inner
 
     def _has_split_sequence(self, name: str) -> bool:
-        """Whether the activations around a module or parameter are split along the sequence."""
-        return any(stack.contains(name) for stack in self.stacks) and not name.startswith(tuple(self.inner))
+        """True if the activations around a module or parameter are split along the sequence."""
+        return is_inside(name, [stack.name for stack in self.stacks]) and not name.startswith(tuple(self.inner))
 
     def find_loss(self) -> tuple[nn.Module, VocabParallelLoss]:
         """The module with the loss function that a vocabulary parallel head needs, and what replaces the function.
@@ -209,7 +292,7 @@ class _Splitter:
         shifts, what = None, "no loss_function that its forward calls"
         if len(heads) == 1 and owner is not None:
             vocab_size, function = numel_of(self.modules[heads[0]], is_output=True), owner.loss_function
-            shifts = shifts_labels(function, vocab_size, is_transformers=hasattr(owner, "loss_type"))
+            shifts = is_shifted_cross_entropy(function, vocab_size, is_transformers=hasattr(owner, "loss_type"))
             if shifts is not None:
                 owner._modules.pop("loss_function", None)
                 return owner, VocabParallelLoss(self.comm, vocab_size, shifts=shifts)
@@ -222,137 +305,108 @@ class _Splitter:
             code="tensor-parallel",
         )
 
-    def _add_layer(
-        self,
-        name: str,
-        style: ParallelStyle,
-        given: tuple[tuple[Range, ...], tuple[Range, ...]] | None,
-        gathers_logits: bool,
-        overlaps: bool,
-    ) -> None:
-        module = _linear(self.modules[name])
-        region = self.region_of(name)
-        weight, comm, kind = getattr(module, "weight", None), region.comm, style.kind
+    def add_layer(self, name: str, style: ParallelStyle, ranges: Ranges | None) -> None:
+        kind = style.kind
+        if kind not in _BEHAVIOURS:
+            return
+        module, region = _linear(self.modules[name]), self.region_of(name)
+        weight, comm, is_of_heads = getattr(module, "weight", None), region.comm, ranges is not None
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
             raise _misfit(name, style, f"{type(module).__name__} has no weight of two dims")
         if isinstance(module, nn.Embedding) != (kind == "vocab"):
             raise _misfit(name, style, f"it is of the class {type(module).__name__}")
-        is_transposed = type(module).__name__.endswith("Conv1D")
-        dim = 0 if kind == "vocab" else int(is_transposed) if kind in _COLUMNS else 1 - int(is_transposed)
+        is_transposed, splits_output = is_conv1d(module), _BEHAVIOURS[kind] is ColumnParallelLinear
+        dim = 0 if kind == "vocab" else int(splits_output == is_transposed)
         numel = weight.shape[dim]
         blocks = style.block_sizes(numel) if kind == "column" else (numel,)
-        if given is None and (not blocks or min(blocks) < comm.size):
-            raise _misfit(name, style, f"the weight {tuple(weight.shape)} has {numel} elements on dim {dim}")
+        if ranges is None:
+            if not blocks or min(blocks) < comm.size:
+                raise _misfit(name, style, f"the weight {tuple(weight.shape)} has {numel} elements on dim {dim}")
+            ranges = even_ranges(blocks, comm.size, comm.rank)
         if kind in ("column_gather_output", "row_split_input") and self._has_split_sequence(name):
             raise _misfit(name, style, "sequence parallelism needs outputs that stay split up to a row layer")
-        ranges, of_shared = given if given is not None else (even_ranges(blocks, comm.size, comm.rank), ())
-        if of_shared and length(of_shared) < comm.size:
-            raise _misfit(name, style, f"its key-value heads have {length(of_shared)} elements")
-        shared = SharedRows.of(ranges, of_shared, size=comm.size, rank=comm.rank) if of_shared else None
-        layer = _Layer(module, kind, dim, ranges if shared is None else shared.held, splits_bias=kind in _COLUMNS)
-        gathers = kind == "column_gather_output" or (kind == "vocab_head" and gathers_logits)
-        if gathers and given is not None:
+        gathers = kind == "column_gather_output" or (kind == "vocab_head" and self.gathers_logits)
+        if gathers and is_of_heads:
             raise _misfit(name, style, "the heads of this attention are split, so that its outputs stay split")
-        layer.split = LayerSplit(
-            self._path(name),
+        around = next((parent for parent in self.prepared if is_inside(name, [parent])), None)
+        columns = None
+        if self.overlaps and kind == "column" and around is not None:
+            columns = self.columns.setdefault(around, InputColumns(around, self.region_of(around)))
+        split = LayerSplit(
+            self.path(name),
             region,
             is_transposed=is_transposed,
-            communicates=not self._is_prepared(name),
-            shared=shared,
-            widths=_widths(blocks, comm.size) if gathers else None,
+            communicates=around is None,
+            shared=self.shared.get(name),
+            widths=tuple(length(even_ranges(blocks, comm.size, rank)) for rank in range(comm.size))
+            if gathers
+            else None,
             own_input=ranges if kind == "row_split_input" else None,
             own_tokens=even_range(numel, comm.size, comm.rank) if kind == "vocab" else (0, 0),
-            forks=any(name.startswith(f"{parent}.") and self._forks(parent) for parent in self.prepared),
-            overlaps=overlaps,
-            keeps_logits=kind == "vocab_head" and not gathers_logits,
-            columns=self._columns_around(name) if overlaps and kind == "column" else None,
+            forks=any(is_inside(name, [parent]) and self._forks(parent) for parent in self.prepared),
+            overlaps=self.overlaps,
+            keeps_logits=kind == "vocab_head" and not gathers,
+            columns=columns,
         )
-        self._add(self._path(name), layer)
+        self._add(module, split, kind, dim, ranges)
         if module is not self.modules[name]:
-            self._add_adapters(name, layer)
+            self._add_adapters(name, split, kind, ranges)
 
-    def _columns_around(self, name: str) -> InputColumns | None:
-        """What computes the columns that read the input of the prepared module around ``name``."""
-        around = next((parent for parent in self.prepared if name.startswith(f"{parent}.")), None)
-        if around is None:
-            return None
-        return self.columns.setdefault(around, InputColumns(around, self.region_of(around)))
+    def _add(self, module: nn.Module, split: LayerSplit, kind: Kind, dim: int, ranges: Ranges) -> None:
+        behaviour, weight, bias = _BEHAVIOURS[kind], module.weight, getattr(module, "bias", None)
+        assert isinstance(weight, nn.Parameter)
+        self.layers[split.name] = SplitLayer(module, behaviour, split)
+        self.hold(join(split.name, "weight"), weight, ParameterSpec.along("", tuple(weight.shape), dim, ranges).local)
+        if behaviour is ColumnParallelLinear and bias is not None:
+            self.hold(join(split.name, "bias"), bias, (ranges,))
 
-    def _add(self, name: str, layer: _Layer) -> None:
-        self.layers[name] = layer
-        self._hold(name, "weight", layer.module.weight, layer.dim, layer.ranges)
-        if layer.splits_bias and getattr(layer.module, "bias", None) is not None:
-            self._hold(name, "bias", layer.module.bias, 0, layer.ranges)
-
-    def _hold(self, module: str, name: str, parameter: object, dim: int, ranges: tuple[Range, ...]) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        part = ParameterSpec.along("", tuple(parameter.shape), dim, ranges)
-        if self.parts.setdefault(id(parameter), part) != part:
-            raise _tied(join(module, name), "in two ways")
-
-    def _check_tied(self) -> None:
-        """Raise where a module would compute with a part of a weight, not knowing that it is one."""
-        for name, module in self.modules.items():
-            if id(module._parameters.get("weight")) in self.parts and name not in self.layers:
-                split = next(other for other, layer in self.layers.items() if layer.module.weight is module.weight)
-                raise _tied(join(name, "weight"), f"for {split} alone")
-
-    def _add_adapters(self, name: str, base: _Layer) -> None:
+    def _add_adapters(self, name: str, base: LayerSplit, kind: Kind, ranges: Ranges) -> None:
         """Split LoRA's matrices as their base layer: B of a column, A of a row; the other one stays whole."""
         wrapper = self.modules[name]
         if getattr(wrapper, "lora_magnitude_vector", None):
             raise ModelError(f"{name} has a DoRA magnitude, which cannot be split.", do="set use_dora=False.")
-        is_column = base.kind in _COLUMNS
-        for adapter, module in getattr(wrapper, "lora_B" if is_column else "lora_A", {}).items():
-            path = join(name, f"lora_{'B' if is_column else 'A'}.{adapter}")
-            assert base.split is not None
+        side, dim = ("lora_B", 0) if _BEHAVIOURS[kind] is ColumnParallelLinear else ("lora_A", 1)
+        for adapter, module in getattr(wrapper, side, {}).items():
             split = LayerSplit(
-                path,
-                base.split.region,
-                communicates=base.split.communicates,
-                shared=base.split.shared,
-                forks=base.split.forks,
+                join(name, f"{side}.{adapter}"),
+                base.region,
+                communicates=base.communicates,
+                shared=base.shared,
+                forks=base.forks,
             )
-            dim = 0 if is_column else 1
-            self._add(path, _Layer(module, base.kind, dim, base.ranges, is_column, split))
+            self._add(module, split, kind, dim, ranges)
 
     def _partial(self) -> frozenset[str]:
         """Names of whole parameters of which this rank computes a part of the gradient."""
         whole_in_region = {  # after the region's end, where all ranks compute the same
             id(parameter)
             for name, layer in self.layers.items()
-            if layer.kind in _ROWS
+            if layer.behaviour is RowParallelLinear
             for parameter in (getattr(layer.module, "bias", None), *self._parameters(name, "lora_B"))
         }
-        split = {name.rpartition(".")[0] for name, layer in self.layers.items() if layer.kind == "column"}
-        found = set()
+        columns = {name.rpartition(".")[0] for name, style in self.styles.items() if style.kind == "column"}
+        partial_names = set()
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             module = name.rpartition(".")[0]
             style = self.styles.get(module)
             is_of_output = id(parameter) in whole_in_region or name.endswith(OUTPUT_PARAMETERS)
-            is_prepared = self._is_prepared(name) and not is_of_output
+            is_prepared = is_inside(name, self.prepared) and not is_of_output
             parent, _, last = module.rpartition(".")
-            is_of_activation = last in ACTIVATIONS and parent in split
+            is_of_activation = last in ACTIVATIONS and parent in columns
             in_stack = self._has_split_sequence(name)
             is_asked_for = style is not None and style.kind == "replicate_sum_gradient"
             if is_prepared or is_of_activation or in_stack or is_asked_for:
-                found.add(name)
-        return frozenset(found)
+                partial_names.add(name)
+        return frozenset(partial_names)
 
     def _parameters(self, layer: str, submodule: str) -> list[nn.Parameter]:
         """The parameters of a submodule of the LoRA layer around ``layer``."""
         wrapper = self.modules[layer.removesuffix(".base_layer")]
         return list(getattr(wrapper, submodule, nn.ModuleDict()).parameters())
 
-    def _is_prepared(self, name: str) -> bool:
-        return any(name.startswith(f"{parent}.") for parent in self.prepared)
-
     def _forks(self, name: str) -> bool:
-        """Whether random numbers are drawn in a prepared module, on activations that are split nowhere else."""
+        """True if random numbers are drawn in a prepared module, on activations that are split nowhere else."""
         return not self._has_split_sequence(name) and has_dropout(self.modules[name])
-
-    def _path(self, name: str) -> str:
-        return join(name, "base_layer") if hasattr(self.modules[name], "base_layer") else name
 
     def _check_covered(self) -> None:
         """Raise where a linear layer has no style, and no module around it is left whole, or ``stays_whole``."""
@@ -372,22 +426,19 @@ class _Splitter:
                 code="tensor-parallel-plan",
             )
 
-    def _find_stacks(self) -> list[Stack]:
-        split = [name for name, style in self.styles.items() if style.kind in ("column", "row")]
+    def _stacks(self) -> list[Stack]:
         stacks: list[Stack] = []
-        for name, module in self.modules.items():
-            is_inside = any(stack.contains(name) for stack in stacks)
-            is_split = any(layer.startswith(f"{name}.") for layer in split)
-            if isinstance(module, nn.ModuleList) and is_split and not is_inside:
-                norms = [inner for inner, each in module.named_modules() if isinstance(each, _BatchNorm)]
-                if norms:
-                    raise ModelError(
-                        f"{name}.{norms[0]} is a batch norm: it would take the mean over this rank's part of the"
-                        " sequence.",
-                        do="turn sequence parallelism off, or use norms of each position.",
-                        code="tensor-parallel",
-                    )
-                stacks.append(Stack(name, module, self.stack_region, forks=has_dropout(module)))
+        for name in self.lists_of_layers():
+            layers = self.modules[name]
+            assert isinstance(layers, nn.ModuleList)
+            norms = [inner for inner, each in layers.named_modules() if isinstance(each, _BatchNorm)]
+            if norms:
+                raise ModelError(
+                    f"{name}.{norms[0]} is a batch norm: it would take the mean over this rank's part of the sequence.",
+                    do="turn sequence parallelism off, or use norms of each position.",
+                    code="tensor-parallel",
+                )
+            stacks.append(Stack(name, layers, self.stack_region, forks=has_dropout(layers)))
         if not stacks:
             raise ModelError(
                 f"{type(self.model).__name__} has no ModuleList of layers that the plan splits: no first layer whose "
@@ -425,40 +476,28 @@ def _parents(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in reversed(range(len(parts)))]
 
 
-def has_dropout(module: nn.Module) -> bool:
-    """Whether the module or one inside it has a dropout with a probability above 0."""
-    for inner in module.modules():
-        if isinstance(inner, nn.Dropout) and inner.p > 0:
-            return True
-        if any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(inner).items()):
-            return True
-    return False
-
-
-def _widths(blocks: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """The elements of each of ``size`` ranks."""
-    return tuple(length(even_ranges(blocks, size, rank)) for rank in range(size))
-
-
 def _linear(module: nn.Module) -> nn.Module:
     base = getattr(module, "base_layer", module)
     assert isinstance(base, nn.Module)
     return base
 
 
-def _set_sizes(layer: _Layer) -> None:
-    """The sizes that torch's and Transformers' modules print and that LoRA reads."""
-    names = {"vocab": ("num_embeddings",)}.get(
-        layer.kind, ("out_features", "nf") if layer.kind in _COLUMNS else ("in_features", "nx")
-    )
-    for name in names:
-        if hasattr(layer.module, name):
-            setattr(layer.module, name, length(layer.ranges))
-    padding = getattr(layer.module, "padding_idx", None)
-    if layer.kind == "vocab" and padding is not None:
-        ((start, stop),) = layer.ranges
+def _set_sizes(layer: SplitLayer) -> None:
+    """Set the sizes that torch's and Transformers' modules print and that LoRA reads."""
+    if not isinstance(layer.split, LayerSplit):
+        return
+    module, weight = layer.module, layer.module.weight
+    assert isinstance(weight, torch.Tensor)
+    rows, columns = weight.shape
+    sizes = {"num_embeddings": rows, "out_features": rows, "in_features": columns, "nx": rows, "nf": columns}
+    for name, size in sizes.items():
+        if hasattr(module, name):
+            setattr(module, name, size)
+    padding = getattr(module, "padding_idx", None)
+    if isinstance(module, VocabParallelEmbedding) and padding is not None:
+        start, stop = layer.split.own_tokens
         # nn.Module declares tensors and modules as attributes; this one is a number or None.
-        layer.module.padding_idx = padding - start if start <= padding < stop else None  # type: ignore[assignment]
+        module.padding_idx = padding - start if start <= padding < stop else None  # type: ignore[assignment]
 
 
 def _tied(parameter: str, how: str) -> ModelError:

@@ -1,4 +1,20 @@
-"""Split the heads of an attention module: the ranges of its projections, and what else in it depends on its heads."""
+"""Split the heads of an attention module: the ranges of its projections, and what else in it depends on its heads.
+
+H query heads attend to K key-value heads in groups of H / K. With K >= ranks every rank gets whole groups, unevenly
+where K does not divide. With fewer, query heads are split evenly, and a rank needs the key-value heads that its query
+heads attend to, which other ranks need too: the rows of key-value heads are shared (``parts.SharedRows``).
+
+>>> local_heads(num_heads=6, num_kv_heads=3, size=2, rank=1)  # whole groups: heads 2 to 5, key-value heads 1 and 2
+LocalHeads(query=(2, 3, 4, 5), kv=(1, 2), is_kv_shared=False)
+>>> local_heads(num_heads=8, num_kv_heads=2, size=4, rank=1)  # two query heads of one group
+LocalHeads(query=(2, 3), kv=(0,), is_kv_shared=True)
+>>> local_heads(num_heads=6, num_kv_heads=2, size=4, rank=1)  # heads 1 and 2 are of one group
+LocalHeads(query=(1, 2), kv=(0,), is_kv_shared=True)
+>>> local_heads(num_heads=9, num_kv_heads=3, size=4, rank=1)  # heads 2 and 3 are of two groups: one kv head for each
+LocalHeads(query=(2, 3), kv=(0, 1), is_kv_shared=True)
+>>> local_heads(num_heads=12, num_kv_heads=3, size=4, rank=1)  # groups of unequal sizes: a kv head for each query head
+LocalHeads(query=(3, 4, 5), kv=(0, 1, 1), is_kv_shared=True)
+"""
 
 from __future__ import annotations
 
@@ -16,10 +32,67 @@ from shoal.parallel.tensor.families import (
     HEAD_PARAMETERS,
     HEAD_SIZE_ATTRIBUTES,
     AttentionRule,
+    Layout,
+    is_conv1d,
 )
-from shoal.parallel.tensor.heads import LocalHeads, local_heads, projection_ranges
-from shoal.parallel.tensor.parts import Range, as_ranges
+from shoal.parallel.tensor.parts import Ranges, SharedRows, as_ranges, even_range, length
 from shoal.parallel.tensor.plan import ParallelStyle, join
+
+
+@dataclass(frozen=True)
+class LocalHeads:
+    """The heads that one rank computes."""
+
+    query: tuple[int, ...]
+    kv: tuple[int, ...]  # one for every group of local query heads; repeated where groups would have unequal sizes
+    is_kv_shared: bool  # there are fewer key-value heads than ranks
+
+    @property
+    def groups(self) -> int:
+        """Local query heads per local key-value head."""
+        return len(self.query) // len(self.kv)
+
+
+def local_heads(*, num_heads: int, num_kv_heads: int, size: int, rank: int) -> LocalHeads:
+    """The heads of ``rank``; the caller has checked that there are at least ``size`` query heads."""
+    group = num_heads // num_kv_heads
+    if num_kv_heads >= size:
+        start, stop = even_range(num_kv_heads, size, rank)
+        return LocalHeads(tuple(range(start * group, stop * group)), tuple(range(start, stop)), False)
+    query = tuple(range(*even_range(num_heads, size, rank)))
+    kv_of_query = tuple(head // group for head in query)
+    distinct = sorted(set(kv_of_query))
+    if len({kv_of_query.count(kv) for kv in distinct}) == 1:
+        return LocalHeads(query, tuple(distinct), True)
+    return LocalHeads(query, kv_of_query, True)
+
+
+def projection_ranges(
+    layout: Layout, index: int, numel: int, heads: LocalHeads, num_heads: int, num_kv_heads: int
+) -> tuple[Ranges, Ranges]:
+    """The output elements of projection number ``index`` that the rank needs; and those of all heads that ranks share.
+
+    Args:
+        numel: output elements of the whole projection.
+    """
+    if layout == "heads" or (layout == "separate" and index == 0):
+        return as_ranges(heads.query, unit=numel // num_heads), ()
+    if layout == "separate":
+        return as_ranges(heads.kv, unit=numel // num_kv_heads), ((0, numel),) if heads.is_kv_shared else ()
+    unit = numel // (num_heads + 2 * num_kv_heads)
+    if layout == "blocks":
+        units = [*heads.query]
+        units += [num_heads + head for head in heads.kv]
+        units += [num_heads + num_kv_heads + head for head in heads.kv]
+        return as_ranges(units, unit=unit), ((num_heads * unit, numel),) if heads.is_kv_shared else ()
+    group = num_heads // num_kv_heads
+    units, width = [], (group + 2) * unit
+    for position, kv in enumerate(heads.kv):
+        first = kv * (group + 2)
+        queries = heads.query[position * heads.groups : (position + 1) * heads.groups]
+        units += [first + query % group for query in queries] + [first + group, first + group + 1]
+    shared = tuple((kv * width + group * unit, (kv + 1) * width) for kv in range(num_kv_heads))
+    return as_ranges(units, unit=unit), shared if heads.is_kv_shared else ()
 
 
 class LocalConfig:
@@ -40,7 +113,8 @@ class AttentionSplit:
     """The heads of one attention module on this rank.
 
     Args:
-        ranges: by module name, the elements that this rank needs, and those of all heads that ranks share.
+        ranges: by module name, the elements of the split dim on this rank.
+        shared: by module name, the heads of a projection that other ranks need too.
         core_name: of ``core``, in the model.
     """
 
@@ -49,14 +123,15 @@ class AttentionSplit:
     heads: LocalHeads
     num_heads: int
     head_size: int
-    ranges: Mapping[str, tuple[tuple[Range, ...], tuple[Range, ...]]]
+    ranges: Mapping[str, Ranges]
+    shared: Mapping[str, SharedRows]
     core_name: str
 
     @property
     def head_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of the module itself with one value per query head, by their names in it."""
-        found = {name: self.core._parameters.get(name) for name in HEAD_PARAMETERS}
-        return {name: p for name, p in found.items() if p is not None and p.shape == (self.num_heads,)}
+        parameters = {name: self.core._parameters.get(name) for name in HEAD_PARAMETERS}
+        return {name: p for name, p in parameters.items() if p is not None and p.shape == (self.num_heads,)}
 
     def apply(self) -> None:
         """Change the attributes that count heads, and take this rank's heads of arguments that have one entry each."""
@@ -130,21 +205,28 @@ def split_heads(
             code="tensor-parallel",
         )
     heads = local_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, size=size, rank=rank)
-    ranges = {
-        join(name, child): projection_ranges(
-            rule.layout, index, numel_of(projection, is_output=True), heads, num_heads, num_kv_heads
-        )
-        for index, (child, projection) in enumerate(zip(rule.projections, projections, strict=True))
-    }
-    ranges[names[-1]] = as_ranges(heads.query, unit=in_numel // num_heads), ()
-    core_name = join(name, rule.core) if rule.core else name
-    return AttentionSplit(rule, core, heads, num_heads, in_numel // num_heads, ranges, core_name)
+    ranges: dict[str, Ranges] = {names[-1]: as_ranges(heads.query, unit=in_numel // num_heads)}
+    shared: dict[str, SharedRows] = {}
+    for index, (child, projection) in enumerate(zip(names, projections, strict=False)):
+        numel = numel_of(projection, is_output=True)
+        ranges[child], of_shared = projection_ranges(rule.layout, index, numel, heads, num_heads, num_kv_heads)
+        if of_shared:
+            num_shared = length(of_shared)
+            if num_shared < size:
+                raise ModelError(
+                    f"{child} cannot be split over {size} ranks: its key-value heads have {num_shared} elements.",
+                    do="correct its key in the plan, or take fewer tensor parallel ranks.",
+                    code="tensor-parallel-plan",
+                )
+            shared[child] = SharedRows.of(ranges[child], of_shared, size=size, rank=rank)
+            ranges[child] = shared[child].held
+    return AttentionSplit(rule, core, heads, num_heads, in_numel // num_heads, ranges, shared, join(name, rule.core))
 
 
 def numel_of(module: nn.Module, *, is_output: bool) -> int:
     """The input or output elements of a linear layer."""
     base = getattr(module, "base_layer", module)
-    is_transposed = type(base).__name__.endswith("Conv1D")
+    is_transposed = is_conv1d(base)
     weight = base.weight
     assert isinstance(weight, torch.Tensor)
     return weight.shape[int(is_output == is_transposed)]

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
-from shoal.parallel.tensor.heads import Layout
+Layout = Literal["heads", "separate", "blocks", "groups"]
+"""How the output of an attention's projections is made of heads.
+
+heads:     every projection: a block per query head (BLOOM, GPT-NeoX: [q k v]; MLA: what follows the latents)
+separate:  the first projection: H query heads; the others: K key-value heads each (Llama, OPT, BERT)
+blocks:    one projection: [H query heads | K key heads | K value heads] (GPT-2, Phi-3, Falcon with multi-query)
+groups:    one projection: K groups [H / K query heads, key, value] (Falcon's new architecture)
+"""
 
 HEAD_ATTRIBUTES: Mapping[str, str] = {
     "num_heads": "heads",
@@ -136,6 +143,11 @@ REPLICATED_LINEARS = (
     "q_a_proj", "kv_a_proj_with_mqa",
 )  # fmt: skip
 """Ends of the names of linear modules that stay whole: small heads, routers, latent projections."""
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """True for GPT-2's linear layer, whose weight is [in, out]."""
+    return type(module).__name__.endswith("Conv1D")
 
 
 def _has_layer(module: nn.Module, path: str) -> bool:

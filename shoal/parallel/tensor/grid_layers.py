@@ -26,7 +26,8 @@ from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.parallel.tensor.grid import ActivationLayout, GridProduct
-from shoal.parallel.tensor.shared_heads import SharedRows
+from shoal.parallel.tensor.parts import SharedRows
+from shoal.parallel.tensor.products import cast_for_autocast
 
 
 def grid_linear(
@@ -45,13 +46,11 @@ def grid_linear(
         out / q - out / q^3) forward, and as much backward.
     Memory: until the end of each pass the gathered X, W and the product; for backward ``input`` and ``weight``.
     """
-    own, kind = input, input.device.type
-    if torch.is_autocast_enabled(kind):  # as F.linear; gathered in the lower precision
-        dtype = torch.get_autocast_dtype(kind)
-        own, weight, bias = own.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     apply: Callable[..., torch.Tensor] = _GridProductFunction.apply
-    output = apply(own, weight, product, label)
-    return output if bias is None else output + whole_vector(bias, product.output, label=f"{label} bias")
+    output = apply(*cast_for_autocast(input, weight), product, label)  # gathered in autocast's lower precision
+    if bias is None:
+        return output
+    return output + whole_vector(bias.to(output.dtype), product.output, label=f"{label} bias")
 
 
 def whole_vector(part: torch.Tensor, layout: ActivationLayout, *, label: str) -> torch.Tensor:
@@ -191,12 +190,12 @@ class GridSplit:
 class GridParallelLinear(nn.Module):
     """A linear whose weight, input and output are blocks of a grid."""
 
-    grid_split: GridSplit
+    tensor_split: GridSplit
     weight: nn.Parameter
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        split, bias = self.grid_split, getattr(self, "bias", None)
+        split, bias = self.tensor_split, getattr(self, "bias", None)
         assert split.product is not None
         weight = self.weight.t() if split.is_transposed else self.weight
         output = grid_linear(input, weight, bias, split.product, label=split.name)
@@ -208,11 +207,11 @@ class GridParallelLinear(nn.Module):
 class GridParallelNorm(nn.Module):
     """A LayerNorm or an RMSNorm over elements that several ranks have."""
 
-    grid_split: GridSplit
+    tensor_split: GridSplit
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        split = self.grid_split
+        split = self.tensor_split
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
         assert split.layout is not None
         return grid_norm(

@@ -1,19 +1,36 @@
-"""Hooks on modules around split layers: an input that enters once for several layers, the ends of a stack of layers."""
+"""Hooks on modules around split layers: an input that enters once for several layers, the ends of a stack of layers.
+
+Between the ends of a stack, and in split logits, ranks have parts of tensors. ``SplitTensors`` refuses a loss that
+reads one as if it were whole:
+
+    embedding --split--> layers.0 --> layers.1 --gather--> head --logits of a range--> cross entropy --> loss
+                             |                               |                                            ^
+                             +-- block.aux, a hook's list    +-- a loss of the script's own --------------+
+
+Between layers that split the sequence a statistic over the tokens is of this rank's part of it. A loss of split logits
+other than the one that the model computes is of a range of the vocabulary. The graph of the loss shows both. The search
+ends at the gather and at the cross entropy, so that it visits the nodes of the head and of the loss.
+"""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from shoal.comm.autograd import is_gather
 from shoal.compiler import untraced
 from shoal.device import in_backward
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
+from shoal.parallel.cross_entropy import token_losses
 from shoal.parallel.running_layers import first_running
+from shoal.parallel.tensor.grid import Grid
+from shoal.parallel.tensor.layers import LayerSplit
 from shoal.parallel.tensor.overlap import InputColumns
-from shoal.parallel.tensor.region import TensorRegion
+from shoal.parallel.tensor.region import RngFork, TensorRegion
 
 _INPUT_NAMES = ("hidden_states", "x", "input", "inputs")
 
@@ -203,6 +220,72 @@ class Stack:
         return whole if isinstance(output, torch.Tensor) else type(output)([whole, *output[1:]])
 
 
+class GridStack:
+    """A list of layers between which activations are in the outer layout."""
+
+    def __init__(self, name: str, layers: nn.ModuleList, grid: Grid) -> None:
+        self._name, self._layers, self._grid = name, layers, grid
+        self._fork = RngFork(grid.rank) if has_dropout(layers) else None
+        self._batch = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GridStack:
+        return self
+
+    def register(self) -> None:
+        """Register the hooks on the layers."""
+        for layer in self._layers:
+            layer.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._layers[-1].register_forward_hook(self._end, always_call=True)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if module is self._layers[0]:
+            args, kwargs = replace_input(args, kwargs, self._split)
+            if self._fork is not None and module.training:
+                self._fork.begin()
+        first, *others = args if args else (None,)
+        return (first, *map(self._own, others)) if args else (), {
+            name: self._own(value, name) for name, value in kwargs.items()
+        }
+
+    def _split(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._batch = tensor.shape[0]
+        return self._grid.split(tensor, label=f"{self._name} in")
+
+    def _own(self, value: Any, name: str = "") -> Any:
+        """This rank's samples of a mask or of rotations [B, L, ...]: those of the attention, in the inner layout.
+
+        BLOOM's ``alibi`` is [B * H, 1, L].
+        """
+        if isinstance(value, tuple):
+            return tuple(map(self._own, value))
+        if not isinstance(value, torch.Tensor) or value.dim() < 3 or self._batch == 1:
+            return value
+        size = value.shape[0]
+        if size != self._batch and not (name == "alibi" and size % self._batch == 0):
+            return value
+        start, stop = self._grid.inner.tokens.range_of(size)
+        return value[start:stop]
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._fork is not None:
+            self._fork.end()
+        if output is None:  # the layer raised an error
+            return None
+        if isinstance(output, torch.Tensor):
+            return self._grid.gather(output, label=f"{self._name} out")
+        return type(output)([self._grid.gather(output[0], label=f"{self._name} out"), *output[1:]])
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """True if the module or one inside it has a dropout with a probability above 0."""
+    for inner in module.modules():
+        if isinstance(inner, nn.Dropout) and inner.p > 0:
+            return True
+        if any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(inner).items()):
+            return True
+    return False
+
+
 def replace_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], replace: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -211,3 +294,78 @@ def replace_input(
         return (replace(args[0]), *args[1:]), kwargs
     name = next((name for name in _INPUT_NAMES if name in kwargs), next(iter(kwargs)))
     return args, {**kwargs, name: replace(kwargs[name])}
+
+
+_SEQUENCE = (
+    "the loss reads activations between layers that split the sequence, other than through the output of the last"
+    " layer: they, and a mean or an attribute that is made of them, are of this rank's part of the sequence.",
+    "return the tensor, [B, L, width] or [B * L, width], from the module around the layers, which hands it out whole,"
+    " and compute the loss from it; or turn parallel.tp_sequence_parallel off.",
+)
+_LOGITS = (
+    "the loss is computed from this rank's part of the logits, other than by the model's loss_function.",
+    "pass labels to the model, or compute the loss by shoal.parallel.tensor.vocab_parallel_cross_entropy; or turn"
+    " parallel.tp_loss_parallel off.",
+)
+
+
+class SplitTensors:
+    """Knows a model's tensors of which each tensor-parallel rank holds a part."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = (getattr(module, "tensor_split", None) for module in model.modules())
+        splits = [split for split in found if isinstance(split, LayerSplit)]
+        self.region = next((split.region for split in splits if split.region.stacks), None)
+        stacks = [] if self.region is None else self.region.stacks
+        self._sequences = tuple(f"{name}{after}" for name in stacks for after in (".", " in"))
+        self._heads = tuple(f"{split.name} in" for split in splits if split.keeps_logits)
+
+    def refuse(self, loss: torch.Tensor) -> None:
+        """Raises: UsageError: the loss reads such a tensor as if it were whole."""
+        region = self.region
+        if region is not None:
+            _search(loss, self._sequences, lambda node: is_gather(node, region.comm), *_SEQUENCE)
+        if self._heads:
+            _search(loss, self._heads, _is_loss, *_LOGITS)
+
+    def explain(self, error: Exception) -> None:
+        """Raises: UsageError: ``error`` left the sequence split, or a module around the layers raised it."""
+        if self.region is None or isinstance(error, ShoalError):
+            return
+        if self.region.unfinished is not None:
+            raise self.region.unfinished from error
+        selves = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        module = next((each for each in reversed(selves) if isinstance(each, nn.Module)), None)
+        inner = [] if module is None else [name for name, _ in module.named_modules() if name]
+        is_around = any(f".{stack}".endswith(f".{name}") for stack in self.region.stacks for name in inner)
+        if is_around and isinstance(error, RuntimeError | ValueError | IndexError):
+            raise UsageError(
+                f"{type(module).__name__} raised {type(error).__name__}: {str(error)[:300].rstrip('.')}. The layers of"
+                f" {', '.join(self.region.stacks)} split the sequence: what the module reads between them is this"
+                " rank's part.",
+                do="if one rank raises it too, it is the model's own. Else read the output of the last layer only,"
+                " return the others' from the module around the layers, or turn parallel.tp_sequence_parallel off.",
+                code="tensor-parallel",
+            ) from error
+
+
+def _is_loss(node: Any) -> bool:
+    """True for the cross entropy of split logits, and for functions of the script, which may communicate."""
+    source = getattr(getattr(type(node), "_forward_cls", None), "__module__", "torch")
+    return source == token_losses.__module__ or not source.startswith(("shoal.", "torch"))
+
+
+def _search(loss: torch.Tensor, labels: tuple[str, ...], is_end: Callable[[Any], bool], what: str, do: str) -> None:
+    """Raises: UsageError: a node with a label that begins so is reached, by no node at which the search ends."""
+    nodes = [loss.grad_fn]  # the nearest first
+    seen = set(nodes)
+    for node in nodes:
+        if node is None or is_end(node):
+            continue
+        label = getattr(node, "label", None)
+        if isinstance(label, str) and label.startswith(labels):
+            raise UsageError(what, where=label.rpartition(" ")[0], do=do, code="tensor-parallel")
+        for before, _ in node.next_functions:
+            if before not in seen:
+                seen.add(before)
+                nodes.append(before)

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -22,6 +22,7 @@ from shoal.parallel.tensor.families import (
     REPLICATED_LINEARS,
     AttentionRule,
     FeedForwardRule,
+    is_conv1d,
 )
 from shoal.text import did_you_mean
 
@@ -183,7 +184,7 @@ def plan_for(
 def is_linear(module: nn.Module) -> bool:
     """Whether the module is a linear layer of torch or of GPT-2 (Conv1D), wrapped by a LoRA layer or not."""
     base = getattr(module, "base_layer", module)
-    return isinstance(base, nn.Linear) or type(base).__name__.endswith("Conv1D")
+    return isinstance(base, nn.Linear) or is_conv1d(base)
 
 
 def _own_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -300,6 +301,11 @@ def _with_wildcards(styles: Mapping[str, str], modules: Mapping[str, nn.Module])
     for name, style in styles.items():
         plan[generic(name) if len(by_pattern[generic(name)]) == 1 else name] = style
     return plan
+
+
+def is_inside(name: str, parents: Iterable[str]) -> bool:
+    """True if a module or parameter is inside one of the modules ``parents``."""
+    return any(name.startswith(f"{parent}.") for parent in parents)
 
 
 def join(parent: str, child: str) -> str:

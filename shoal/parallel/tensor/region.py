@@ -31,7 +31,7 @@ from shoal.device import in_backward
 from shoal.errors import UsageError
 from shoal.parallel.rng_tracker import current_state, set_current_state, state_of_seed
 from shoal.parallel.saved_tensors import checkpoint_around
-from shoal.parallel.tensor.gathered_input import GatheredInput, InputGather, column_linear_of
+from shoal.parallel.tensor.products import GatheredInput, InputGather, column_linear_of
 
 _SEED_OFFSET = 2718
 

@@ -1,6 +1,7 @@
 """The interface between formats: named tensors that are read one at a time, and a description of them.
 
 Every reader of a format is a ``Source``, and every writer takes one. The peak memory of a conversion is one tensor.
+Where a format has a tensor in slices, its reader says where each lies in the whole, and ``join`` puts them together.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from shoal.checkpoint.rectangles import Rectangle
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,40 @@ class About:
     config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     path: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class StridedPlace:
+    """Elements of a contiguous tensor, as the arguments of ``torch.as_strided``."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+SlicePlace = Rectangle | StridedPlace
+
+
+def view_of(tensor: torch.Tensor, place: SlicePlace) -> torch.Tensor:
+    """The elements of a contiguous tensor at a place."""
+    if isinstance(place, Rectangle):
+        return tensor[place.slices()]
+    return tensor.as_strided(place.shape, place.strides, tensor.storage_offset() + place.offset)
+
+
+def join(info: TensorInfo, slices: Iterable[tuple[SlicePlace, torch.Tensor]]) -> torch.Tensor:
+    """The tensor that is made of slices.
+
+    Args:
+        slices: which elements of the tensor each has, and their values; together they have all of them. A generator
+            reads one slice after the other.
+
+    Memory: the tensor, and what the generator holds.
+    """
+    whole = torch.empty(info.shape, dtype=info.dtype)
+    for place, values in slices:
+        view_of(whole, place).copy_(values)
+    return whole
 
 
 # PyTorch's own modules keep buffers of floating point under these names only.

@@ -26,9 +26,9 @@ from shoal.checkpoint.formats.safe_unpickling import Built, Symbol
 from shoal.checkpoint.formats.torch_file import load_part
 from shoal.checkpoint.formats.untrusted_files import UntrustedFolder, check_name
 from shoal.checkpoint.manifest import MODEL
-from shoal.checkpoint.portable import TensorInfo, about_bare
+from shoal.checkpoint.portable import TensorInfo, about_bare, join
 from shoal.checkpoint.problems import damaged_copy, unsafe
-from shoal.checkpoint.rectangles import Rectangle, cover_problem
+from shoal.checkpoint.rectangles import Rectangle, cover_problem, whole
 from shoal.checkpoint.tree import DTYPES
 from shoal.errors import CheckpointError
 
@@ -304,14 +304,10 @@ class DcpSource:
 
     def _tensor(self, item: Item) -> torch.Tensor:
         """One tensor. Memory: it, and while it is put together one chunk of it."""
-        if len(item.parts) == 1 and item.parts[0].rectangle is not None and item.parts[0].rectangle.shape == item.shape:
+        if len(item.parts) == 1 and item.parts[0].rectangle == whole(item.shape):
             return self._chunk(item, item.parts[0])
-        whole = torch.empty(item.shape, dtype=_dtype(item))
-        for part in item.parts:
-            assert part.rectangle is not None
-            chunk = self._chunk(item, part)
-            whole[part.rectangle.slices()] = chunk
-        return whole
+        slices = ((part.rectangle, self._chunk(item, part)) for part in item.parts if part.rectangle is not None)
+        return join(TensorInfo(_dtype(item), item.shape), slices)
 
     def _chunk(self, item: Item, part: FileRange) -> torch.Tensor:
         assert part.rectangle is not None

@@ -268,11 +268,10 @@ def split_into_experts(state: FlatState, layers: Sequence[AutoEpLayer], file: st
                 name = on_rank(tensor, rank)
                 if name not in state.shapes:
                     continue
-                number, *shape = state.shapes.pop(name)
+                (number, *shape), flat_ranges, group, scalars = state.take(name)
                 if number != len(experts):
                     raise damaged(f"{tensor} has {number} experts on rank {rank}, expected {len(experts)}", file)
-                places, group = list(state.places.pop(name)), state.group_of.pop(name)
-                scalars, numel = state.scalars.pop(name, {}), math.prod(shape)
+                places, numel = list(flat_ranges), math.prod(shape)
                 for at, expert in enumerate(experts):
                     own = _between(places, at * numel, (at + 1) * numel)
                     state.add(of_expert(tensor, expert), shape, group, own, scalars)

@@ -16,7 +16,7 @@ otherwise they are taken for the stack of Transformers 5, as DeepSpeed's presets
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 import torch
 
 from shoal.checkpoint.foreign import Shapes
-from shoal.checkpoint.portable import About, TensorInfo
+from shoal.checkpoint.portable import About, TensorInfo, join
+from shoal.checkpoint.rectangles import Rectangle
 from shoal.compat.checkpoints.autoep import AutoEpLayer, of_expert, under
 from shoal.compat.checkpoints.state import damaged
 from shoal.errors import CheckpointError
@@ -70,14 +71,19 @@ class MadeTensor:
 
     def read(self, info: TensorInfo, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Memory: the tensor, and an expert of it."""
-        whole = torch.empty(info.shape, dtype=info.dtype)
-        for row, names in zip([whole] if self.is_listed else whole, self.parts, strict=True):
-            at = 0
-            for name in names:
-                part = read(name)
-                (row.t() if self.is_transposed else row)[at : at + len(part)] = part
-                at += len(part)
-        return whole
+
+        def slices() -> Iterator[tuple[Rectangle, torch.Tensor]]:
+            for expert, names in enumerate(self.parts):
+                lead = () if self.is_listed else (expert,)
+                at = 0
+                for name in names:
+                    part = read(name)
+                    start = (0, at) if self.is_transposed else (at, 0)
+                    values = part.t() if self.is_transposed else part
+                    yield Rectangle((*lead, *start), (*(1 for _ in lead), *values.shape)), values
+                    at += len(part)
+
+        return join(info, slices())
 
 
 class ModelNames:

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from shoal.checkpoint.portable import TensorInfo
 from shoal.compat.checkpoints.files import CheckpointFiles, Turns, open_file
 from shoal.compat.checkpoints.model_file import ModelFile
 from shoal.compat.checkpoints.state import FlatState, NamedState, damaged
@@ -32,36 +30,25 @@ from shoal.errors import CheckpointError
 TIED = "tied_modules."
 Names = Sequence[Sequence[str]]
 ReadState = Callable[[CheckpointFiles, ModelFile, int, Names | None, Turns], tuple[NamedState | None, Any]]
+T = TypeVar("T")
 _LISTS = ("param_shapes", "frozen_param_shapes")
 
 
-@dataclass
-class JoinedStages(NamedState):
+def joined_stages(parts: Iterable[NamedState]) -> NamedState:
     """The optimizer's state of all stages; of a tied parameter that of the first stage that has it."""
+    joined = NamedState()
+    for part in parts:
+        for kind, tensors in part.tensors.items():
+            joined.tensors[kind] = joined.tensors.get(kind, {}) | _others(tensors, joined.tensors.get(kind, {}))
+        joined.group_of |= _others(part.group_of, joined.group_of)
+        joined.scalars |= _others(part.scalars, joined.scalars)
+        joined.groups += part.groups[len(joined.groups) :]
+        joined.notes += [note for note in part.notes if note not in joined.notes]
+    return joined
 
-    parts: list[NamedState] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, parts: list[NamedState]) -> JoinedStages:
-        joined = cls(parts=parts)
-        for part in parts:
-            joined.group_of |= {name: group for name, group in part.group_of.items() if name not in joined.group_of}
-            joined.scalars |= {name: value for name, value in part.scalars.items() if name not in joined.scalars}
-            joined.groups += part.groups[len(joined.groups) :]
-            joined.notes += [note for note in part.notes if note not in joined.notes]
-        return joined
-
-    def kinds(self) -> list[str]:
-        return list(dict.fromkeys(kind for part in self.parts for kind in part.kinds()))
-
-    def infos(self, kind: str) -> dict[str, TensorInfo]:
-        found: dict[str, TensorInfo] = {}
-        for part in self.parts:
-            found |= {name: info for name, info in part.infos(kind).items() if name not in found}
-        return found
-
-    def read(self, kind: str, name: str) -> torch.Tensor:
-        return next(part for part in self.parts if name in part.infos(kind)).read(kind, name)
+def _others(values: Mapping[str, T], known: Mapping[str, T]) -> dict[str, T]:
+    return {name: value for name, value in values.items() if name not in known}
 
 
 def read_stages(
@@ -107,7 +94,7 @@ def read_stages(
         scales.append(scale)
         if part is not None:
             parts.append(part)
-    return module, JoinedStages.of(parts) if parts else None, scales[0], size * len(states)
+    return module, joined_stages(parts) if parts else None, scales[0], size * len(states)
 
 
 def _tensor_parallel(state: Mapping[str, Any], files: CheckpointFiles) -> dict[str, int]:
@@ -195,7 +182,7 @@ def _unnamed(
         if name.startswith(TIED):
             tied.setdefault(name.split(".")[1], []).append(name)
     search = _StageSearch(states, [str(stage.model[0]) for stage in files.stages], parameters, layers, tied, names)
-    return JoinedStages.of(list(search.find()))
+    return joined_stages(search.find())
 
 
 class _StageSearch:

@@ -17,16 +17,18 @@ At stage 0 every tensor is whole, and is a flat tensor of its own.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 
 from shoal.checkpoint.manifest import MODEL
-from shoal.checkpoint.portable import TensorInfo
+from shoal.checkpoint.portable import TensorInfo, join
 from shoal.checkpoint.problems import damaged_copy, unsafe
+from shoal.checkpoint.rectangles import Rectangle
 from shoal.errors import CheckpointError
 
 Flat = dict[str, torch.Tensor]  # by kind: MODEL for the weights, "optimizer/KEY" for the optimizer's
@@ -47,23 +49,37 @@ class FlatRange:
     numel: int
 
 
-@dataclass(kw_only=True)
-class NamedState(ABC):
-    """The optimizer's state by parameter, wherever it lies."""
+@dataclass(frozen=True)
+class StateTensor:
+    """A parameter, or state of it, and how it is read whole."""
 
+    info: TensorInfo
+    read: Callable[[], torch.Tensor]
+
+
+@dataclass(kw_only=True)
+class NamedState:
+    """The optimizer's state by parameter, wherever it lies.
+
+    Args:
+        tensors: by kind and parameter: ``MODEL``, if there are weights, and the optimizer's keys.
+        groups: hyperparameters.
+    """
+
+    tensors: dict[str, dict[str, StateTensor]] = field(default_factory=dict)
     group_of: dict[str, int] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)  # hyperparameters
+    groups: list[dict[str, Any]] = field(default_factory=list)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    @abstractmethod
-    def kinds(self) -> list[str]: ...
+    def kinds(self) -> list[str]:
+        return sorted(self.tensors, key=lambda kind: kind != MODEL)
 
-    @abstractmethod
-    def infos(self, kind: str) -> dict[str, TensorInfo]: ...
+    def infos(self, kind: str) -> dict[str, TensorInfo]:
+        return {name: tensor.info for name, tensor in self.tensors[kind].items()}
 
-    @abstractmethod
-    def read(self, kind: str, name: str) -> torch.Tensor: ...
+    def read(self, kind: str, name: str) -> torch.Tensor:
+        return self.tensors[kind][name].read()
 
 
 @dataclass(frozen=True)
@@ -126,39 +142,31 @@ class FlatState(NamedState):
         self.group_of[name] = group
         if scalars:
             self.scalars[name] = dict(scalars)
+        for first in islice(places, 1):
+            for kind, flat in self.flats[first.rank][first.flat].items():
+                tensor = StateTensor(TensorInfo(flat.dtype, tuple(shape)), partial(self._joined, kind, name))
+                self.tensors.setdefault(kind, {})[name] = tensor
 
-    def kinds(self) -> list[str]:
-        """``MODEL``, if there are weights, then the optimizer's keys, in order of appearance."""
-        found = dict.fromkeys(kind for rank in self.flats for flat in rank for kind in flat)
-        return sorted(found, key=lambda kind: kind != MODEL)
+    def take(self, name: str) -> tuple[tuple[int, ...], Iterable[FlatRange], int, dict[str, Any]]:
+        """Remove a parameter. Returns: its shape, places, group and scalars."""
+        for tensors in self.tensors.values():
+            tensors.pop(name, None)
+        return self.shapes.pop(name), self.places.pop(name), self.group_of.pop(name), self.scalars.pop(name, {})
 
-    def infos(self, kind: str) -> dict[str, TensorInfo]:
-        """The parameters of which there is state of this kind."""
-        infos = {}
-        for name, shape in self.shapes.items():
-            first = next(iter(self.places[name]), None)
-            if first is not None and kind in self.flats[first.rank][first.flat]:
-                infos[name] = TensorInfo(self.flats[first.rank][first.flat][kind].dtype, shape)
-        return infos
+    def _joined(self, kind: str, name: str) -> torch.Tensor:
+        """Memory: the tensor's bytes. Raises: CheckpointError: a rank's file lacks its part."""
 
-    def read(self, kind: str, name: str) -> torch.Tensor:
-        """A parameter, or its state, whole. Memory: its bytes.
+        def slices() -> Iterator[tuple[Rectangle, torch.Tensor]]:
+            at = 0
+            for place in self.places[name]:
+                flat = self.flats[place.rank][place.flat].get(kind)
+                if flat is None:
+                    raise damaged(f"{kind} of {name} is missing in group {place.flat}", self.files[place.rank])
+                yield Rectangle((at,), (place.numel,)), flat.reshape(-1)[place.start : place.start + place.numel]
+                at += place.numel
 
-        Raises: CheckpointError: a rank's file lacks its part.
-        """
-        whole: torch.Tensor | None = None
-        at = 0
-        for place in self.places[name]:
-            flat = self.flats[place.rank][place.flat].get(kind)
-            if flat is None:
-                raise damaged(f"{kind} of {name} is missing in group {place.flat}", self.files[place.rank])
-            if whole is None:
-                whole = torch.empty(math.prod(self.shapes[name]), dtype=flat.dtype)
-            whole[at : at + place.numel] = flat.reshape(-1)[place.start : place.start + place.numel]
-            at += place.numel
-        if whole is None:
-            raise damaged(f"{name} lies nowhere", self.files[0])
-        return whole.view(self.shapes[name])
+        info = self.tensors[kind][name].info
+        return join(TensorInfo(info.dtype, (math.prod(info.shape),)), slices()).view(info.shape)
 
 
 def read_partitioned(

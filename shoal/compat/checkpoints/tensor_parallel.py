@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from shoal.checkpoint.portable import SlicePlace, StridedPlace, TensorInfo, join, view_of
+from shoal.checkpoint.rectangles import Rectangle, whole
 from shoal.compat.checkpoints.files import PickledRecord, not_built
 from shoal.compat.checkpoints.state import damaged
 from shoal.errors import CheckpointError
@@ -43,12 +45,11 @@ _PATTERNS = (
 
 @dataclass(frozen=True)
 class PartBlock:
-    """Elements of one rank's part and where they lie in the whole, as the arguments of ``torch.as_strided``."""
+    """Elements of one rank's part, and where they lie in the whole."""
 
     rank: int
-    shape: tuple[int, ...]
-    in_whole: tuple[int, tuple[int, ...]]  # offset, strides
-    in_part: tuple[int, tuple[int, ...]]
+    in_whole: SlicePlace
+    in_part: SlicePlace
 
 
 @dataclass(frozen=True)
@@ -84,18 +85,17 @@ class PartJoin:
             for rank in range(1, self.num_parts):
                 total += read(rank)
             return total / self.num_parts
-        whole: torch.Tensor | None = None
-        for rank in sorted({block.rank for block in self.blocks}):
-            part = read(rank).contiguous().view(-1)
-            whole = torch.zeros(math.prod(self.shape), dtype=part.dtype) if whole is None else whole
-            for block in self.blocks:
-                if block.rank == rank:
-                    (to, to_strides), (start, strides) = block.in_whole, block.in_part
-                    source = part.as_strided(block.shape, strides, part.storage_offset() + start)
-                    whole.as_strided(block.shape, to_strides, to).copy_(source)
-        assert whole is not None
-        whole = whole.view(self.shape)
-        return whole if self.rows is None else whole[: self.rows].clone()
+        part = lru_cache(maxsize=1)(lambda rank: read(rank).contiguous())
+        blocks = sorted(self.blocks, key=lambda block: block.rank)
+
+        def slices() -> Iterator[tuple[SlicePlace, torch.Tensor]]:
+            if any(isinstance(block.in_whole, StridedPlace) for block in blocks):
+                yield whole(self.shape), torch.zeros(())  # such blocks can overlap, and leave gaps
+            for block in blocks:
+                yield block.in_whole, view_of(part(block.rank), block.in_part)
+
+        joined = join(TensorInfo(part(blocks[0].rank).dtype, self.shape), slices())
+        return joined if self.rows is None else joined[: self.rows].clone()
 
 
 class TensorParallelLayout:
@@ -155,7 +155,7 @@ class TensorParallelLayout:
 
     def whole_on(self, rank: int, shape: tuple[int, ...]) -> PartJoin:
         """The part of ``rank`` is the whole."""
-        return PartJoin(shape, self._num_parts, (PartBlock(rank, shape, (0, _strides(shape)), (0, _strides(shape))),))
+        return PartJoin(shape, self._num_parts, (PartBlock(rank, whole(shape), whole(shape)),))
 
     def describes(self, name: str) -> bool:
         """True if a pattern or the map of the file names this parameter. The parts of others are joined along dim 0."""
@@ -179,16 +179,17 @@ class TensorParallelLayout:
         widths = widths or [[shape[dim] for shape in shapes]]
         if [sum(of_rank) for of_rank in zip(*widths, strict=True)] != [shape[dim] for shape in shapes]:
             raise damaged(f"{name} holds parameters of sizes {widths}, and its parts are {_listed(shapes)}", self._file)
-        whole = (*shapes[0][:dim], sum(map(sum, widths)), *shapes[0][dim + 1 :])
+        before, after = shapes[0][:dim], shapes[0][dim + 1 :]
         blocks, to, starts = [], 0, [0] * self._num_parts
         for of_ranks in widths:
-            for rank, (width, shape) in enumerate(zip(of_ranks, shapes, strict=True)):
-                block = (*shape[:dim], width, *shape[dim + 1 :])
-                places = ((to, whole), (starts[rank], shape))
-                in_whole, in_part = ((at * _strides(of)[dim], _strides(of)) for at, of in places)
-                blocks.append(PartBlock(rank, block, in_whole, in_part))
+            for rank, width in enumerate(of_ranks):
+                in_whole, in_part = (
+                    Rectangle((*(0 for _ in before), at, *(0 for _ in after)), (*before, width, *after))
+                    for at in (to, starts[rank])
+                )
+                blocks.append(PartBlock(rank, in_whole, in_part))
                 to, starts[rank] = to + width, starts[rank] + width
-        return PartJoin(whole, self._num_parts, tuple(blocks))
+        return PartJoin((*before, to, *after), self._num_parts, tuple(blocks))
 
     def _sub_sizes(self, name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, list[list[int]]] | None:
         """Of a weight that holds several parameters, the dim, and the size of each parameter on each rank."""
@@ -217,23 +218,27 @@ class TensorParallelLayout:
 
     def _by_map(self, name: str, mapped: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> PartJoin:
         shape = tuple(int(size) for size in mapped["logical_shape"])
-        blocks = []
+        blocks, found = [], 0
         for rank, part in enumerate(shapes):
             of_rank = mapped["ranks"].get(rank, mapped["ranks"].get(str(rank), {}))
             if math.prod(of_rank.get("shard_shape", ())) != math.prod(part):
                 raise damaged(f"{name} is {list(part)} on rank {rank}, not {of_rank.get('shard_shape')}", self._file)
-            own = []
+            is_inside, numel = True, 0
             for piece in of_rank["pieces"]:
                 if float(piece.get("scale", 1.0)) != 1.0:
                     raise not_built(f"tensor parallelism of {name}, of which a rank holds a multiple", self._file)
                 if rank == min(piece["locations"]):
-                    places = ((int(offset), tuple(strides)) for offset, strides in (piece["source"], piece["dest"]))
-                    own.append(PartBlock(rank, tuple(piece["shape"]), *places))
-            is_inside = all(_lies_inside(block, math.prod(part), math.prod(shape)) for block in own)
-            if not is_inside or sum(math.prod(block.shape) for block in own) > math.prod(part):
+                    size = tuple(piece["shape"])
+                    in_whole, in_part = (
+                        StridedPlace(int(offset), size, tuple(strides))
+                        for offset, strides in (piece["source"], piece["dest"])
+                    )
+                    is_inside &= _lies_inside(in_whole, math.prod(shape)) and _lies_inside(in_part, math.prod(part))
+                    numel += math.prod(size)
+                    blocks.append(PartBlock(rank, in_whole, in_part))
+            if not is_inside or numel > math.prod(part):
                 raise damaged(f"the blocks of {name} on rank {rank} lie outside of its part", self._file)
-            blocks += own
-        found = sum(math.prod(block.shape) for block in blocks)
+            found += numel
         if found != math.prod(shape):
             raise damaged(f"{found} of the {math.prod(shape)} elements of {name} are in the files", self._file)
         return PartJoin(shape, self._num_parts, tuple(blocks))
@@ -271,23 +276,10 @@ def _values(entry: Any) -> Mapping[str, Any]:
     return values
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor.
-
-    >>> _strides((2, 3, 4))
-    (12, 4, 1)
-    """
-    return tuple(accumulate(reversed(shape[1:]), lambda one, other: one * other, initial=1))[::-1] if shape else ()
-
-
-def _lies_inside(block: PartBlock, part_numel: int, whole_numel: int) -> bool:
-    """True if it lies in a part and in a whole of this many elements."""
-    is_empty = 0 in block.shape
-    for (offset, strides), numel in ((block.in_part, part_numel), (block.in_whole, whole_numel)):
-        last = offset + sum((size - 1) * stride for size, stride in zip(block.shape, strides, strict=True))
-        if min((offset, *strides, *block.shape)) < 0 or (not is_empty and last >= numel):
-            return False
-    return True
+def _lies_inside(place: StridedPlace, numel: int) -> bool:
+    """True if it lies in a tensor of this many elements."""
+    last = place.offset + sum((size - 1) * stride for size, stride in zip(place.shape, place.strides, strict=True))
+    return min((place.offset, *place.strides, *place.shape)) >= 0 and (0 in place.shape or last < numel)
 
 
 def _listed(shapes: Sequence[tuple[int, ...]]) -> str:

@@ -35,8 +35,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ from shoal.checkpoint.formats.target import split
 from shoal.checkpoint.formats.torch_file import DeferredTensor
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.native import ShoalSource, write_shoal
-from shoal.checkpoint.portable import Source, TensorInfo
+from shoal.checkpoint.portable import Source, TensorInfo, join
 from shoal.checkpoint.problems import unsafe
+from shoal.checkpoint.rectangles import Rectangle, whole
 from shoal.checkpoint.storage import LocalStorage, Storage, open_storage
 from shoal.compat.checkpoints import DEEPSPEED, UNIVERSAL
 from shoal.compat.checkpoints.autoep import AutoEpLayer, of_expert
@@ -61,6 +63,7 @@ from shoal.compat.checkpoints.layout import DeepSpeedSettings, settings_of
 from shoal.compat.checkpoints.model_file import ModelFile
 from shoal.compat.checkpoints.state import (
     NamedState,
+    StateTensor,
     check_stored,
     damaged,
     entry,
@@ -72,104 +75,75 @@ from shoal.errors import CheckpointError
 from shoal.text import listed
 
 
-class UniversalState(NamedState):
-    """The optimizer's state by parameter, in files that are opened when a tensor is read.
+def _add(
+    state: NamedState,
+    folder: Path,
+    name: str,
+    shape: tuple[int, ...],
+    group: int,
+    numbers: Mapping[str, Any],
+    turns: Turns,
+    *,
+    layer: AutoEpLayer | None = None,
+    is_part: bool = False,
+) -> None:
+    """Look at a parameter's files, which are opened again when a tensor is read.
 
     Args:
-        experts: the tensors that hold experts of AutoEP.
+        numbers: state of one value.
+        layer: of AutoEP, whose experts lie in the parameter.
+        is_part: ``shape`` is that of a tensor-parallel rank's part.
+
+    Raises: CheckpointError: a file is missing, or is another parameter's, or has another number of experts.
     """
+    files = sorted(path for path in folder.iterdir() if path.suffix == ".pt") if folder.is_dir() else []
+    if not any(path.stem == "fp32" for path in files):
+        raise damaged(f"the weights of {name} are missing", str(folder / "fp32.pt"))
+    names = [name] if layer is None else [of_expert(name, expert) for expert in range(layer.num_experts)]
+    scalars = dict(numbers)
+    for path in sorted(files, key=lambda path: path.stem != "fp32"):
+        content = open_value(path, verify=turns.take())
+        is_weight = path.stem == "fp32"
+        if is_part and is_weight:
+            shape = _whole_shape(content, len(shape), path)
+        if isinstance(content, Mapping) and content.get("is_expert_param") and layer is None:
+            raise not_built("mixture-of-experts layers", str(path))
+        value = _value_of(content, shape, path)
+        if not is_weight and _is_number(value):
+            scalars.update(sort_state({path.stem: value}, (), state.notes)[1])
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise damaged(f"a tensor was expected, not a {type(value).__name__}", str(path))
+        check_stored(name, value, str(path))
+        if value.numel() != math.prod(shape) and not _is_cut(value, shape):
+            raise damaged(f"it has the shape {list(value.shape)}, and {name} is {list(shape)}", str(path))
+        info = TensorInfo(value.dtype, shape if layer is None else shape[1:])
+        state.tensors.setdefault(MODEL if is_weight else OPTIMIZER + path.stem, {}).update(
+            (each, StateTensor(info, partial(_read, path, info, None if layer is None else row)))
+            for row, each in enumerate(names)
+        )
+    for each in names:
+        state.group_of[each] = group
+        if scalars:
+            state.scalars[each] = dict(scalars)
 
-    def __init__(self, experts: Collection[str] = ()) -> None:
-        super().__init__()
-        self._experts = experts
-        self._infos: dict[str, dict[str, TensorInfo]] = {MODEL: {}}
-        self._files: dict[tuple[str, str], Path] = {}
-        self._rows: dict[str, int] = {}  # of the tensors that lie in another
 
-    def add(
-        self, folder: Path, name: str, shape: Sequence[int], group: int, turns: Turns, *, is_part: bool = False
-    ) -> None:
-        """Look at a parameter's files.
-
-        Args:
-            is_part: ``shape`` is that of a tensor-parallel rank's part.
-
-        Raises: CheckpointError: one is missing, or is another parameter's.
-        """
-        self.group_of[name] = group
-        found = sorted(path for path in folder.iterdir() if path.suffix == ".pt") if folder.is_dir() else []
-        if not any(path.stem == "fp32" for path in found):
-            raise damaged(f"the weights of {name} are missing", str(folder / "fp32.pt"))
-        for path in sorted(found, key=lambda path: path.stem != "fp32"):
-            held = open_value(path, verify=turns.take())
-            is_weight = path.stem == "fp32"
-            if is_part and is_weight:
-                shape = _whole_shape(held, len(shape), path)
-            if isinstance(held, Mapping) and held.get("is_expert_param") and name not in self._experts:
-                raise not_built("mixture-of-experts layers", str(path))
-            value = _value_of(held, shape, path)
-            if not is_weight and _is_number(value):
-                self.scalars.setdefault(name, {}).update(sort_state({path.stem: value}, (), self.notes)[1])
-                continue
-            if not isinstance(value, torch.Tensor):
-                raise damaged(f"a tensor was expected, not a {type(value).__name__}", str(path))
-            check_stored(name, value, str(path))
-            if value.numel() != math.prod(shape) and not _is_cut(value, shape):
-                raise damaged(f"it has the shape {list(value.shape)}, and {name} is {list(shape)}", str(path))
-            kind = MODEL if is_weight else OPTIMIZER + path.stem
-            self._infos.setdefault(kind, {})[name] = TensorInfo(value.dtype, tuple(shape))
-            self._files[kind, name] = path
-
-    def add_experts(
-        self, folder: Path, layer: AutoEpLayer, tensor: str, shape: Sequence[int], group: int, turns: Turns
-    ) -> None:
-        """Look at the files of a layer's experts.
-
-        Args:
-            shape: of one expert's weight.
-
-        Raises: CheckpointError: one is missing, or has another number of experts.
-        """
-        self.add(folder, tensor, (layer.num_experts, *shape), group, turns)
-        del self.group_of[tensor]
-        scalars = self.scalars.pop(tensor, {})
-        whole = {
-            kind: (infos.pop(tensor), self._files.pop((kind, tensor)))
-            for kind, infos in self._infos.items()
-            if tensor in infos
-        }
-        for expert in range(layer.num_experts):
-            name = of_expert(tensor, expert)
-            self.group_of[name], self._rows[name] = group, expert
-            if scalars:
-                self.scalars[name] = dict(scalars)
-            for kind, (info, path) in whole.items():
-                self._infos[kind][name], self._files[kind, name] = TensorInfo(info.dtype, info.shape[1:]), path
-
-    def kinds(self) -> list[str]:
-        return list(self._infos)
-
-    def infos(self, kind: str) -> dict[str, TensorInfo]:
-        return self._infos[kind]
-
-    def read(self, kind: str, name: str) -> torch.Tensor:
-        """Memory: the tensor."""
-        info, path = self._infos[kind][name], self._files[kind, name]
-        held = open_value(path, verify=False)
-        row = self._rows.get(name)
-        value = _value_of(held, info.shape, path) if row is None else entry(held, "param", str(path))[row]
-        if not isinstance(value, torch.Tensor) or value.dtype != info.dtype:
-            raise damaged("it changed while it was read", str(path))
-        if value.numel() == math.prod(info.shape):
-            return value.detach().reshape(info.shape).clone(memory_format=torch.contiguous_format)
-        whole = torch.zeros(info.shape, dtype=info.dtype)
-        whole[: value.shape[0]] = value.detach()
-        return whole
+def _read(path: Path, info: TensorInfo, row: int | None) -> torch.Tensor:
+    """One tensor, or a row of it. Memory: the tensor."""
+    content = open_value(path, verify=False)
+    value = _value_of(content, info.shape, path) if row is None else entry(content, "param", str(path))[row]
+    if not isinstance(value, torch.Tensor) or value.dtype != info.dtype:
+        raise damaged("it changed while it was read", str(path))
+    if value.numel() == math.prod(info.shape):
+        return join(info, [(whole(info.shape), value.detach().reshape(info.shape))])
+    there = Rectangle((0,) * value.dim(), tuple(value.shape))
+    missing = Rectangle((len(value), *there.start[1:]), (info.shape[0] - len(value), *there.shape[1:]))
+    return join(info, [(there, value.detach()), (missing, torch.zeros(()))])
 
 
 def read_universal(
     folder: Path, module: ModelFile, turns: Turns, layers: Sequence[AutoEpLayer] = ()
-) -> tuple[UniversalState, Any]:
+) -> tuple[NamedState, Any]:
     """The optimizer's state, and its loss scale.
 
     Args:
@@ -188,7 +162,7 @@ def read_universal(
     # At stage 3 a group is cut into flat tensors, and its entries name them; before it a group is one.
     of_flat = {int(flat): index for index, group in enumerate(settings) for flat in group["params"]}
     of_layer = {tensor: layer for layer in layers for tensor in layer.tensors}
-    found = UniversalState(of_layer)
+    found = NamedState()
     found.groups, steps = hyperparameters({"param_groups": settings}, len(settings), found.notes)
     inner = state.get("optimizer_state_dict")
     counted = inner.get("state", {}) if isinstance(inner, Mapping) else {}
@@ -198,18 +172,16 @@ def read_universal(
         for name, shape in members.items():
             if not is_inside(name):
                 raise unsafe(f"{name[:200]!r} is not the name of a folder in it.", str(folder))
-            if numbers and math.prod(shape):
-                found.scalars[name] = dict(numbers)
-            if name in of_layer:
-                found.add_experts(folder / name, of_layer[name], name, tuple(shape)[1:], group, turns)
-                continue
-            found.add(folder / name, name, tuple(shape), group, turns, is_part=module.num_parts > 1)
+            layer, is_part = of_layer.get(name), module.num_parts > 1
+            size = tuple(shape) if layer is None else (layer.num_experts, *shape[1:])
+            counts = numbers if math.prod(shape) else {}
+            _add(found, folder / name, name, size, group, counts, turns, layer=layer, is_part=is_part and layer is None)
     if module.num_parts > 1:
         _refuse_parts(module, found)
     return found, state.get("loss_scaler")
 
 
-def _refuse_parts(module: ModelFile, found: UniversalState) -> None:
+def _refuse_parts(module: ModelFile, found: NamedState) -> None:
     """Raises: NotBuiltError: a parameter was not trained, and may be a part."""
     information = module.state.get("universal_checkpoint_info")
     patterns = information.get("tp_replicated_parameter_patterns") if isinstance(information, Mapping) else None

@@ -190,7 +190,7 @@ def complete_plan(model: nn.Module, plan: Plan) -> dict[str, str]:
         linears = [join(name, inner) for inner, module in expert.named_modules() if is_linear(module)]
         if any(linear in named for linear in linears):
             continue
-        if styles := by_rules(dict(expert.named_modules()), {}, (), FEED_FORWARD_RULES):
+        if styles := by_rules(dict(expert.named_modules()), {}, FEED_FORWARD_RULES):
             complete.update({join(name, inner): style for inner, style in styles.items()})
             continue
         if len(linears) != 2:

@@ -31,30 +31,26 @@ class MaskWindows:
     """The windows of the masks that a model has made in its last forward, for attention that is not told its window."""
 
     def __init__(self) -> None:
-        self._found: set[int | None] = set()
+        self._windows: set[int | None] = set()  # None: a mask without a window
         self._is_used = False
 
     def add(self, window: int | None) -> None:
-        """
-        Args:
-            window: None: the mask has none.
-        """
         if self._is_used:
-            self._found.clear()
+            self._windows.clear()
             self._is_used = False
-        self._found.add(window)
+        self._windows.add(window)
 
     def only(self) -> int | None:
         """Raises: UsageError: there are several."""
         self._is_used = True
-        if len(self._found) > 1:
+        if len(self._windows) > 1:
             raise UsageError(
-                f"the model makes masks with windows of {', '.join(map(str, self._found))}, and its attention does not"
-                " say which it uses",
+                f"the model makes masks with windows of {', '.join(map(str, self._windows))}, and its attention does"
+                " not say which it uses",
                 do="use one rank, or let the model pass sliding_window to its attention function.",
                 code="sequence-mask",
             )
-        return next(iter(self._found), None)
+        return next(iter(self._windows), None)
 
 
 @dataclass(frozen=True)
@@ -98,6 +94,11 @@ class SequenceContext:
     @property
     def size(self) -> int:
         return self.sp_size * self.cp_size
+
+    @property
+    def comms(self) -> list[Communicator]:
+        """Those of more than one rank."""
+        return [comm for comm in (self.sp, self.cp) if comm is not None and comm.size > 1]
 
     @property
     def multiple(self) -> int:
@@ -187,6 +188,13 @@ class SequenceContext:
         order = sorted(range(len(parts)), key=lambda index: starts[index])
         return torch.cat([parts[index] for index in order], dim)
 
+    def largest(self, number: Tensor, label: str) -> Tensor:
+        """The largest of all ranks' numbers. Communicates: an exchange over ``sp``, and one over ``cp``. Shape: [1]."""
+        number = number.view(1)
+        for comm in self.comms:
+            number = comm.exchange(number, label=label).wait().max().view(1)
+        return number
+
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
         """The positions that this rank holds of a sequence of ``length``. Shape: [L of this rank], int64."""
         return self.shard(torch.arange(length, device=device), dim=0)
@@ -234,11 +242,8 @@ class SequenceContext:
     def _check_whole_positions(self, positions: Tensor) -> None:
         local = torch.arange(positions.shape[-1], device=positions.device)
         is_counted = positions not in self._cut and bool((positions == local).all())  # else documents as long as a part
-        flag = torch.tensor([float(is_counted)])
-        for comm in (self.sp, self.cp):
-            if comm is not None:
-                flag = comm.exchange(flag, label="positions from 0").wait().min().view(1)
-        if flag.item() and self.size > 1:
+        is_not = self.largest(torch.tensor(float(not is_counted)), "positions from 0")
+        if self.size > 1 and not is_not.item():
             raise UsageError(
                 f"each of {self.size} ranks counts its position_ids from 0 to {positions.shape[-1] - 1}",
                 do="give the model position_ids of the whole sequence, cut like input_ids: without them it takes each"
@@ -268,9 +273,8 @@ def sum_over_sequence(numbers: Tensor, label: str) -> Tensor:
     Communicates: an all-reduce over ``sp``, and one over ``cp``; in backward too, if ``numbers`` have a gradient.
     """
     context = current_sequence_context()
-    for comm in () if context is None or context.is_alone else (context.sp, context.cp):
-        if comm is not None and comm.size > 1:
-            numbers = autograd.all_reduce(autograd.copy(numbers, comm, label=label), comm, label=label)
+    for comm in [] if context is None or context.is_alone else context.comms:
+        numbers = autograd.all_reduce(autograd.copy(numbers, comm, label=label), comm, label=label)
     return numbers
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -108,27 +108,14 @@ class Packed:
             view.copy_(tensor)
 
 
-class _Transfer(NamedTuple):
-    """A buffer under way to the next rank, and one from the rank before."""
-
-    sent: Work
-    received: Work
-
-    def wait(self) -> Tensor:
-        """Wait for both; returns what was received."""
-        received = self.received.wait()
-        self.sent.drain()
-        return received
-
-
-def _pass_on(comm: Communicator, outgoing: Tensor, incoming: Tensor, label: str) -> _Transfer:
+def _pass_on(comm: Communicator, outgoing: Tensor, incoming: Tensor, label: str) -> tuple[Work, Work]:
+    """Send to the next rank and receive from the one before. Returns: the send, the receive."""
     # Neighbours issue the two in opposite orders: NCCL does a pair's sends and receives one after the other.
     following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if comm.rank % 2:
         received = comm.recv(incoming, previous, label=label)
-        return _Transfer(comm.send(outgoing, following, label=label), received)
-    sent = comm.send(outgoing, following, label=label)
-    return _Transfer(sent, comm.recv(incoming, previous, label=label))
+        return comm.send(outgoing, following, label=label), received
+    return comm.send(outgoing, following, label=label), comm.recv(incoming, previous, label=label)
 
 
 def ring_blocks(key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator, label: str) -> Iterator[Block]:
@@ -144,10 +131,10 @@ def ring_blocks(key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator, 
         if step >= 2:
             sent[step - 2].drain()
         current, spare = buffers[step % 3], buffers[(step + 1) % 3 % len(buffers)]
-        transfer = _pass_on(comm, current[: packed.numel(source)], spare[: packed.numel(following)], label)
-        sent.append(transfer.sent)
+        send, receive = _pass_on(comm, current[: packed.numel(source)], spare[: packed.numel(following)], label)
+        sent.append(send)
         yield source, *views
-        transfer.received.wait()
+        receive.wait()
         views = packed.views(spare, following)
     yield (comm.rank + 1) % comm.size, *views
     for work in sent[-2:]:
@@ -198,7 +185,7 @@ class RingGradients(LocalGradients):
         super().__init__(key, value, plan)
         self._comm = comm
         self._share = self._own
-        self._transfer: _Transfer | None = None
+        self._under_way: tuple[Work, Work] | None = None
 
     def begin(self, source: int) -> tuple[Tensor, Tensor]:
         self._share = self._comm.empty(self._packed.numel(source), self._dtype, self._device).zero_()
@@ -208,17 +195,24 @@ class RingGradients(LocalGradients):
         if source == self._comm.rank:
             self._own = self._share
             return
-        if self._transfer is not None:
-            self._share += self._transfer.wait()
+        if self._under_way is not None:
+            self._share += self._received()
         # The rank before has used the keys and values of the rank before ``source``.
         numel = self._packed.numel((source - 1) % self._comm.size)
         incoming = torch.empty(numel, dtype=self._dtype, device=self._device)
-        self._transfer = _pass_on(self._comm, self._share, incoming, self._label)
+        self._under_way = _pass_on(self._comm, self._share, incoming, self._label)
 
     def own(self) -> tuple[Tensor, Tensor]:
-        assert self._transfer is not None
-        self._own += self._transfer.wait()
+        self._own += self._received()
         return self._packed.views(self._own, self._comm.rank)
+
+    def _received(self) -> Tensor:
+        """What the rank before has sent; what this rank sent has left it, too."""
+        assert self._under_way is not None
+        send, receive = self._under_way
+        received = receive.wait()
+        send.drain()
+        return received
 
 
 class GatheredGradients(LocalGradients):
@@ -316,6 +310,23 @@ class DirectGradients(LocalGradients):
         for own, view in zip(mine, self._received.views(incoming, reader), strict=True):
             for place, part in _places(own, places, view):
                 place.add_(part)
+
+
+def blocks_of(key: Tensor, value: Tensor, plan: RingPlan, label: str) -> Iterator[Block]:
+    """Each rank with its keys and values, as ``plan.tiles`` counts them; this one first."""
+    if plan.comm is None or plan.comm.size == 1:
+        return iter([(0, key, value)])
+    blocks = gathered_blocks if plan.exchange == "all_gather" else direct_blocks if plan.is_direct else ring_blocks
+    return blocks(key, value, plan, plan.comm, label)
+
+
+def gradients_of(key: Tensor, value: Tensor, plan: RingPlan) -> LocalGradients:
+    """What sums the ranks' gradients of the keys and values that ``blocks_of`` has given them."""
+    if plan.comm is None or plan.comm.size == 1:
+        return LocalGradients(key, value, plan)
+    if plan.exchange == "all_gather":
+        return GatheredGradients(key, value, plan, plan.comm)
+    return (DirectGradients if plan.is_direct else RingGradients)(key, value, plan, plan.comm)
 
 
 def _peers(comm: Communicator, step: int) -> tuple[int, int]:

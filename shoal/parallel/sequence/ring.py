@@ -8,10 +8,10 @@ meanwhile sends it to rank r + 1 and receives the next one:
     rank 1    1 ->     0 ->     2
     rank 2    2 ->     1 ->     0
 
-The gradients of a buffer begin at the rank that uses it in step 1 and are sent on until they reach its owner, who adds
-its own share. Outputs of tiles are merged by their log-sum-exp, in fp32; gradients are summed in fp32.
+The gradients of a buffer begin at the rank that uses it in step 1 and are sent on until they reach its owner, which
+adds its own share. Outputs of tiles are merged by their log-sum-exp, in fp32; gradients are summed in fp32.
 
-With a window or documents keys and values go directly to the ranks that need them: module ``direct``. Instead of moving
+With a window or documents keys and values go directly to the ranks that need them. Instead of moving
 at all they can be gathered: one all-gather in forward, one all-gather and one reduce-scatter in backward, and P times
 the memory for keys and values.
 
@@ -21,7 +21,6 @@ Source: Ring Attention (arXiv:2310.01889); FlashAttention-2's backward (arXiv:23
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,17 +28,7 @@ from torch import Tensor
 
 from shoal.comm.autograd import once_differentiable
 from shoal.parallel.sequence.chunks import Tile
-from shoal.parallel.sequence.exchange import (
-    Block,
-    DirectGradients,
-    GatheredGradients,
-    LocalGradients,
-    RingGradients,
-    RingPlan,
-    direct_blocks,
-    gathered_blocks,
-    ring_blocks,
-)
+from shoal.parallel.sequence.exchange import RingPlan, blocks_of, gradients_of
 from shoal.parallel.sequence.kernels import accumulated, dense_heads, kernel_for, sum_dtype
 
 
@@ -65,7 +54,7 @@ class _RingAttention(torch.autograd.Function):
         query, key, value = dense_heads(query), dense_heads(key), dense_heads(value)
         kernel = kernel_for(query, value, plan.softcap, plan.groups)
         merged = _MergedOutput(query, value)
-        for source, keys, values in _blocks(key, value, plan, plan.label):
+        for source, keys, values in blocks_of(key, value, plan, plan.label):
             for tile in plan.tiles(source):
                 some = _of_tile(tile, query, keys, values)
                 merged.add(tile, *kernel.forward(*some, tile.is_causal, plan.scale))
@@ -84,8 +73,8 @@ class _RingAttention(torch.autograd.Function):
         gradient = dense_heads(gradient)
         kernel = kernel_for(query, value, plan.softcap, plan.groups)
         of_query = query.new_zeros(query.shape, dtype=sum_dtype(query))
-        collected = _collected(key, value, plan)
-        for source, keys, values in _blocks(key, value, plan, f"{plan.label} backward"):
+        collected = gradients_of(key, value, plan)
+        for source, keys, values in blocks_of(key, value, plan, f"{plan.label} backward"):
             of_keys, of_values = collected.begin(source)
             for tile in plan.tiles(source):
                 saved = (*_of_tile(tile, query, keys, values), _queries(out, tile), _queries(lse, tile))
@@ -167,24 +156,3 @@ class _MergedOutput:
         after = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
         self.out = self.out * (self.lse - after).exp_().unsqueeze(-1)
         self.lse = after
-
-
-def _blocks(key: Tensor, value: Tensor, plan: RingPlan, label: str) -> Iterator[Block]:
-    """Each rank with its keys and values, as ``plan.tiles`` counts them; this one first."""
-    comm = plan.comm
-    if comm is None or comm.size == 1:
-        return iter([(0, key, value)])
-    if plan.exchange == "all_gather":
-        return gathered_blocks(key, value, plan, comm, label)
-    return (
-        direct_blocks(key, value, plan, comm, label) if plan.is_direct else ring_blocks(key, value, plan, comm, label)
-    )
-
-
-def _collected(key: Tensor, value: Tensor, plan: RingPlan) -> LocalGradients:
-    comm = plan.comm
-    if comm is None or comm.size == 1:
-        return LocalGradients(key, value, plan)
-    if plan.exchange == "all_gather":
-        return GatheredGradients(key, value, plan, comm)
-    return DirectGradients(key, value, plan, comm) if plan.is_direct else RingGradients(key, value, plan, comm)

@@ -64,12 +64,12 @@ class HeadSplit:
         ((range(0, 4), range(0, 1)), (range(4, 6), range(1, 2)))
         """
         of_query = self.key_of_query(rank)
-        found = []
+        groups = []
         for size, shared in groupby(range(len(self.keys[rank])), key=of_query.count):
             keys = list(shared)
             first = of_query.index(keys[0])
-            found.append((range(first, first + size * len(keys)), range(keys[0], keys[-1] + 1)))
-        return tuple(found)
+            groups.append((range(first, first + size * len(keys)), range(keys[0], keys[-1] + 1)))
+        return tuple(groups)
 
 
 def split_heads(heads: int, key_heads: int, ranks: int) -> HeadSplit:
@@ -122,7 +122,7 @@ class HeadExchange:
 
         Communicates: one all-to-all; one in backward.
         """
-        moved: tuple[Tensor, ...] = _ToHeads.apply(self, tuple(heads), label, *tensors)
+        moved: tuple[Tensor, ...] = _HeadExchange.apply(self, tuple(heads), True, label, *tensors)
         return moved
 
     @untraced
@@ -131,8 +131,8 @@ class HeadExchange:
 
         Communicates: one all-to-all; one in backward.
         """
-        moved: Tensor = _ToPositions.apply(self, heads, label, tensor)
-        return moved
+        moved: tuple[Tensor] = _HeadExchange.apply(self, (heads,), False, label, tensor)
+        return moved[0]
 
     def send_heads(self, tensors: Sequence[Tensor], heads: Sequence[tuple[range, ...]], label: str) -> list[Tensor]:
         ranks = range(self.comm.size)
@@ -151,11 +151,10 @@ class HeadExchange:
         split = [tensor.split(list(self.lengths), self.sequence_dim) for tensor in tensors]
         length = self.lengths[self.comm.rank]
         is_shared = any(one.stop > other.start for of in heads for one, other in pairwise(of))
+        shapes = [self._shape(tensor, of[-1].stop, length) for tensor, of in zip(tensors, heads, strict=True)]
         outs = [
-            tensor.new_zeros(self._shape(tensor, of[-1].stop, length))
-            if is_shared
-            else tensor.new_empty(self._shape(tensor, of[-1].stop, length))
-            for tensor, of in zip(tensors, heads, strict=True)
+            tensor.new_zeros(shape) if is_shared else tensor.new_empty(shape)
+            for tensor, shape in zip(tensors, shapes, strict=True)
         ]
         places = [self._of_rank(outs, heads, rank) for rank in ranks]
         self._all_to_all([[of[rank] for of in split] for rank in ranks], places, label, accumulate=is_shared)
@@ -202,29 +201,16 @@ def _views(buffer: Tensor, parts: list[list[Tensor]]) -> list[tuple[Tensor, Tens
     return [(place.view(part.shape), part) for place, part in zip(places, every, strict=True)]
 
 
-class _ToHeads(torch.autograd.Function):
+class _HeadExchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, exchange: HeadExchange, heads: tuple[tuple[range, ...], ...], label: str, *tensors: Tensor
+        ctx: Any, by: HeadExchange, heads: Sequence[tuple[range, ...]], to_heads: bool, label: str, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.arguments = exchange, heads, f"{label} backward"
-        return tuple(exchange.send_heads(tensors, heads, label))
+        ctx.arguments = by, heads, to_heads, f"{label} backward"
+        return tuple((by.send_heads if to_heads else by.send_positions)(tensors, heads, label))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, heads, label = ctx.arguments
-        return None, None, None, *exchange.send_positions(gradients, heads, label)
-
-
-class _ToPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: HeadExchange, heads: tuple[range, ...], label: str, tensor: Tensor) -> Tensor:
-        ctx.arguments = exchange, heads, f"{label} backward"
-        return exchange.send_positions([tensor], [heads], label)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, heads, label = ctx.arguments
-        return None, None, None, exchange.send_heads([gradient], [heads], label)[0]
+        by, heads, to_heads, label = ctx.arguments
+        return None, None, None, None, *(by.send_positions if to_heads else by.send_heads)(gradients, heads, label)

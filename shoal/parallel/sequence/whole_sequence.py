@@ -70,10 +70,7 @@ def _without_longest(_module: nn.Module, _args: Any, output: Any) -> Any:
 
 def _extended(positions: torch.Tensor, context: SequenceContext) -> torch.Tensor:
     """One more position in each row: the largest of all ranks."""
-    largest = positions.max().double().view(1)
-    for comm in (context.sp, context.cp):
-        if comm is not None and comm.size > 1:
-            largest = comm.exchange(largest, label="longest sequence").wait().max().view(1)
+    largest = context.largest(positions.max().double(), "longest sequence")
     last = largest.to(positions).expand(*positions.shape[:-1], 1)
     return torch.cat((positions, last), -1)
 

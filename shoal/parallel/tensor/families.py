@@ -40,7 +40,7 @@ HEAD_PARAMETERS = ("sinks",)
 
 OUTPUT_PARAMETERS = ("dense_bias",)
 """Parameters of an attention module that are added to its output, where all ranks compute the same: the bias that
-GPT-NeoX-Japanese returns beside the output."""
+GPT-NeoX-Japanese returns with the output."""
 
 ACTIVATIONS = ("act_fn", "act", "activation", "activation_fn")
 """Modules between the two layers of a feed-forward module, which see this rank's part of the hidden elements: xIELU of
@@ -57,7 +57,7 @@ class AttentionRule:
         layout: how the projections' outputs are made of heads.
         core: the submodule that computes the attention and has its attributes; "" for the module itself.
         when: attributes of the module, with the values for which the rule applies.
-        attributes: as HEAD_ATTRIBUTES, beside it; ``config.NAME`` changes the module's view of its config.
+        attributes: more HEAD_ATTRIBUTES; ``config.NAME`` changes the module's view of its config.
         head_arguments: arguments of ``forward`` with one entry per head, of which a rank takes its own.
     """
 
@@ -70,13 +70,17 @@ class AttentionRule:
     head_arguments: tuple[str, ...] = ()
 
     def describes(self, module: nn.Module) -> bool:
-        """Whether the module has the submodules and values of this rule, and normalizes head by head if at all."""
+        """True if the module has the submodules and values of this rule, and normalizes head by head if at all."""
         has_values = all(getattr(module, name, None) == value for name, value in self.when.items())
         return (
             has_values
             and all(_has_layer(module, path) for path in (*self.projections, self.out))
             and not _normalizes_all_heads(module)
         )
+
+    def styles(self) -> dict[str, str]:
+        """The style of each submodule; of ``core``, where it is the module itself, under the name ""."""
+        return {self.core: "prepare_input", **dict.fromkeys(self.projections, "column"), self.out: "row"}
 
 
 ATTENTION_RULES: tuple[AttentionRule, ...] = (
@@ -117,8 +121,14 @@ class FeedForwardRule:
     num_blocks: int = 1
 
     def describes(self, module: nn.Module) -> bool:
-        """Whether the module has the submodules of this rule."""
+        """True if the module has the submodules of this rule."""
         return all(_has_layer(module, path) for path in (*self.up, self.down))
+
+    def styles(self) -> dict[str, str]:
+        """As AttentionRule's."""
+        column = f"column:{self.num_blocks}" if self.num_blocks > 1 else "column"
+        prepared = {"": "prepare_input"} if len(self.up) > 1 else {}
+        return {**prepared, **dict.fromkeys(self.up, column), self.down: "row"}
 
 
 FEED_FORWARD_RULES: tuple[FeedForwardRule, ...] = (
@@ -151,7 +161,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def _has_layer(module: nn.Module, path: str) -> bool:
-    """Whether the module has at this dotted path a submodule with a weight, wrapped by a LoRA layer or not."""
+    """True if the module has at this dotted path a submodule with a weight, wrapped by a LoRA layer or not."""
     for name in path.split("."):
         child = module._modules.get(name)
         if child is None:
@@ -161,7 +171,7 @@ def _has_layer(module: nn.Module, path: str) -> bool:
 
 
 def _normalizes_all_heads(module: nn.Module) -> bool:
-    """Whether a norm (OLMo 2's) reads all query heads together, so that they must be gathered."""
+    """True if a norm (OLMo 2's) reads all query heads together, so that they must be gathered."""
     weight = getattr(getattr(module, "q_norm", None), "weight", None)
     head_size = next((vars(module)[name] for name in HEAD_SIZE_ATTRIBUTES if name in vars(module)), None)
     return weight is not None and head_size is not None and weight.numel() > head_size

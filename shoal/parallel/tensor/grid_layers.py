@@ -28,6 +28,7 @@ from shoal.compiler import untraced
 from shoal.parallel.tensor.grid import ActivationLayout, GridProduct
 from shoal.parallel.tensor.parts import SharedRows
 from shoal.parallel.tensor.products import cast_for_autocast
+from shoal.parallel.tensor.region import SharedByCopies
 
 
 def grid_linear(
@@ -164,7 +165,7 @@ def _total(tensor: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class GridSplit:
+class GridSplit(SharedByCopies):
     """How one linear or norm is computed on the grid, which its class of this file reads.
 
     Args:
@@ -182,9 +183,6 @@ class GridSplit:
     layout: ActivationLayout | None = None
     eps: float = 0.0
     is_centered: bool = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GridSplit:
-        return self  # a copy of the model communicates as the model does
 
 
 class GridParallelLinear(nn.Module):

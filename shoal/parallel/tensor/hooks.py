@@ -30,18 +30,18 @@ from shoal.parallel.running_layers import first_running
 from shoal.parallel.tensor.grid import Grid
 from shoal.parallel.tensor.layers import LayerSplit
 from shoal.parallel.tensor.overlap import InputColumns
-from shoal.parallel.tensor.region import RngFork, TensorRegion
+from shoal.parallel.tensor.region import RngFork, SharedByCopies, TensorRegion
 
 _INPUT_NAMES = ("hidden_states", "x", "input", "inputs")
 
 
-class InputHook:
+class InputHook(SharedByCopies):
     """A module's input enters the split region once, for all split layers inside.
 
     Hidden states of an encoder, which cross-attention reads, are copied: they are never split along the sequence.
 
     Args:
-        forks: whether the ranks' random states differ from here to the first row parallel layer inside, or to the
+        forks: True if the ranks' random states differ from here to the first row parallel layer inside, or to the
             module's end.
         columns: what computes the columns that read the input; None: each computes itself.
     """
@@ -51,9 +51,6 @@ class InputHook:
         self._region = region
         self._forks = forks
         self._columns = columns
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InputHook:
-        return self
 
     def register(self, module: nn.Module) -> None:
         """Register the hooks on ``module``."""
@@ -81,7 +78,7 @@ class InputHook:
             self._columns.end()
 
 
-class Stack:
+class Stack(SharedByCopies):
     """A list of layers between which activations are split along the sequence.
 
     In a forward of the module around them, the first call of the first layer splits its input, and the next call of the
@@ -89,7 +86,7 @@ class Stack:
     What else the modules around them return of each token (hidden states, logits of routers) is gathered too.
 
     Args:
-        forks: whether random numbers are drawn between the first layer's input and the last layer's output.
+        forks: True if random numbers are drawn between the first layer's input and the last layer's output.
     """
 
     def __init__(self, name: str, layers: nn.ModuleList, region: TensorRegion, *, forks: bool) -> None:
@@ -104,11 +101,8 @@ class Stack:
         self._order: list[int] = []  # ids of the layers
         self._part: tuple[int, ...] = ()  # of the last output: [B, L of this rank], or [L of this rank]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Stack:
-        return self
-
     def contains(self, name: str) -> bool:
-        """Whether a module or parameter is inside one of the layers."""
+        """True if a module or parameter is inside one of the layers."""
         return name.startswith(f"{self.name}.")
 
     def register(self, parent: nn.Module, outer: Sequence[nn.Module]) -> None:
@@ -214,22 +208,17 @@ class Stack:
         self._region.fork.end()
         if output is None:  # the layer raised an error
             return None
-        hidden = output if isinstance(output, torch.Tensor) else output[0]
-        self._part = tuple(hidden.shape[:-1])
-        whole = self._region.gather_sequence(hidden, f"{self.name} out")
-        return whole if isinstance(output, torch.Tensor) else type(output)([whole, *output[1:]])
+        self._part = tuple((output if isinstance(output, torch.Tensor) else output[0]).shape[:-1])
+        return _replace_hidden(output, lambda hidden: self._region.gather_sequence(hidden, f"{self.name} out"))
 
 
-class GridStack:
+class GridStack(SharedByCopies):
     """A list of layers between which activations are in the outer layout."""
 
     def __init__(self, name: str, layers: nn.ModuleList, grid: Grid) -> None:
         self._name, self._layers, self._grid = name, layers, grid
         self._fork = RngFork(grid.rank) if has_dropout(layers) else None
         self._batch = 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GridStack:
-        return self
 
     def register(self) -> None:
         """Register the hooks on the layers."""
@@ -271,9 +260,12 @@ class GridStack:
             self._fork.end()
         if output is None:  # the layer raised an error
             return None
-        if isinstance(output, torch.Tensor):
-            return self._grid.gather(output, label=f"{self._name} out")
-        return type(output)([self._grid.gather(output[0], label=f"{self._name} out"), *output[1:]])
+        return _replace_hidden(output, lambda hidden: self._grid.gather(hidden, label=f"{self._name} out"))
+
+
+def _replace_hidden(output: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A layer's output, whose hidden states are the tensor itself or the first of several."""
+    return replace(output) if isinstance(output, torch.Tensor) else type(output)([replace(output[0]), *output[1:]])
 
 
 def has_dropout(module: nn.Module) -> bool:
@@ -313,8 +305,8 @@ class SplitTensors:
     """Knows a model's tensors of which each tensor-parallel rank holds a part."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = (getattr(module, "tensor_split", None) for module in model.modules())
-        splits = [split for split in found if isinstance(split, LayerSplit)]
+        all_splits = (getattr(module, "tensor_split", None) for module in model.modules())
+        splits = [split for split in all_splits if isinstance(split, LayerSplit)]
         self.region = next((split.region for split in splits if split.region.stacks), None)
         stacks = [] if self.region is None else self.region.stacks
         self._sequences = tuple(f"{name}{after}" for name in stacks for after in (".", " in"))

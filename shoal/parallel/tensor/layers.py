@@ -31,25 +31,24 @@ from shoal.parallel.cross_entropy import IGNORED, CrossEntropy, Reduction, token
 from shoal.parallel.tensor.overlap import InputColumns, column_linears, row_linear
 from shoal.parallel.tensor.parts import Range, SharedRows, even_range
 from shoal.parallel.tensor.products import add_bias
-from shoal.parallel.tensor.region import TensorRegion
+from shoal.parallel.tensor.region import SharedByCopies, TensorRegion
 from shoal.sharding.parts import take
 
 
 @dataclass(frozen=True, eq=False)
-class LayerSplit:
+class LayerSplit(SharedByCopies):
     """How one linear or embedding is split, which its class of this file reads.
 
     Args:
         is_transposed: the weight is [in, out] (GPT-2's Conv1D).
-        communicates: whether the layer itself enters (column) or leaves (row) the region; a column's input may have
-            entered with a module around it.
+        communicates: True if a column itself enters the region; else its input enters with a module around it.
         shared: the heads of a projection that other ranks need too; None: there are none.
         widths: the output elements of every rank, which are gathered; None: the output stays split.
         own_input: the input elements of this rank, taken from an input that all ranks have whole.
         own_tokens: the rows of a vocabulary parallel embedding on this rank.
-        forks: whether the random states differ until this layer is left.
-        overlaps: whether communication runs beside the layer's own products.
-        keeps_logits: whether it is the head of a model whose loss is computed from split logits.
+        forks: True if the random states differ until this layer is left.
+        overlaps: True if communication runs during the layer's products.
+        keeps_logits: True for the head of a model whose loss is computed from split logits.
         columns: what computes a column whose input entered with a module around it; None: it computes itself.
     """
 
@@ -65,9 +64,6 @@ class LayerSplit:
     overlaps: bool = False
     keeps_logits: bool = False
     columns: InputColumns | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerSplit:
-        return self
 
 
 class ColumnParallelLinear(nn.Module):
@@ -211,7 +207,7 @@ def is_shifted_cross_entropy(function: Any, vocab_size: int, *, is_transformers:
     Args:
         is_transformers: it takes the arguments of Transformers' functions, ``num_items_in_batch`` included.
 
-    Returns: whether a label is the token that follows its own position; None: it computes another loss.
+    Returns: True if a label is the token that follows its own position; None: it computes another loss.
     """
     logits = torch.arange(8.0 * vocab_size, device="cpu").mul(0.7).sin().view(2, 4, vocab_size) * 3
     labels = (torch.arange(8, device="cpu") * 5 % vocab_size).view(2, 4)
@@ -222,35 +218,32 @@ def is_shifted_cross_entropy(function: Any, vocab_size: int, *, is_transformers:
     if is_transformers:
         given = [{"vocab_size": vocab_size}, {"vocab_size": vocab_size, "num_items_in_batch": 3}]
     try:
-        found = torch.stack([function(logits, labels, **each) for each in given]).float()
+        results = torch.stack([function(logits, labels, **each) for each in given]).float()
     except Exception:  # it takes other arguments
         return None
     for shifts in (True, False):
         targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:] if shifts else labels
         mean = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         expected = torch.stack([mean, mean * (targets != IGNORED).sum() / 3][: len(given)])
-        if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4):
+        if results.shape == expected.shape and torch.allclose(results, expected, rtol=1e-4):
             return shifts
     return None
 
 
-class VocabParallelLoss:
+class VocabParallelLoss(SharedByCopies):
     """The ``loss_function`` of a model whose head returns this rank's logits.
 
     The arguments are those that Transformers passes: labels are shifted by one unless ``shift_labels`` are given, and
     ``num_items_in_batch`` replaces the number of targets as the divisor.
 
     Args:
-        shifts: whether a label is the token that follows its own position.
+        shifts: True if a label is the token that follows its own position.
     """
 
     def __init__(self, comm: Communicator, vocab_size: int, *, shifts: bool) -> None:
         self._comm = comm
         self._vocab_size = vocab_size
         self.shifts_labels = shifts
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> VocabParallelLoss:
-        return self
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Linears whose communication runs beside their matrix products (``tp_overlap_comm``).
+"""Linears whose communication runs during their matrix products (``tp_overlap_comm``).
 
     row, forward          the product in chunks of tokens; each chunk's sum is under way while the next one is computed
     row, backward         sequence parallel: each chunk's gradient is gathered while the one before it is multiplied
@@ -25,7 +25,7 @@ from shoal.comm.protocol import Communicator
 from shoal.device import in_backward
 from shoal.parallel.saved_tensors import checkpoint_around
 from shoal.parallel.tensor.products import cast_for_autocast, weight_gradient
-from shoal.parallel.tensor.region import TensorRegion
+from shoal.parallel.tensor.region import SharedByCopies, TensorRegion
 from shoal.sharding.parameter_buffer import is_placeholder
 
 NUM_CHUNKS = 4
@@ -68,10 +68,10 @@ class _EarlierCall:
     """A call of a module; its graph keeps it."""
 
 
-class InputColumns:
+class InputColumns(SharedByCopies):
     """The columns that read the input of one module: computed when it enters the region, from the second time on.
 
-    Which columns they are is found in each forward: those that get the very tensor that ``enter`` returned. What is
+    Which columns they are is learned in each forward: those that get the very tensor that ``enter`` returned. What is
     computed at entry changes only when no backward pass of an earlier call is to come, which may recompute that call
     and has to do as it did. Under autocast, and of an input without a gradient, each column is computed by itself.
 
@@ -88,9 +88,6 @@ class InputColumns:
         self._checkpoint: object | None = None  # in which the module's input entered
         self._input: torch.Tensor | None = None
         self._outputs: dict[str, torch.Tensor] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InputColumns:
-        return self
 
     def enter(self, module: nn.Module, x: torch.Tensor, label: str) -> torch.Tensor:
         """The input whole."""

@@ -67,6 +67,8 @@ ALIASES: Mapping[str, str] = {
 }
 """Names of Transformers, PyTorch and Megatron, and what they are here."""
 
+_WEAK = ("replicate", "column_gather_output", "row_split_input")  # a rule's style replaces these of Transformers' plan
+
 
 @dataclass(frozen=True)
 class ParallelStyle:
@@ -104,7 +106,7 @@ def match(plan: Plan, names: Sequence[str]) -> dict[str, str]:
 
     Raises: ModelError: keys that name no module, or modules named by two keys, with all names.
     """
-    found: dict[str, list[str]] = {}
+    keys_of: dict[str, list[str]] = {}
     unmatched = []
     for key in plan:
         pattern = re.escape(key).replace(r"\*", "[^.]+")
@@ -113,7 +115,7 @@ def match(plan: Plan, names: Sequence[str]) -> dict[str, str]:
         if not matched:
             unmatched.append(key)
         for name in matched:
-            found.setdefault(name, []).append(key)
+            keys_of.setdefault(name, []).append(key)
     if unmatched:
         known = sorted({generic(name) for name in names if name})
         raise ModelError(
@@ -122,7 +124,7 @@ def match(plan: Plan, names: Sequence[str]) -> dict[str, str]:
             do="correct or delete these keys; names are those of model.named_modules(), with * for one part.",
             code="tensor-parallel-plan",
         )
-    twice = {name: keys for name, keys in found.items() if len(keys) > 1}
+    twice = {name: keys for name, keys in keys_of.items() if len(keys) > 1}
     if twice:
         listed = "; ".join(f"{name} by {' and '.join(keys)}" for name, keys in list(twice.items())[:8])
         more = f"; and {len(twice) - 8} more" if len(twice) > 8 else ""
@@ -131,7 +133,7 @@ def match(plan: Plan, names: Sequence[str]) -> dict[str, str]:
             do="leave one key for each module.",
             code="tensor-parallel-plan",
         )
-    return {name: keys[0] for name, keys in found.items()}
+    return {name: keys[0] for name, keys in keys_of.items()}
 
 
 def generic(name: str) -> str:
@@ -144,8 +146,6 @@ def plan_for(
     *,
     layer_specs: Sequence[Mapping[str, Any]] = (),
     use_default_specs: bool = True,
-    attention_rules: Sequence[AttentionRule] = ATTENTION_RULES,
-    feed_forward_rules: Sequence[FeedForwardRule] = FEED_FORWARD_RULES,
     keep: Callable[[Mapping[str, str]], dict[str, str]] = dict,
 ) -> dict[str, str]:
     """The plan for a model: DeepSpeed's ``layer_specs``, then Transformers' own plan, then the rules for families.
@@ -156,16 +156,16 @@ def plan_for(
 
     Args:
         layer_specs: DeepSpeed's ``partition_config.layer_specs``.
-        use_default_specs: whether anything but ``layer_specs`` is looked at.
-        keep: those of the styles by module that are kept, ``layer_specs`` aside.
+        use_default_specs: False: only ``layer_specs`` are looked at.
+        keep: returns the styles by module that are kept, of all but those of ``layer_specs``.
 
     Raises: ModelError: a model without anything to split, or a layer spec that cannot be followed.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     styles: dict[str, str] = {}
     if use_default_specs:
-        styles.update(_own_plan(model, modules))
-        styles.update(by_rules(modules, styles, attention_rules, feed_forward_rules))
+        styles.update(_transformers_plan(model, modules))
+        styles.update(by_rules(modules, styles, (*ATTENTION_RULES, *FEED_FORWARD_RULES)))
         styles.update(_vocabulary(model, modules))
         for name, module in modules.items():
             if name not in styles and is_linear(module) and generic(name).endswith(REPLICATED_LINEARS):
@@ -182,17 +182,17 @@ def plan_for(
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a linear layer of torch or of GPT-2 (Conv1D), wrapped by a LoRA layer or not."""
+    """True if the module is a linear layer of torch or of GPT-2 (Conv1D), wrapped by a LoRA layer or not."""
     base = getattr(module, "base_layer", module)
     return isinstance(base, nn.Linear) or is_conv1d(base)
 
 
-def _own_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+def _transformers_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """What Transformers says of the model's modules: ``base_model_tp_plan`` and ``_tp_plan``. Experts stay whole."""
-    own = dict(getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {})
-    own.update(getattr(model, "_tp_plan", None) or {})
+    plan = dict(getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {})
+    plan.update(getattr(model, "_tp_plan", None) or {})
     styles: dict[str, str] = {}
-    for key, style in own.items():
+    for key, style in plan.items():
         pattern = re.compile(r"(?:.+\.)?" + re.escape(key).replace(r"\*", "[0-9]+"))
         known = style in ALIASES or style in STYLES
         styles.update({name: ALIASES.get(style, style) for name in modules if known and pattern.fullmatch(name)})
@@ -200,34 +200,16 @@ def _own_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, s
 
 
 def by_rules(
-    modules: Mapping[str, nn.Module],
-    own: Mapping[str, str],
-    attention_rules: Sequence[AttentionRule],
-    feed_forward_rules: Sequence[FeedForwardRule],
+    modules: Mapping[str, nn.Module], given: Mapping[str, str], rules: Sequence[AttentionRule | FeedForwardRule]
 ) -> dict[str, str]:
-    """The styles of attention and feed-forward modules that the rules describe, where ``own`` says nothing better."""
+    """The styles of modules that the rules describe, where ``given`` says nothing better."""
     styles: dict[str, str] = {}
-
-    def add(parent: str, child: str, style: str) -> None:
-        name = join(parent, child)
-        if own.get(name, "replicate") in ("replicate", "column_gather_output", "row_split_input"):
-            styles[name] = style
-
-    for name, module in modules.items():
-        attention = next((rule for rule in attention_rules if rule.describes(module)), None)
-        feed_forward = next((rule for rule in feed_forward_rules if rule.describes(module)), None)
-        if attention is not None:
-            styles[join(name, attention.core)] = "prepare_input"
-            for child in attention.projections:
-                add(name, child, "column")
-            add(name, attention.out, "row")
-        elif feed_forward is not None:
-            if len(feed_forward.up) > 1:
-                styles[name] = "prepare_input"
-            num_blocks = feed_forward.num_blocks
-            for child in feed_forward.up:
-                add(name, child, f"column:{num_blocks}" if num_blocks > 1 else "column")
-            add(name, feed_forward.down, "row")
+    for parent, module in modules.items():
+        rule = next((rule for rule in rules if rule.describes(module)), None)
+        for child, style in ({} if rule is None else rule.styles()).items():
+            name = join(parent, child)
+            if style == "prepare_input" or given.get(name, "replicate") in _WEAK:
+                styles[name] = style
     return styles
 
 
@@ -262,20 +244,22 @@ def _by_layer_specs(
         if spec.get("model_types") and model_type not in [name.lower() for name in spec["model_types"]]:
             continue
         style = "column_gather_output" if kind == "column" and spec.get("gather_output") else kind
-        matched = False
-        for name, module in modules.items():
-            weight = getattr(getattr(module, "base_layer", module), "weight", None)
-            if weight is None or not any(re.match(pattern, f"{name}.weight") for pattern in spec["patterns"]):
-                continue
-            matched = True
-            is_fused = style == "column" and spec.get("shape")
-            styles.setdefault(name, f"column:{_blocks(spec, number)}" if is_fused else style)
+        matched = [
+            name
+            for name, module in modules.items()
+            if getattr(getattr(module, "base_layer", module), "weight", None) is not None
+            and any(re.match(pattern, f"{name}.weight") for pattern in spec["patterns"])
+        ]
         if not matched:
             raise ModelError(
                 f"partition_config.layer_specs[{number}] matches no weight: {', '.join(spec['patterns'])}.",
                 do="correct the patterns; they are matched with the names of parameters from their beginning.",
                 code="tensor-parallel-plan",
             )
+        if style == "column" and spec.get("shape"):
+            style = f"column:{_blocks(spec, number)}"
+        for name in matched:
+            styles.setdefault(name, style)
     return styles
 
 

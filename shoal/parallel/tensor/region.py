@@ -19,7 +19,7 @@ Source: Megatron-LM, section 3 (arXiv:1909.08053); sequence parallelism: Korthik
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn import functional as F
@@ -34,6 +34,13 @@ from shoal.parallel.saved_tensors import checkpoint_around
 from shoal.parallel.tensor.products import GatheredInput, InputGather, column_linear_of
 
 _SEED_OFFSET = 2718
+
+
+class SharedByCopies:
+    """A copy of a model communicates as the model does: its copies share this object."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
 
 class RngFork:
@@ -56,14 +63,14 @@ class RngFork:
             self._before = None
 
 
-class TensorRegion:
+class TensorRegion(SharedByCopies):
     """Where activations enter and leave split layers: the collectives, plain or sequence parallel.
 
     Args:
-        splits_sequence: whether activations outside the split layers are split along the sequence.
+        splits_sequence: True if activations outside the split layers are split along the sequence.
 
     Attributes:
-        is_split: whether the layers that run now have a split sequence; of sequence parallelism only.
+        is_split: True while layers run that have a split sequence.
         stacks: the names of the lists of layers between which the sequence is split.
         unfinished: what is wrong with the last forward, where it split the sequence and did not gather it.
     """
@@ -73,14 +80,11 @@ class TensorRegion:
         self._splits_sequence = splits_sequence
         self._divides = True
         self.fork = RngFork(comm.rank)
-        # By the tensors that entered whole, as long as these exist.
+        # By the tensors that entered whole, as long as they exist.
         self._gathered: MutableMapping[torch.Tensor, GatheredInput] = WeakTensorKeyDictionary()
         self.is_split = False
         self.stacks: list[str] = []
         self.unfinished: UsageError | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorRegion:
-        return self  # a copy of the model communicates as the model does
 
     @property
     def splits_sequence(self) -> bool:

@@ -31,8 +31,8 @@ from statistics import median
 import torch
 
 from benchmarks.arena import machine, table
-from shoal.memory.aligned import aligned_empty
 from shoal.memory.disk import DiskTier
+from shoal.memory.host import aligned_empty
 from shoal.memory.io_threads import Ticket
 
 MIB = 2**20

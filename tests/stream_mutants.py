@@ -63,7 +63,6 @@ OUTSIDE = {
     "shoal/comm/threads.py": "below the simulated communicator",
     "shoal/comm/gloo.py": "below the simulated communicator",
     "shoal/comm/nccl.py": "the simulated communicator takes its place",
-    "shoal/comm/recorder.py": "passes calls on",
     "shoal/comm/process_group.py": "torch's functions among ranks that are threads; NCCL has groups of torch's own",
     "shoal/comm/failure.py": "a thread that watches processes",
     "shoal/launch/": "processes",
@@ -79,7 +78,6 @@ OUTSIDE = {
     "shoal/pipeline/cut.py": "not a wait: a block of a model",
     "shoal/pipeline/one_forward.py": "not a wait: a block of a model",
     "shoal/memory/io_threads.py": "the threads of the disk: below ``Ticket.wait``",
-    "shoal/optim/host_blocks.py": "the threads of one update on the host, which is one operation here",
 }
 
 
@@ -90,7 +88,7 @@ _NOTHING_LEFT = "where the scenarios come here nothing is pending"
 UNREACHED = {
     "shoal/checkpoint/blocks.py self._is_taken.wait()": "the host's own event; the order is ``_see_taken``",
     "shoal/checkpoint/blocks.py host_mark()": "the mark of ``_see_taken``, which is reported",
-    "shoal/memory/unwritten_disk.py super().wait()": "of a transfer that ``finish`` has ended",
+    "shoal/memory/disk.py super().wait()": "of a transfer that ``finish`` has ended",
     "shoal/checkpoint/blocks.py self.block(number)": "not a wait: a block of a file",
     "shoal/checkpoint/reader.py reader.block(number)": "not a wait: a block of a file",
     "shoal/pipeline/blocks.py joined(": "not a wait: joins names",
@@ -109,7 +107,8 @@ UNREACHED = {
     "shoal/sharding/buffer.py self._last.wait()": _AGAIN,
     "shoal/sharding/gradient.py work.drain()": _AGAIN,
     "shoal/sharding/staging.py reader.drain()": _AGAIN,
-    "shoal/comm/encoded.py self._work.drain()": _AGAIN,
+    "shoal/comm/protocol.py self._work.drain()": _AGAIN,
+    "shoal/comm/protocol.py self.backend.drain()": _HOST,
     "shoal/optim/muon.py .drain()": _AGAIN,
     "shoal/parallel/partitioned.py work.drain()": _AGAIN,
     "shoal/parallel/tensor/overlap.py work.drain()": _AGAIN,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.errors import CheckpointError
-from shoal.memory.aligned import PAGE, round_down
+from shoal.memory.host import PAGE, round_down
 
 _TEXT_PART_NBYTES = 1 << 20
 _EARLY_NBYTES = 64 << 20  # after so many written bytes an early flush begins

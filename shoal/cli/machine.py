@@ -22,7 +22,7 @@ from shoal.comm.shm import is_supported
 from shoal.compat.accelerator import get_accelerator
 from shoal.compat.announce import TESTED
 from shoal.launch import read_environment
-from shoal.memory.available import host_available_nbytes
+from shoal.memory.host import host_available_nbytes
 from shoal.processor import Format, has_instructions_for
 from shoal.text import format_bytes, table
 

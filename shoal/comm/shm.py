@@ -8,11 +8,12 @@ number that is written last shows that all words before it are written; other ma
         slot     0 reduced  1 done  2 signature  3 file  4 fd  5 its bytes  6 offset  7 numel  8 text bytes  9 text
                  call n is in slot n % slots; "reduced" and "done" hold n + 1
     a rank's words for all axes
-        header   0 secret   1 failed   2 text bytes   3 asleep (``futex``)   4.. the traceback
+        header   0 secret   1 failed   2 text bytes   3 asleep (``WakeWord``)   4.. the traceback
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -22,18 +23,65 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from shoal.comm.allocator import SharedAllocator, make_file, map_file
 from shoal.comm.failure import MAX_TRACEBACK_CHARACTERS, FailureReports, clip
-from shoal.comm.futex import WakeWord
 from shoal.comm.memory_group import GroupCall, Mark
 from shoal.comm.waiting import LongWait
 from shoal.errors import CommError, RankFailedError, RankLeftError
 from shoal.process import started
+
+_FUTEX = 202  # the number of the system call on x86-64, the only machine where ranks read each other's memory
+_WAIT, _WAKE = 0, 1
+_ALL = 2**31 - 1
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class WakeWord:
+    """A word of shared memory on which one process sleeps until another wakes it: Linux's futex(2).
+
+        sleeper   prepare()    sets the word, then looks once more for what it waits for, then sleep()
+        waker     wake()       after it has written what the sleeper waits for; a system call where the word is set
+
+    A processor may delay a store past a later load, so a wake-up can be lost in theory: every sleep has an end.
+
+    Args:
+        words: shared memory, of 64-bit words.
+        index: of the word.
+    """
+
+    def __init__(self, words: memoryview, index: int) -> None:
+        self._word = ctypes.c_uint32.from_buffer(words, 8 * index)
+        self._address = ctypes.c_void_p(ctypes.addressof(self._word))
+
+    def prepare(self) -> None:
+        """From now on ``wake`` ends, or prevents, the next ``sleep``."""
+        self._word.value = 1
+
+    def sleep(self, seconds: float) -> None:
+        """Block until ``wake``, a signal, or for less than a second. Other threads of the process run."""
+        limit = _Timespec(0, int(seconds * 1e9))
+        _syscall()(_FUTEX, self._address, _WAIT, 1, ctypes.byref(limit), None, 0)
+
+    def wake(self) -> None:
+        if self._word.value:
+            self._word.value = 0
+            _syscall()(_FUTEX, self._address, _WAKE, _ALL, None, None, 0)
+
+
+@cache
+def _syscall() -> Any:
+    return ctypes.CDLL(None).syscall
+
 
 _SLOTS = 256
 _CHANNEL_SLOTS = 64

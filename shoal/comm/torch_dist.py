@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.direct import DirectCommunicator, Pending
-from shoal.comm.failure import FailureReports, FailureWatch, FirstError
+from shoal.comm.failure import FailureReports, FailureWatch, FirstError, NextRank
 from shoal.comm.fake import FakeCommunicator
 from shoal.comm.gloo import GlooCommunicator, GlooPending
 from shoal.comm.nccl import NcclCommunicator, new_group
-from shoal.comm.next_rank import NextRank
 from shoal.comm.protocol import Backend
 from shoal.comm.shm import LocalPeers, is_supported, join_group, vote
 from shoal.errors import RankFailedError

@@ -12,10 +12,9 @@ import torch
 
 from shoal.compat.config_optimizers import CountsOptimizers
 from shoal.errors import OptimizerError
-from shoal.optim.adam import AdamWithBias
-from shoal.optim.fp32_states import FP32States
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
+from shoal.optim.variants import AdamWithBias, FP32States
 
 
 class DeepSpeedCPUAdam(FP32States, AdamWithBias, metaclass=CountsOptimizers):

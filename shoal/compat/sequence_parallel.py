@@ -9,9 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.of_group import communicator_of
 from shoal.comm.protocol import Communicator
-from shoal.comm.world import World, current_world
+from shoal.comm.world import World, communicator_of, current_world
 from shoal.errors import UsageError
 from shoal.mesh import Mesh
 from shoal.parallel.sequence.context import SequenceContext, set_sequence_context

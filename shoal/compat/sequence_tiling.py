@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.comm.of_group import communicator_of
+from shoal.comm.world import communicator_of
 from shoal.errors import UsageError
 from shoal.parallel.loss import sequence_parallel_cross_entropy
 from shoal.parallel.tiled import num_tiles_of, tiled, tiled_stack, tiled_sum

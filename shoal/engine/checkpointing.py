@@ -33,7 +33,7 @@ from shoal.engine.settings import flat
 from shoal.engine.sharding import Sharding
 from shoal.engine.weights import Weights
 from shoal.errors import CheckpointError, CommError, UsageError
-from shoal.memory.aligned import PAGE
+from shoal.memory.host import PAGE
 from shoal.running.optimizer import ShardedOptimizer
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,150}")

@@ -56,8 +56,8 @@ from shoal.mesh import Mesh, factor_axis
 from shoal.observe.collectives import TimedCommunicator, collective_log
 from shoal.observe.monitor import make_monitor
 from shoal.observe.timers import StepTimers
-from shoal.optim.fp32_states import FP32States
 from shoal.optim.host_rules import host_note
+from shoal.optim.variants import FP32States
 from shoal.optim.whole import WholeTensorOptimizer
 from shoal.parallel.expert.apply import prepare_experts
 from shoal.parallel.expert.divide import ep_size_of, wants_split

@@ -17,12 +17,10 @@ from shoal.comm.protocol import Communicator
 from shoal.device import Device, is_fake
 from shoal.engine.properties import Properties
 from shoal.errors import OutOfMemoryError, ShoalError, TierError
-from shoal.memory.aligned import host_too_small
-from shoal.memory.available import host_available_nbytes
-from shoal.memory.disk import DiskTier
+from shoal.memory.disk import DiskTier, UnwrittenDisk
 from shoal.memory.disk_store import DiskStore
+from shoal.memory.host import host_available_nbytes, host_too_small
 from shoal.memory.tier_error import free_nbytes
-from shoal.memory.unwritten_disk import UnwrittenDisk
 from shoal.offload.disk_state import DiskOptimizerState, Disks
 from shoal.offload.policy import FittedTiers, Free, Tiers, fit_to_memory
 from shoal.sharding.memory_model import UnitMemory

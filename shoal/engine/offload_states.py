@@ -21,8 +21,7 @@ from shoal.engine.log import say_on_rank_0
 from shoal.engine.properties import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import UsageError
-from shoal.memory.aligned import aligned_empty, host_too_small
-from shoal.memory.available import host_available_nbytes
+from shoal.memory.host import aligned_empty, host_available_nbytes, host_too_small
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.parameter_buffer import ParameterBuffer
 from shoal.sharding.placement import Tier

@@ -24,12 +24,12 @@ from typing import Literal
 import torch
 
 from shoal.errors import TierError, UsageError
-from shoal.memory.aligned import PAGE, aligned_empty, round_up
+from shoal.memory.host import PAGE, aligned_empty, round_up
 from shoal.memory.io_threads import IoThreads, Ticket
 from shoal.memory.private_folder import PrivateFolder
 from shoal.memory.tier_error import failed, free_nbytes, no_room
 from shoal.memory.transfer import DiskTransfer, FileExtent, Traffic, Way
-from shoal.streams import host_transfer
+from shoal.streams import host_memory, host_transfer
 
 logger = logging.getLogger("shoal")
 
@@ -292,3 +292,46 @@ def _takes_direct(folder: PrivateFolder, wish: bool | Literal["auto"]) -> bool:
             refusal,
         )
     return not refusal
+
+
+class UnwrittenDisk(DiskTier):
+    """The disk of a dry run: extents without files, whose reads and writes take simulated time and move nothing."""
+
+    def __init__(self) -> None:
+        self._extents: dict[str, FileExtent] = {}
+        self.traffic = Traffic()
+
+    def memory(self, nbytes: int, *, is_pinned: bool) -> torch.Tensor:
+        return host_memory(torch.empty(nbytes, dtype=torch.uint8), is_pinned=is_pinned)
+
+    def reserve(self, nbytes: int, *, num_ranks: int = 1) -> None:
+        pass
+
+    def allocate(self, name: str, nbytes: int) -> FileExtent:
+        extent = self._extents[name] = FileExtent(name, nbytes, "", "", (0, 0))
+        return extent
+
+    def free(self, extent: FileExtent) -> None:
+        self._own(extent)
+        extent.is_free = True
+        del self._extents[extent.name]
+
+    def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._extents.clear()
+
+    def _prepare(
+        self, extent: FileExtent, tensor: torch.Tensor, offset: int, *, is_write: bool
+    ) -> Callable[[], Ticket]:
+        self.traffic.add(tensor.nbytes, is_write=is_write)
+        return _TicketOfNothing
+
+
+class _TicketOfNothing(Ticket):
+    """Of a simulated transfer, which is done when the host has waited for it."""
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        self.finish(None)
+        super().wait()

@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shoal.memory.aligned import PAGE, round_up
 from shoal.memory.disk import DiskTier
-from shoal.memory.intervals import Intervals
+from shoal.memory.host import PAGE, round_up
 from shoal.memory.io_threads import Ticket
 from shoal.memory.stream_copies import CopyDone, mark
-from shoal.memory.transfer import FileExtent
+from shoal.memory.transfer import FileExtent, Intervals
 from shoal.streams import is_accelerator
 
 _MAX_WRITES = 2  # under way, before the next one waits

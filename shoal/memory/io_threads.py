@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from shoal.errors import TierError, UsageError
-from shoal.memory.aligned import aligned_empty
+from shoal.memory.host import aligned_empty
 
 Part = Callable[[torch.Tensor], None]  # run by a thread, which passes its own bounce buffer
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shoal.memory.aligned import aligned_empty
+from shoal.memory.host import aligned_empty
 from shoal.streams import Streams, is_accelerator, streams_of
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.memory.aligned import PAGE, round_up
 from shoal.memory.disk_store import DiskBuffer, DiskStore
+from shoal.memory.host import PAGE, round_up
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.parameter_buffer import ParameterBuffer, placeholder
 

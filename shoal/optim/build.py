@@ -3,7 +3,7 @@
     "Adam"     -> torch.optim.AdamW, or Adam with "adam_w_mode": false      "Lion" -> shoal.optim.lion.Lion
     "AdamW"    -> torch.optim.AdamW                                         "Lamb" -> shoal.optim.lamb.Lamb
     "Adagrad"  -> torch.optim.Adagrad                                       "Muon" -> shoal.optim.muon.Muon
-    "MuAdam", "MuAdamW", "MuSGD" -> torch's, with rates by width (shoal.optim.mup)
+    "MuAdam", "MuAdamW", "MuSGD" -> torch's, with rates by width (``scaled_groups``)
     any other  -> the class of that name in torch.optim
 
 Names may be in any case. Defaults are DeepSpeed's; parameters that have no effect here are accepted and noted.
@@ -20,14 +20,68 @@ import torch
 from shoal.compiler import make_optimizer
 from shoal.config.types import BY_WIDTH, NOT_ELEMENTWISE, torch_optimizers
 from shoal.errors import NotBuiltError, OptimizerError
-from shoal.optim.adam import AdamWithBias
 from shoal.optim.elementwise import refusal
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
-from shoal.optim.muon import Muon
-from shoal.optim.mup import scaled_groups
+from shoal.optim.muon import METHODS, Muon
 from shoal.optim.options import accepted_names, hint, problems_with
-from shoal.optim.orthogonal import METHODS
+from shoal.optim.variants import AdamWithBias
+
+
+def scaled_groups(groups: Iterable[dict[str, Any]], settings: dict[str, Any], *, is_sgd: bool) -> list[dict[str, Any]]:
+    """The groups of mu-parametrization, each split by the factor of its rate: rates depend on each parameter's width.
+
+        parameter                        Adam                          SGD
+        two dims that grow (a matrix)    lr / width                    lr * fan_out growth / fan_in growth
+        one dim that grows (a vector)    lr                            lr * width
+        none                             lr                            lr
+
+    A width is how many times wider a dim is than in the base model. ``mup.set_base_shapes(model, base)`` records it in
+    each parameter's ``infshape``. Weight decay that multiplies the rate is scaled the other way, so that the product
+    stays.
+
+    Args:
+        settings: of the optimizer; ``lr`` and ``weight_decay`` are those of groups that have none.
+
+    Raises: OptimizerError: a parameter without ``infshape``, or with more than two dims that grow.
+    Source: Tensor Programs V (arXiv:2203.03466), table 8.
+    """
+    is_decoupled = bool(settings.pop("decoupled_wd", False))
+    made = []
+    for group in groups:
+        lr = group.get("lr", settings.get("lr", 1e-3))
+        decay = group.get("weight_decay", settings.get("weight_decay", 0.0))
+        by_factor: dict[float, list[Any]] = {}
+        for parameter in group["params"]:
+            by_factor.setdefault(_factor(parameter, is_sgd=is_sgd), []).append(parameter)
+        for factor, parameters in by_factor.items():
+            scaled = decay if is_decoupled else decay / factor
+            made.append({**group, "params": parameters, "lr": lr * factor, "weight_decay": scaled})
+    return made
+
+
+def _factor(parameter: torch.Tensor, *, is_sgd: bool) -> float:
+    """What the rate of a parameter is multiplied by."""
+    shape: Any = getattr(parameter, "infshape", None)
+    if shape is None:
+        raise OptimizerError(
+            f"a parameter of shape {tuple(parameter.shape)} has no infshape: its width in the base model is not known.",
+            where="optimizer.type",
+            do="call mup.set_base_shapes(model, base) before initialize().",
+            code="optimizer-mup",
+        )
+    num_growing = shape.ninf()
+    if num_growing > 2:
+        raise OptimizerError(
+            f"a parameter of shape {tuple(parameter.shape)} has {num_growing} dims that grow with the width.",
+            where="optimizer.type",
+            do="use an optimizer without mu-parametrization for it.",
+            code="optimizer-mup",
+        )
+    if num_growing == 2:
+        return 1.0 / float(shape.fanin_fanout_mult_ratio() if is_sgd else shape.width_mult())
+    return float(shape.width_mult()) if is_sgd and num_growing == 1 else 1.0
+
 
 BETAS = (0.9, 0.999)
 

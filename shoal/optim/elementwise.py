@@ -20,9 +20,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal.comm.environment import warn_on_rank_0
 from shoal.config.types import INSTEAD, NOT_ELEMENTWISE
 from shoal.errors import OptimizerError
-from shoal.optim.adam import AdamWithBias
-from shoal.optim.fp32_states import FP32States
 from shoal.optim.lion import Lion
+from shoal.optim.variants import AdamWithBias, FP32States
 from shoal.optim.whole import WholeTensorOptimizer
 
 OptimizerKind = Literal["elementwise", "whole-tensor", "direct"]  # direct: it steps the model's own parameters

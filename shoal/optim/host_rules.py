@@ -26,8 +26,8 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from shoal.errors import OptimizerError
-from shoal.optim.adam import AdamWithBias
 from shoal.optim.lion import Lion
+from shoal.optim.variants import AdamWithBias
 from shoal.optim.whole import WholeTensorOptimizer
 
 RuleName = Literal["Adam", "AdamW", "Adagrad", "Lion", "SGD"]

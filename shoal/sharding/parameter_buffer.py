@@ -15,10 +15,10 @@ import torch
 
 from shoal.comm.protocol import Communicator, FinishedWork, Work
 from shoal.comm.wire import WireFormat
-from shoal.memory.aligned import round_up
 from shoal.memory.disk_store import DiskBuffer, DiskStore
-from shoal.memory.intervals import Intervals, clipped
+from shoal.memory.host import round_up
 from shoal.memory.stream_copies import CopyDone, StreamCopies
+from shoal.memory.transfer import Intervals, clipped
 from shoal.sharding.buffer import Axis, FlatBuffer
 from shoal.sharding.layout import ALIGNMENT, BufferLayout, Ranges, Segment
 from shoal.sharding.placement import SHARD, Move, Placement

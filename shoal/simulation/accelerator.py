@@ -20,14 +20,20 @@ import torch
 
 from shoal.comm.fake import FakeStageCommunicator
 from shoal.comm.protocol import Backend
-from shoal.simulation.accesses import Access, TrackedStorage, bytes_of
+from shoal.simulation.accesses import (
+    Access,
+    FreedBytes,
+    StreamFinding,
+    TrackedStorage,
+    bytes_of,
+    place_of_call,
+    race,
+    reused,
+)
 from shoal.simulation.clocks import Clock, SimulatedEvent, SimulatedStream
 from shoal.simulation.collectives import SimulatedCommunicator, SimulatedStageCommunicator
-from shoal.simulation.effects import accessed, effects_of, parts_of_memory, tensors_of
-from shoal.simulation.findings import FreedBytes, StreamFinding, race, reused
 from shoal.simulation.issue_order import IssuedOn, IssueOrder, Issues
-from shoal.simulation.modes import watching
-from shoal.simulation.places import place_of_call
+from shoal.simulation.modes import accessed, effects_of, parts_of_memory, tensors_of, watching
 from shoal.simulation.times import COMPUTE, Cost, StreamTimes
 from shoal.streams import simulated
 

@@ -1,15 +1,50 @@
-"""Which operation has read and written which bytes of a storage last."""
+"""Which operation has read and written which bytes of a storage last, and how the check of streams reports a fault."""
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from types import FrameType
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.simulation.clocks import Clock, SimulatedStream
+from shoal.text import format_bytes
+
+_SKIPPED = (
+    "/torch/",
+    "/contextlib.py",
+    "/threading.py",
+    "/concurrent/",
+    "/shoal/simulation/",
+    "/shoal/streams.py",
+    "/shoal/comm/",
+    "/shoal/memory/",
+    "/shoal/running/parameter_access.py",
+)
+_NUM_PLACES = 3
+
+
+def place_of_call() -> str:
+    """The lines of Python, outside of torch and of what every operation passes through, that are running."""
+    found: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(found) < _NUM_PLACES:
+        code = frame.f_code
+        if not _is_skipped(code.co_filename):
+            name = code.co_filename if not found else code.co_filename.rpartition("/")[2]
+            found.append(f"{name}:{frame.f_lineno} in {code.co_name}")
+        frame = frame.f_back
+    return ", called by ".join(found)
+
+
+@cache
+def _is_skipped(file: str) -> bool:
+    return any(part in file for part in _SKIPPED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,3 +150,60 @@ def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     last = sum(int((length - 1) * stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin * size, (begin + last + 1) * size
+
+
+@dataclass
+class StreamFinding:
+    """One fault: what, where, and the missing wait. ``count``: how often it came up."""
+
+    text: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        return self.text + (f"\n  This came up {self.count} times." if self.count > 1 else "")
+
+
+def race(memory: str, start: int, stop: int, old: Access, was_write: bool, new: Access, is_write: bool) -> str:
+    """Two operations of which at least one writes, without an order between them."""
+    return (
+        f"{memory}, bytes {start} to {stop} ({format_bytes(stop - start)}): "
+        f"{_did(new, is_write)} before {_did(old, was_write)} is known to be over."
+        f"\n  first:   {_said(old)}\n  then:    {_said(new)}"
+        f"\n  missing: {_wait(new.stream.name, old)}, before the second operation."
+    )
+
+
+@dataclass(frozen=True)
+class FreedBytes:
+    """Memory that was given back to the allocator before an access was known to be over."""
+
+    memory: str
+    start: int
+    stop: int
+    access: Access
+    was_write: bool
+    how: str
+    place: str
+
+
+def reused(freed: FreedBytes, stream: str, place: str) -> str:
+    """Memory that was freed, and that the next allocation may use while another stream still does."""
+    access, start, stop = freed.access, freed.start, freed.stop
+    return (
+        f"{freed.memory}, bytes {start} to {stop} ({format_bytes(stop - start)}): the memory was freed ({freed.how}), "
+        f"and {stream} allocates, maybe this memory, before {_did(access, freed.was_write)} is known to be over."
+        f"\n  first:   {_said(access)}\n  freed:   at {freed.place}\n  then:    an allocation, at {place}"
+        f"\n  missing: {_wait(stream, access)}, before it allocates again; or record_stream."
+    )
+
+
+def _did(access: Access, is_write: bool) -> str:
+    return f"{access.name} on {access.stream.name} {'writes' if is_write else 'reads'} it"
+
+
+def _said(access: Access) -> str:
+    return f"{access.name} on {access.stream.name}, at {access.place}"
+
+
+def _wait(waiting: str, old: Access) -> str:
+    return f"{waiting} must wait for {old.stream.name}"

@@ -11,7 +11,7 @@ import torch
 
 from shoal.errors import StreamError, UsageError
 from shoal.simulation.accelerator import SimulatedAccelerator
-from shoal.simulation.findings import StreamFinding
+from shoal.simulation.accesses import StreamFinding
 from shoal.simulation.modes import watching
 from shoal.streams import simulated, simulation
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from shoal.comm.protocol import Call
 from shoal.errors import CommError
+from shoal.simulation.accesses import place_of_call
 from shoal.simulation.clocks import SimulatedStream
-from shoal.simulation.places import place_of_call
 
 NodeKey = tuple[object, ...]
 IssuedOn = dict[SimulatedStream, list[tuple[int, NodeKey, tuple[int, ...]]]]  # number in the stream, key, ranks

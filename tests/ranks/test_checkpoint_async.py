@@ -16,7 +16,7 @@ import torch
 import shoal
 from shoal.checkpoint.blocks import Snapshot
 from shoal.errors import UsageError
-from shoal.memory.aligned import PAGE
+from shoal.memory.host import PAGE
 from tests.ranks.resuming import State, differences, engine_of, micro_steps, on_ranks, resume, run_at_stage, state_of
 
 

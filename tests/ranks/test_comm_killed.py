@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from shoal.comm.next_rank import NextRank
+from shoal.comm.failure import NextRank
 from shoal.comm.torch_dist import ProcessTransport
 from tests.ranks.dying import Nursery
 from tests.ranks.test_comm_failures import free_port

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.access.engine_parameters import safe_get_full_grad
-from shoal.comm.of_group import communicator_of
 from shoal.comm.threads import run_ranks
-from shoal.comm.world import current_world
+from shoal.comm.world import communicator_of, current_world
 from shoal.compat.deepspeed.utils import groups
 from shoal.compat.sequence_parallel import (
     DistributedAttention,

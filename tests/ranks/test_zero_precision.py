@@ -14,7 +14,7 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import ConfigError
-from shoal.optim.fp32_states import FP32States
+from shoal.optim.variants import FP32States
 from tests.ranks.models import Plain
 from tests.ranks.training import (
     ROWS,

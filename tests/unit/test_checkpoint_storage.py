@@ -18,7 +18,7 @@ from shoal.checkpoint import directory
 from shoal.checkpoint.commit import Retention, discard, prunable
 from shoal.checkpoint.storage import LocalStorage, open_storage
 from shoal.errors import CheckpointError
-from shoal.memory.aligned import PAGE, aligned_empty
+from shoal.memory.host import PAGE, aligned_empty
 from tests.unit.checkpoint_maker import make, newest, read, rewrite, values
 
 Event = tuple[str, str]  # what, and the path under the root; "->" between the two of a rename

@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from shoal.comm.futex import WakeWord
-from shoal.comm.shm import is_supported
+from shoal.comm.shm import WakeWord, is_supported
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="ranks of this machine do not read each other's memory")
 

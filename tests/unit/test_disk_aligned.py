@@ -12,10 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.memory import aligned
-from shoal.memory.aligned import aligned_empty
-from shoal.memory.available import host_available_nbytes
-from shoal.memory.intervals import Intervals
+from shoal.memory import host as aligned
+from shoal.memory.host import aligned_empty, host_available_nbytes
+from shoal.memory.transfer import Intervals
 
 RANGES = st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(0, 40)), max_size=12)
 
@@ -54,8 +53,8 @@ def test_a_limit_on_the_address_space_is_obeyed() -> None:
     program = """
 import resource, torch
 from shoal.errors import OutOfMemoryError
-from shoal.memory.aligned import aligned_empty
-from shoal.memory.available import host_available_nbytes
+from shoal.memory.host import aligned_empty
+from shoal.memory.host import host_available_nbytes
 pages = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (pages + 2**28, pages + 2**28))
 print(2**27 < host_available_nbytes() <= 2**28)

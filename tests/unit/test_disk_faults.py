@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from shoal.errors import OutOfMemoryError, TierError
-from shoal.memory.aligned import aligned_empty
 from shoal.memory.disk import DiskTier
+from shoal.memory.host import aligned_empty
 
 BLOCK = 8192
 Call = Callable[[int, list[memoryview], int], int]

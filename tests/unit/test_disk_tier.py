@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from shoal.errors import OutOfMemoryError, TierError, UsageError
 from shoal.memory import disk
-from shoal.memory.aligned import aligned_empty
 from shoal.memory.disk import DiskTier
+from shoal.memory.host import aligned_empty
 from shoal.memory.transfer import Cut, cut
 
 WAYS = [(True, False), (True, True), (False, False), (False, True)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.optim.adam import AdamWithBias
 from shoal.optim.build import build
+from shoal.optim.variants import AdamWithBias
 
 BETAS, EPS, LR, DECAY = (0.8, 0.9), 1e-6, 0.05, 0.1
 

@@ -14,8 +14,7 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import OptimizerError
 from shoal.mesh import Mesh
-from shoal.optim.muon import Muon, share_out
-from shoal.optim.orthogonal import orthogonalize
+from shoal.optim.muon import Muon, orthogonalize, share_out
 from shoal.optim.whole import OwnedRange, ParameterPart
 from tests.unit.optim_sharding import Case, step_sharded, step_whole
 

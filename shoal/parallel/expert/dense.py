@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.of_group import communicator_of
+from shoal.comm.world import communicator_of
 from shoal.parallel.expert.gate import GateResult, positions, route_top1, route_top2, route_topk
 
 Dense = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from shoal.optim.schedule import torch_optimizer as get_torch_optimizer
 from shoal.optim.schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
@@ -18,6 +17,7 @@ from shoal.optim.schedules import (
     WarmupDecayLR,
     WarmupLR,
 )
+from shoal.optim.schedules import torch_optimizer as get_torch_optimizer
 
 LR_SCHEDULE, EDGE_VALUE, MID_VALUE = "lr_schedule", "edge_value", "mid_value"
 LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"

@@ -1,26 +1,52 @@
-"""fp32 optimizer state for 16-bit weights: a mixin for torch's optimizers.
-
-    weight (bf16) -> fp32 \\
-    gradient      -> fp32  > the optimizer's own step, in fp32 -> weight, rounded to bf16
-    state (fp32)          /
-
-torch's optimizers keep state in the weight's dtype, where a second moment's small changes are rounded away. Shards
-with fp32 main parameters have fp32 state in any case, and are stepped without casts.
-"""
+"""torch's optimizers with one option more each: Adam without bias correction, and fp32 state for 16-bit weights."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+class AdamWithBias(torch.optim.Adam):
+    """Adam, or AdamW with ``decoupled_weight_decay``, whose groups may have ``bias_correction: False``.
+
+        corrected       m / (1 - b1^t), v / (1 - b2^t)        as torch's Adam, and its default here
+        uncorrected     m, v                                  the same with an infinite t
+
+    Source: Kingma and Ba, Adam: A Method for Stochastic Optimization, section 3 (arXiv:1412.6980).
+    """
+
+    def __init__(self, params: Any, *, bias_correction: bool = True, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.defaults["bias_correction"] = bias_correction
+        for group in self.param_groups:
+            group.setdefault("bias_correction", bias_correction)
+
+    # torch's step() calls it, and computes with the counts that it puts into ``state_steps``.
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+        result = super()._init_group(group, *lists)
+        state_steps: list[torch.Tensor] = lists[-1]
+        if not group.get("bias_correction", True) and state_steps:
+            torch._foreach_add_(state_steps, 1)
+            state_steps[:] = [torch.full_like(step, math.inf) for step in state_steps]
+        return result
+
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class FP32States(torch.optim.Optimizer):
     """Mixin, named before one of torch's optimizers.
+
+        weight (bf16) -> fp32 \\
+        gradient      -> fp32  > the optimizer's own step, in fp32 -> weight, rounded to bf16
+        state (fp32)          /
+
+    torch's optimizers keep state in the weight's dtype, where a second moment's small changes are rounded away. Shards
+    with fp32 main parameters have fp32 state in any case, and are stepped without casts.
 
     Memory: the state, 4 bytes an element; during a step the largest 16-bit weight twice in fp32.
     """

@@ -130,6 +130,7 @@ UNREACHED = {
     "shoal/sharding/sparse_gradient.py self.wait(at_step=True)": "``SparseGradient.wait`` does nothing",
     "shoal/checkpoint/background.py _SHARE": "a pause of the writing thread; the order is ``_joined``",
     "shoal/optim/host.py .wait()": "threads of one update on the host, which is one operation here",
+    "shoal/optim/host.py done.result()": "threads of one update on the host, which is one operation here",
     "shoal/device.py torch.cuda.synchronize": "needs CUDA; ``synchronize`` of the simulation takes its place",
 }
 

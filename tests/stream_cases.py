@@ -21,8 +21,7 @@ from shoal.mesh import Mesh
 from shoal.parallel.cpu_offload import HostStore, HostTensor
 from shoal.parallel.expert.dense import topkgating
 from shoal.parallel.expert.losses import global_batch_loss
-from shoal.parallel.partitioned import PartitionedStore
-from shoal.parallel.saved_tensors import InPlaceStore
+from shoal.parallel.saved_tensors import InPlaceStore, PartitionedStore
 from shoal.parallel.sequence.chunks import chunks_of
 from shoal.parallel.sequence.exchange import RingPlan
 from shoal.parallel.sequence.ring import ring_attention

@@ -40,7 +40,7 @@ class CompiledModel:
         Raises: ModelError: CUDA graphs at stage 3.
         """
         section = self._properties.config.compile
-        blocks = find_blocks(self._module) if section.regional else []
+        blocks = list(find_blocks(self._module).values()) if section.regional else []
         for module in blocks or [self._module]:
             if module._compiled_call_impl is None:
                 module.compile(mode=section.mode)

@@ -27,6 +27,7 @@ from shoal.config import load
 from shoal.engine.settings import plan_of
 from shoal.errors import UsageError
 from shoal.offload.policy import Tiers
+from shoal.parallel.saved_tensors import counting_saved
 from shoal.sharding.axes import Axes
 from shoal.sharding.memory_model import ADAM_STATES, UnitMemory
 from shoal.sharding.placement import Tier
@@ -148,18 +149,9 @@ def activation_nbytes(model: nn.Module, dtype: torch.dtype, run: Callable[[nn.Mo
             if parameter is not None and parameter.is_floating_point():
                 own = cast.setdefault(id(parameter), nn.Parameter(parameter.to(dtype), parameter.requires_grad))
                 module._parameters[name] = own
-    held = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    saved: dict[int, torch.UntypedStorage] = {}  # keeps them alive, so that no address is used twice
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in held:
-            saved[storage._cdata] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with counting_saved(model.parameters()) as num_saved:
         run(model)
-    return sum(storage.nbytes() for storage in saved.values())
+    return num_saved()
 
 
 def variants(config: Mapping[str, Any], stages: Sequence[int], *, with_disk: bool) -> Iterator[dict[str, Any]]:

@@ -21,8 +21,7 @@ from shoal.parallel.recompute import (
     recompute_blocks,
     uninstall,
 )
-from shoal.parallel.recompute_blocks import matches_a_module
-from shoal.parallel.recompute_budget import BudgetedRecompute
+from shoal.parallel.recompute_blocks import BudgetedRecompute, matches_a_module
 from shoal.sharding.placement import Tier
 from shoal.text import parse_bytes
 

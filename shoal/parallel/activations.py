@@ -4,7 +4,7 @@
     copies     [0 to host]   [1 to host]   [2 to host]
     device     0             0, 1          1, 2
 
-Copies run beside the device's work; in the backward pass a block's tensors are fetched while the block after it runs.
+Copies run while the device computes; in the backward pass a block's tensors are fetched while the block after it runs.
 Tensors saved outside of blocks, and parameters, stay on the device. A recomputed block, or a block inside of a
 recomputed function, saves the function's inputs only, in the store that ``activation_checkpointing`` names. Inside
 compiled code the compiler decides.
@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from shoal.device import in_backward
-from shoal.errors import ModelError, UsageError
+from shoal.errors import UsageError
 from shoal.memory.stream_copies import copies_of as stream_copies_of
 from shoal.parallel.cpu_offload import CopiesOf, HostStore
-from shoal.parallel.recompute_blocks import RecomputedBlocks, recompute_blocks
+from shoal.parallel.recompute_blocks import RecomputedBlocks, find_blocks
 from shoal.parallel.saved_tensors import (
     Form,
     ForwardCall,
@@ -58,7 +58,7 @@ class HostActivations:
     """Stores the activations of a model's blocks in host memory, until ``remove()``.
 
     Args:
-        blocks: as ``recompute_blocks`` takes them.
+        blocks: names of the model's blocks; empty: those of ``find_blocks``, or the model's children.
         max_nbytes: most bytes that are offloaded in one forward pass, those of the first blocks; None: all.
         copies_of: makes the copies between a device and the host.
 
@@ -76,12 +76,8 @@ class HostActivations:
         self._store = _LimitedHostStore(copies_of, max_nbytes)
         self._saved = SavedTensors(self._store)
         self._seen: set[str] = set()
-        try:
-            self._blocks = recompute_blocks(model, recompute=self, blocks=blocks)
-        except ModelError:  # no list of alike blocks: the model's children are its blocks
-            self._blocks = RecomputedBlocks(dict(_parts(model, "")), self)
-        modules = dict(model.named_modules())
-        self._modules = {name: modules[name] for name in self._blocks.names}
+        self._modules = find_blocks(model, blocks) or dict(_parts(model, ""))
+        self._blocks = RecomputedBlocks(self._modules, self)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -103,12 +99,9 @@ class HostActivations:
 
     def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)``; the tensors that autograd saves are stored on the host."""
-        if not torch.is_grad_enabled() or in_backward():
-            return function(*args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler decides what is saved
-            return function(*args, **kwargs)
-        if checkpoint_around() is not None:
-            return function(*args, **kwargs)
+        is_plain = not torch.is_grad_enabled() or in_backward()
+        if is_plain or torch.compiler.is_compiling() or checkpoint_around() is not None:
+            return function(*args, **kwargs)  # nothing is saved, or not by these hooks
         return self._run(name, function, args, kwargs)
 
     def _run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,11 +110,11 @@ class HostActivations:
             self._store.num_moved_nbytes = 0
         self._seen.add(name)
         pack, unpack = self._saved.hooks()
-        own = {parameter.untyped_storage()._cdata for parameter in self._modules[name].parameters()}
+        parameters = {parameter.untyped_storage()._cdata for parameter in self._modules[name].parameters()}
 
         def pack_activation(tensor: torch.Tensor) -> Packed | torch.Tensor:
             is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-            return tensor if is_plain and tensor.untyped_storage()._cdata in own else pack(tensor)
+            return tensor if is_plain and tensor.untyped_storage()._cdata in parameters else pack(tensor)
 
         def unpack_activation(packed: Packed | torch.Tensor) -> torch.Tensor:
             if isinstance(packed, torch.Tensor):
@@ -141,9 +134,8 @@ class HostActivations:
 
 def _parts(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     """The modules that the model calls one after the other, lists gone into."""
-    found: list[tuple[str, nn.Module]] = []
+    parts: list[tuple[str, nn.Module]] = []
     for name, child in model.named_children():
-        full = f"{path}{name}"
         is_container = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        found += _parts(child, f"{full}.") if is_container else [(full, child)]
-    return found
+        parts += _parts(child, f"{path}{name}.") if is_container else [(f"{path}{name}", child)]
+    return parts

@@ -4,20 +4,32 @@ recomputed = recompute_blocks(model, ["Block"], every=2, recompute=Recompute())
 recomputed.remove()
 
 Hooks on the modules run once, around the recomputed part. A deep copy of the model recomputes its own modules.
+
+``BudgetedRecompute`` (``activation_checkpointing.memory_budget``) recomputes as few as a number of bytes needs:
+
+    first step      one block of each class runs as it is, and what it saves is counted; the others are recomputed
+    after it        the last blocks whose activations fit run as they are from now on, on all ranks alike
+
+What is saved at the end of forward is then: the activations of blocks that run as they are, the inputs of the others,
+and, while one of these is recomputed, its activations. What lies outside of blocks is not counted.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
+from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError, UsageError
-from shoal.text import did_you_mean
+from shoal.parallel.saved_tensors import counting_saved
+from shoal.sharding.partition import hinted_blocks, outermost
+from shoal.text import did_you_mean, format_bytes
 
 
 class Runner(Protocol):
@@ -95,9 +107,8 @@ def recompute_blocks(
     """
     if every < 1:
         raise UsageError(f"every = {every}: it must be at least 1.", do="use 1 or more.")
-    modules = {name: module for name, module in model.named_modules() if name}
     if classes is None:
-        found = _blocks(modules, model, blocks)
+        found = find_blocks(model, blocks)
         if not found:
             raise ModelError(
                 f"{type(model).__name__} has no list of modules of one class that could be recomputed one by one.",
@@ -106,9 +117,8 @@ def recompute_blocks(
             )
     else:
         wanted = [classes] if isinstance(classes, str | type) else list(classes)
-        found = set(find_modules(model, wanted, where="activation_checkpointing.modules", purpose="recomputed"))
-    ordered = [name for name in modules if name in found]
-    return RecomputedBlocks({name: modules[name] for name in ordered[::every]}, recompute)
+        found = find_modules(model, wanted, where="activation_checkpointing.modules", purpose="recomputed")
+    return RecomputedBlocks(dict(list(found.items())[::every]), recompute)
 
 
 def find_modules(
@@ -139,8 +149,7 @@ def _matching(wanted: str | type[nn.Module], modules: dict[str, nn.Module], wher
     else:
         found = [name for name, module in modules.items() if type(module).__name__ == wanted]
         if not found:
-            matching = set(fnmatch.filter(modules, wanted))
-            found = [name for name in matching if not any(outer in matching for outer in _around(name))]
+            found = outermost(fnmatch.filter(modules, wanted))
     if not found:
         text = wanted if isinstance(wanted, str) else wanted.__name__
         names = [type(module).__name__ for module in modules.values()]
@@ -154,37 +163,122 @@ def _matching(wanted: str | type[nn.Module], modules: dict[str, nn.Module], wher
     return found
 
 
-def _around(name: str) -> Iterator[str]:
-    """Names of the modules that contain a module.
-
-    >>> list(_around("blocks.0.up"))
-    ['blocks.0', 'blocks']
-    """
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
-def find_blocks(model: nn.Module) -> list[nn.Module]:
+def find_blocks(model: nn.Module, known: Sequence[str] = ()) -> dict[str, nn.Module]:
     """The blocks that the model names (``_no_split_modules``), else the children of its largest list of alike modules.
 
     Empty where there are none.
+
+    Args:
+        known: names of blocks, in place of that list's.
     """
-    modules = {name: module for name, module in model.named_modules() if name}
-    found = _blocks(modules, model)
-    return [module for name, module in modules.items() if name in found]
-
-
-def _blocks(modules: dict[str, nn.Module], model: nn.Module, known: Sequence[str] = ()) -> set[str]:
-    hinted = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
-    found = {name for name, module in modules.items() if type(module).__name__ in hinted}
-    found = found or set(known)
-    if not found:
+    modules = dict(model.named_modules())
+    names = set(hinted_blocks(modules)) or set(known)
+    if not names:
         lists = {
             name: sum(parameter.numel() for parameter in module.parameters())
             for name, module in modules.items()
             if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(child) for child in module}) == 1
         }
         largest = max(lists, key=lists.__getitem__, default=None)
-        found = {name for name in modules if largest and name.rpartition(".")[0] == largest}
-    return found
+        names = {name for name in modules if largest and name.rpartition(".")[0] == largest}
+    return {name: module for name, module in modules.items() if name in names}
+
+
+class BudgetedRecompute:
+    """Runs blocks: recomputed, or as they are where the budget allows it.
+
+    Args:
+        recompute: recomputes a block.
+        nbytes: the budget of one micro-batch on this rank.
+    """
+
+    def __init__(self, recompute: Runner, nbytes: int) -> None:
+        self._recompute = recompute
+        self._nbytes = nbytes
+        self._blocks: dict[str, nn.Module] = {}
+        self._inputs: dict[str, int] = {}  # bytes that a recomputed block saves
+        self._of_kind: dict[type[nn.Module], int] = {}  # bytes that a block saves that is not recomputed
+        self.kept: frozenset[str] | None = None  # blocks that run as they are; None: not decided yet
+
+    def install(self, model: nn.Module, names: Sequence[str] | None) -> RecomputedBlocks:
+        """Run blocks of the model through this object, until ``remove()`` of the result.
+
+        Args:
+            names: as ``recompute_blocks`` takes classes; None: the model's blocks.
+        """
+        blocks = recompute_blocks(model, names, recompute=self)
+        self._blocks = {name: model.get_submodule(name) for name in blocks.names}
+        return blocks
+
+    def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As ``Recompute.run``."""
+        if self.kept is None and torch.is_grad_enabled():
+            kind = type(self._blocks[name])
+            self._inputs[name] = max(self._inputs.get(name, 0), _nbytes_of([*args, *kwargs.values()]))
+            if kind not in self._of_kind:
+                return self._measured(name, function, args, kwargs)
+        elif self.kept is None or name in self.kept:
+            return function(*args, **kwargs)
+        return self._recompute.run(name, function, args, kwargs)
+
+    def _measured(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        block = self._blocks[name]
+        with counting_saved(block.parameters()) as num_saved:
+            result = function(*args, **kwargs)
+        self._of_kind[type(block)] = num_saved()
+        return result
+
+    def decide(self, comm: Communicator) -> str | None:
+        """After the first step: choose the blocks. Every rank calls. Returns: a line for rank 0; None: it was done.
+
+        Communicates: once, the measured bytes, of which the ranks' largest count.
+        """
+        if self.kept is not None:
+            return None
+        mine = {name: (self._inputs.get(name, 0), self._of_kind.get(type(b), 0)) for name, b in self._blocks.items()}
+        measured = comm.gather_objects(mine, label="activation budget")
+        inputs = {name: max(each[name][0] for each in measured) for name in mine}
+        whole = {name: max(each[name][1] for each in measured) for name in mine}
+        self.kept = choose(inputs, whole, self._nbytes)
+        num, left = len(mine), [name for name in mine if name not in self.kept]
+        saved = sum(inputs[name] for name in left) + sum(whole[name] for name in self.kept)
+        saved += max((whole[name] for name in left), default=0)
+        fits = "within" if saved <= self._nbytes else "more than"
+        return (
+            f"activation_checkpointing.memory_budget: {len(left)} of {num} blocks are recomputed; activations take"
+            f" {format_bytes(saved)}, {fits} the {format_bytes(self._nbytes)} allowed."
+        )
+
+
+def choose(inputs: Mapping[str, int], whole: Mapping[str, int], nbytes: int) -> frozenset[str]:
+    """The blocks that need not be recomputed: as many of the last ones as fit.
+
+    Args:
+        inputs: bytes of each block's inputs; ``whole``: of all that it saves.
+
+    >>> sorted(choose({"a": 1, "b": 1, "c": 1}, {"a": 10, "b": 10, "c": 10}, 25))
+    ['c']
+    """
+    if sum(whole.values()) <= nbytes:
+        return frozenset(whole)
+    kept: set[str] = set()
+    taken = sum(inputs.values()) + max(whole.values(), default=0)
+    for name in reversed(list(whole)):
+        if taken - inputs[name] + whole[name] > nbytes:
+            break
+        taken += whole[name] - inputs[name]
+        kept.add(name)
+    return frozenset(kept)
+
+
+def _nbytes_of(values: Sequence[Any]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(values)}
+    return sum(storages.values())
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -1,4 +1,4 @@
-"""Named states of a random generator, beside its own: regions whose randomness differs between model-parallel ranks.
+"""Named states of a random generator, for regions whose randomness differs between model-parallel ranks.
 
 tracker = get_cuda_rng_tracker()
 with tracker.fork():          # dropout on a part of a layer: other elements on other ranks
@@ -56,6 +56,16 @@ class RngTracker:
             )
         self._seeds.add(seed)
         self._states[name] = state_of_seed(seed)
+
+    @contextmanager
+    def restored(self, states: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside the block the states are those given: the ones that a function began with, for its second run."""
+        before = self.get_states()
+        self.set_states(states)
+        try:
+            yield
+        finally:
+            self.set_states(before)
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Tensors that autograd saves for the backward pass: where they are stored until then, each once, counted in bytes.
 
 A ``TensorStore`` says where: left where they are (``InPlaceStore``), in host memory (``cpu_offload``), or partitioned
-over the ranks of an axis (``partitioned``). Wherever it was stored, a fetched tensor has the same values, shape,
+over the ranks of an axis (``PartitionedStore``). Wherever it was stored, a fetched tensor has the same values, shape,
 strides and device, so that a recomputation selects the same kernels and gives the same bits.
 """
 
@@ -10,14 +10,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shoal.comm.protocol import Communicator
 from shoal.device import is_fake
 from shoal.errors import UsageError
 from shoal.sharding.placement import Tier
@@ -173,6 +174,72 @@ class InPlaceStore:
         return None
 
 
+class PartitionedTensor:
+    """This rank's range of the bytes of a tensor, stored in another store."""
+
+    def __init__(self, form: Form, part: SavedTensor) -> None:
+        self.form = form
+        self.part = part
+        self.tier: Tier = part.tier
+        self.nbytes = part.nbytes
+
+    @property
+    def local(self) -> SavedTensor:
+        return self.part
+
+
+class PartitionedStore:
+    """Stores 1/n of each saved tensor on each of the n ranks of an axis; the backward pass gathers it.
+
+    Meant for model parallelism, where the ranks along an axis compute on the same activations. All ranks of the axis
+    must have the same values and make the same calls; this is not checked.
+
+    Args:
+        inner: stores this rank's parts.
+
+    Communicates: in the backward pass, an all_gather of each saved tensor: (n - 1) / n of its bytes received per rank.
+    Memory: ceil(nbytes / n) per saved tensor and rank.
+    Source: activation partitioning in ZeRO-R, section 6.1 (arXiv:1910.02054).
+    """
+
+    def __init__(self, comm: Communicator, inner: TensorStore) -> None:
+        self._comm = comm
+        self._inner = inner
+
+    def begin(self) -> ForwardCall:
+        return self._inner.begin()
+
+    def store(self, tensor: torch.Tensor, call: ForwardCall) -> SavedTensor:
+        form = Form.of(tensor)
+        if not form.can_move:
+            return self._inner.store(tensor, call)
+        values = form.compact(tensor).contiguous().view(-1).view(torch.uint8)
+        share = -(-form.nbytes // self._comm.size)
+        begin = min(self._comm.rank * share, form.nbytes)
+        values = values[begin : begin + share]
+        part = torch.zeros(share, dtype=torch.uint8, device=tensor.device)
+        part[: values.numel()].copy_(values)
+        return PartitionedTensor(form, self._inner.store(part, call))
+
+    def fetch(self, saved: SavedTensor, call: ForwardCall) -> torch.Tensor:
+        if not isinstance(saved, PartitionedTensor):
+            return self._fetch_part(saved, call)
+        form = saved.form
+        part = self._fetch_part(saved.part, call)
+        full = self._comm.empty(part.numel() * self._comm.size, torch.uint8, form.device)
+        work = self._comm.all_gather(full, part, label="saved input")
+        work.wait()
+        work.drain()  # peers may still read the part, which is freed with its call
+        values = full[: form.nbytes].view(form.dtype).view(form.compact_size)
+        return form.expand(form.empty().copy_(values))
+
+    def _fetch_part(self, saved: SavedTensor, call: ForwardCall) -> torch.Tensor:
+        return saved.get() if isinstance(saved, InPlaceTensor) else self._inner.fetch(saved, call)
+
+    def reset(self) -> None:
+        self._inner.reset()
+
+
 Packed = tuple[ForwardCall, SavedTensor]
 
 
@@ -232,11 +299,10 @@ class SavedTensors:
             tensor.is_neg(),
             version_of(tensor),
         )
-        found = self._by_identity.get(key)
-        if found is None:
-            found = self._counted(self._store.store(tensor, call), storage)
-            self._by_identity[key] = found
-        return found
+        saved = self._by_identity.get(key)
+        if saved is None:
+            saved = self._by_identity[key] = self._counted(self._store.store(tensor, call), storage)
+        return saved
 
     def _counted(self, saved: SavedTensor, storage: StorageWeakRef | None = None) -> SavedTensor:
         with self._lock:
@@ -251,6 +317,25 @@ class SavedTensors:
 
     def reset(self) -> None:
         self._store.reset()
+
+
+@contextmanager
+def counting_saved(parameters: Iterable[torch.Tensor]) -> Iterator[Callable[[], int]]:
+    """Count the bytes that autograd saves inside the block: each storage once, those of ``parameters`` left out.
+
+    Yields: a function that returns the count so far.
+    """
+    left_out = {parameter.untyped_storage()._cdata for parameter in parameters}
+    saved: dict[int, tuple[StorageWeakRef, int]] = {}  # a reference, so that no other storage gets the number
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in left_out and storage._cdata not in saved:
+            saved[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield lambda: sum(nbytes for _, nbytes in saved.values())
 
 
 def checkpoint_around() -> object | None:

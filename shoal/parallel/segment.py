@@ -28,9 +28,8 @@ from shoal.config.sections import ActivationCheckpointing
 from shoal.errors import UsageError
 from shoal.memory.stream_copies import copies_of as stream_copies_of
 from shoal.parallel.cpu_offload import CopiesOf, HostStore
-from shoal.parallel.partitioned import PartitionedStore
 from shoal.parallel.rng_tracker import RngTracker
-from shoal.parallel.saved_tensors import InPlaceStore, SavedTensors, TensorStore
+from shoal.parallel.saved_tensors import InPlaceStore, PartitionedStore, SavedTensors, TensorStore
 from shoal.parallel.segment_times import SegmentTimes
 from shoal.parallel.selective import ContextFn, Contexts, contexts_keeping, operations_of
 from shoal.sharding.placement import Tier
@@ -185,38 +184,32 @@ class Recompute:
             return function(*args, **kwargs)
 
         tensors: list[torch.Tensor] = []
-        args, kwargs = _take_out((args, kwargs), tensors)
+        names, arguments = tuple(kwargs), (args, tuple(kwargs.values()))
+        given = [_map(partial(_take_out, tensors), arguments)]
+        before = _map(_copied, given[0])
         device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
-        given = [(args, kwargs)]
-        before = _with_copied_caches(given[0])
-
         def call(*inputs: torch.Tensor) -> Any:
-            own_args, own_kwargs = _put_back(given.pop() if given else _with_copied_caches(before), inputs)
+            arguments = given.pop() if given else _map(_copied, before)
+            args, values = _map(lambda leaf: inputs[leaf.index] if isinstance(leaf, _Slot) else leaf, arguments)
             with use_recompute(self), _inside():
-                return function(*own_args, **own_kwargs)
+                return function(*args, **dict(zip(names, values, strict=True)))
 
         around: list[tuple[MakeContext, MakeContext]] = []
         if self.settings.has_times:
             tensors, timed = self.times.watched(name, tensors)
-            around.append(
-                (
-                    partial(self.times.forward, name, device),
-                    partial(self.times.recompute, name, device, timed),
-                )
-            )
-        states = self.rng.get_states()
-        if states:
-            around.append((nullcontext, partial(_with_states, self.rng, states)))
+            forward, recompute = self.times.forward, self.times.recompute
+            around.append((partial(forward, name, device), partial(recompute, name, device, timed)))
+        if states := self.rng.get_states():
+            around.append((nullcontext, partial(self.rng.restored, states)))
         make_contexts: ContextFn | None = options.pop("context_fn", self._contexts)
         if around:
             options["context_fn"] = lambda: _joined(around, make_contexts)
         elif make_contexts is not None:
             options["context_fn"] = make_contexts
-        if _is_inside.get():
-            return torch_checkpoint(call, *tensors, use_reentrant=False, **options)
-        self.num_segments += 1
-        with self._saved.begin():
+        is_outermost = not _is_inside.get()
+        self.num_segments += is_outermost
+        with self._saved.begin() if is_outermost else nullcontext():
             return torch_checkpoint(call, *tensors, use_reentrant=False, **options)
 
 
@@ -242,16 +235,6 @@ def _inside() -> Iterator[None]:
         yield
     finally:
         _is_inside.reset(token)
-
-
-@contextmanager
-def _with_states(rng: RngTracker, states: dict[str, torch.Tensor]) -> Iterator[None]:
-    before = rng.get_states()
-    rng.set_states(states)
-    try:
-        yield
-    finally:
-        rng.set_states(before)
 
 
 class _Entered(AbstractContextManager[None]):
@@ -282,48 +265,35 @@ def _joined(around: list[tuple[MakeContext, MakeContext]], inner: ContextFn | No
 
 @dataclass(frozen=True)
 class _Slot:
-    """The position of a saved tensor among a segment's arguments."""
+    """The place of a saved tensor among those of a segment."""
 
     index: int
 
 
-def _take_out(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Any:
-    """The arguments without their tensors, which are appended to ``tensors``.
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """A tuple of arguments with each leaf changed. Only tuples are searched.
 
-    Only tuples, and the list and dict of the arguments themselves, are searched: an object that a function may change
-    in place (a list, a cache) stays the caller's. Parameters are not saved.
+    An object that a function may change in place (a list, a cache) stays the caller's.
     """
-    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-        tensors.append(value)
-        return _Slot(len(tensors) - 1)
     if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_fields")):
-        return _like(value, [_take_out(item, tensors, depth + 1) for item in value])
-    if depth == 1 and type(value) is dict:  # the keyword arguments
-        return {key: _take_out(item, tensors, depth + 1) for key, item in value.items()}
-    return value
+        items = [_map(change, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return change(value)
 
 
-def _put_back(value: Any, tensors: tuple[torch.Tensor, ...], depth: int = 0) -> Any:
-    if isinstance(value, _Slot):
-        return tensors[value.index]
-    if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_fields")):
-        return _like(value, [_put_back(item, tensors, depth + 1) for item in value])
-    if depth == 1 and type(value) is dict:
-        return {key: _put_back(item, tensors, depth + 1) for key, item in value.items()}
-    return value
-
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def _with_copied_caches(arguments: Arguments) -> Arguments:
-    """The arguments with copies of Transformers' key-value caches, to which each run of a function adds."""
-    args, kwargs = arguments
-    return tuple(map(_copied, args)), {key: _copied(value) for key, value in kwargs.items()}
+def _take_out(tensors: list[torch.Tensor], leaf: Any) -> Any:
+    """A slot in place of a tensor, which is appended to ``tensors``. Parameters are not saved."""
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, nn.Parameter):
+        return leaf
+    tensors.append(leaf)
+    return _Slot(len(tensors) - 1)
 
 
 def _copied(value: Any, *, is_inside: bool = False) -> Any:
-    """A cache without its tensors, which are the same; anything else outside of a cache as it is."""
+    """A copy of a key-value cache of Transformers, to which each run of a function adds; anything else as it is.
+
+    The tensors of the copy are those of the cache.
+    """
     if is_inside and type(value) is list:
         return [_copied(each, is_inside=True) for each in value]
     if is_inside and type(value) is dict:
@@ -333,10 +303,6 @@ def _copied(value: Any, *, is_inside: bool = False) -> Any:
         vars(made).update(_copied(vars(value), is_inside=True))
         return made
     return value
-
-
-def _like(value: Any, items: list[Any]) -> Any:
-    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from shoal.comm.autograd import once_differentiable
 from shoal.compiler import untraced
 from shoal.errors import UsageError
+from shoal.parallel.recompute import current_recompute
 from shoal.parallel.recompute_blocks import RecomputedBlocks, find_modules
 
 # Of all calls: their tiles, whole; the numbers that they return, by tile; the sum of those numbers.
@@ -278,10 +279,12 @@ class _TileGradients:
             yield found
 
 
-class _Again:
-    """Random states and autocast of a forward pass, for the second one in the backward pass."""
+class _Replay:
+    """Random states, named ones too, and autocast of a forward pass, for the second one in the backward pass."""
 
     def __init__(self, tensor: Tensor) -> None:
+        self._rng = current_recompute().rng
+        self._named_states = self._rng.get_states()
         self._cpu_state = torch.get_rng_state()
         self._devices, self._states = get_device_states(tensor)
         self._device_type = tensor.device.type
@@ -291,17 +294,15 @@ class _Again:
     @contextmanager
     def enter(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(self._devices, device_type=_accelerator(self._device_type)))
+            of_devices = self._device_type if self._devices else "cuda"  # without devices, the type does not matter
+            stack.enter_context(torch.random.fork_rng(self._devices, device_type=of_devices))
             torch.set_rng_state(self._cpu_state)
             if self._devices:
                 set_device_states(self._devices, self._states, device_type=self._device_type)
             for kind, dtype, is_enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
+            stack.enter_context(self._rng.restored(self._named_states))
             yield
-
-
-def _accelerator(device_type: str) -> str:
-    return device_type if device_type != "cpu" else "cuda"  # without devices, the type does not matter
 
 
 class _Tiled(torch.autograd.Function):
@@ -310,7 +311,7 @@ class _Tiled(torch.autograd.Function):
         tensors = inputs[: len(inputs) - len(work.parameters)]
         is_eager = work.output == "sum" and has_backward and any(ctx.needs_input_grad)
         ctx.work, ctx.gradients = work, _TileGradients(work, tensors) if is_eager else None
-        ctx.again = _Again(tensors[0]) if has_backward else None
+        ctx.replay = _Replay(tensors[0]) if has_backward else None
         ctx.save_for_backward(*tensors)
         result: Tensor | None = None
         for start, length in work.ranges(tensors[0].shape[work.dim]):
@@ -333,7 +334,7 @@ class _Tiled(torch.autograd.Function):
             return (None, None, *gradients.take(gradient))
         tensors = ctx.saved_tensors
         gradients = _TileGradients(work, tensors)
-        with ctx.again.enter():
+        with ctx.replay.enter():
             for number, (start, length) in enumerate(work.ranges(tensors[0].shape[work.dim])):
                 leaves = work.cut(tensors, start, length)
                 with torch.enable_grad():
@@ -378,7 +379,7 @@ def _parameters_read(
     own = torch.ones((), requires_grad=True).clone().grad_fn
     assert own is not None
     first = own._sequence_nr()
-    with _Again(tiles_of[0]).enter():
+    with _Replay(tiles_of[0]).enter():
         output = function(*tiles, *passed)
     found: dict[nn.Parameter, None] = {}
     seen, left = set(), [output.grad_fn]

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.device import Device
 from shoal.errors import UsageError
+from shoal.parallel.saved_tensors import counting_saved
 from shoal.pipeline.balance import balance, uniform
 from shoal.pipeline.layers import LayerOutline, TiedLayerSpec, build, type_name
 
@@ -117,15 +118,6 @@ def measure_call(
         call: the forward, of what it received.
     """
     parameters = list(module.parameters()) if module is not None else []
-    held = {p.untyped_storage().data_ptr() for p in parameters}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in held:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
     seconds, output = float("inf"), None
     for _ in range(repeats + 1):  # the first run also loads kernels; the fastest counts
         inputs = tree_map_only(
@@ -136,21 +128,20 @@ def measure_call(
         )
         Device(device).synchronize()
         start = time.perf_counter()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with counting_saved(parameters) as num_saved:
             output = call(inputs)
         graded = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-        num_saved = sum(saved.values())
+        saved_bytes = num_saved()
         torch.autograd.backward(graded, [torch.ones_like(tensor) for tensor in graded])
         Device(device).synchronize()
         seconds = min(seconds, time.perf_counter() - start)
-        saved.clear()
     for parameter in parameters:
         parameter.grad = None
     copies = {True: 2 + _OPTIMIZER_STATES, False: 1}
     state = sum(p.numel() * p.element_size() * copies[p.requires_grad] for p in parameters)
     num_received = sum(t.nbytes for t in tree_leaves(received) if isinstance(t, torch.Tensor))
     detached = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-    return MeasuredLayer(seconds, state, num_saved, num_received), detached
+    return MeasuredLayer(seconds, state, saved_bytes, num_received), detached
 
 
 def memory_costs(

@@ -189,20 +189,21 @@ def _find_blocks(
 ) -> list[str]:
     """The names of the outermost blocks, in module order."""
     found = {*_blocks_without_leaves(model, modules, rules, numel), *leaves}
-    return _outermost(name for name in modules if name in found)
+    return outermost(name for name in modules if name in found)
 
 
 def _blocks_without_leaves(
     model: nn.Module, modules: dict[str, nn.Module], rules: UnitRules, numel: Mapping[int, int]
 ) -> list[str]:
     if rules.classes or rules.names:
-        return _outermost(_named_by_user(modules, rules))
-    hinted = {name for module in modules.values() for name in (getattr(module, "_no_split_modules", None) or ())}
-    if hinted:
-        found = _outermost(name for name, module in modules.items() if type(module).__name__ in hinted and name)
-        if found:
-            return found
-    return _repeated_siblings(model, rules.min_block_numel, numel)
+        return outermost(_named_by_user(modules, rules))
+    return outermost(hinted_blocks(modules)) or _repeated_siblings(model, rules.min_block_numel, numel)
+
+
+def hinted_blocks(modules: Mapping[str, nn.Module]) -> list[str]:
+    """The modules, by name, whose classes the model itself calls its blocks (``_no_split_modules``)."""
+    classes = {name for module in modules.values() for name in (getattr(module, "_no_split_modules", None) or ())}
+    return [name for name, module in modules.items() if name and type(module).__name__ in classes]
 
 
 def _named_by_user(modules: dict[str, nn.Module], rules: UnitRules) -> list[str]:
@@ -235,7 +236,8 @@ def _named_by_user(modules: dict[str, nn.Module], rules: UnitRules) -> list[str]
     return [name for name in modules if name in set(chosen) and name]
 
 
-def _outermost(names: Iterable[str]) -> list[str]:
+def outermost(names: Iterable[str]) -> list[str]:
+    """The names of modules, given in the model's order, that are inside of no other."""
     found: list[str] = []
     for name in names:
         if not any(name.startswith(outer + ".") for outer in found):

@@ -16,7 +16,7 @@ from shoal.errors import UsageError
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.activations import HostActivations
 from shoal.parallel.recompute import Recompute
-from shoal.parallel.recompute_budget import BudgetedRecompute
+from shoal.parallel.recompute_blocks import BudgetedRecompute
 from shoal.sharding.placement import Tier
 from tests.ranks.training import config, make, start_with
 from tests.slow_copies import SlowCopies

@@ -11,9 +11,11 @@ from torch.nn import functional as F
 
 from shoal.errors import ModelError, UsageError
 from shoal.models.gpt import GPT, GPTConfig
+from shoal.parallel import recompute
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.tiled import tile_modules, tiled, tiled_stack, tiled_sum
 from tests.ranks.live_storages import LiveStorages
+from tests.unit.recompute_models import unconfigure
 
 
 class FeedForward(nn.Module):
@@ -90,6 +92,29 @@ def test_dropout_drops_the_same_elements_in_the_backward_pass() -> None:
     assert torch.equal(after, torch.rand(1))
     torch.testing.assert_close(made, whole)
     torch.testing.assert_close(gradients_of(module, x, made), gradients_of(module, x, whole))
+
+
+def test_dropout_by_a_named_random_state_drops_the_same_elements_in_the_backward_pass() -> None:
+    module, x = FeedForward(dropout=0.5), torch.randn(1, 8, 6, requires_grad=True)
+
+    def forked(part: Tensor) -> Tensor:
+        with recompute.get_cuda_rng_tracker().fork():
+            return module(part)
+
+    try:
+        recompute.model_parallel_cuda_manual_seed(3)
+        made = tiled(forked, x, num_tiles=4, parameters=module.parameters())
+        gradients = gradients_of(module, x, made)
+        with recompute.get_cuda_rng_tracker().fork():
+            after = torch.rand(1)
+        recompute.model_parallel_cuda_manual_seed(3)
+        whole = torch.cat([forked(part) for part in x.chunk(4, 1)], 1)
+        with recompute.get_cuda_rng_tracker().fork():
+            assert torch.equal(after, torch.rand(1))
+    finally:
+        unconfigure()
+    torch.testing.assert_close(made, whole)
+    torch.testing.assert_close(gradients, gradients_of(module, x, whole))
 
 
 def test_autocast_counts_in_the_backward_pass_too() -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.checkpoint.foreign import register
 from shoal.compat.checkpoints import DEEPSPEED
 from shoal.errors import ShoalError
+from shoal.version import __version__
 
 if TYPE_CHECKING:
     from shoal import comm, data, errors, zero
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from shoal.pipeline.module import PipelineModule
     from shoal.simulation.check import check_streams
     from shoal.simulation.dry_run import dry_run, dry_run_pipeline
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Documents",

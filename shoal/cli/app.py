@@ -132,7 +132,7 @@ def deepspeed(context: typer.Context) -> None:
 @app.command("ds-report", cls=UsageCommand)
 def ds_report() -> None:
     """Print the versions, the accelerator, and which of DeepSpeed's operators are available."""
-    from shoal.compat.deepspeed.env_report import main
+    from shoal.compat.about import main
 
     main()
 

@@ -19,8 +19,8 @@ import torch
 import shoal
 from shoal.comm.local_device import backends
 from shoal.comm.shm import is_supported
+from shoal.compat.about import TESTED
 from shoal.compat.accelerator import get_accelerator
-from shoal.compat.announce import TESTED
 from shoal.launch import read_environment
 from shoal.memory.host import host_available_nbytes
 from shoal.processor import Format, has_instructions_for

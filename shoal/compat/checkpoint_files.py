@@ -1,4 +1,4 @@
-"""Files beside Shoal's own in a checkpoint, for clients that look for DeepSpeed's.
+"""Files next to Shoal's own in a checkpoint, for clients that look for DeepSpeed's.
 
     FOLDER/latest                                                   the tag (Shoal's own save writes it)
     FOLDER/zero_to_fp32.py                                          gives the fp32 weights of the folder's checkpoints
@@ -9,9 +9,9 @@
     FOLDER/TAG/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt     stages 1 to 3: the stage
 
 Shoal itself reads none of them. The module is left out by a save while training goes on, since its values change
-meanwhile, and where checkpoint.module_in_model_file is false: it is a sixth more bytes beside fp32 master weights and
-Adam's moments (a third where the weights themselves are fp32), all of them written by rank 0. At stage 3 DeepSpeed has
-empty tensors there, which nobody reads.
+meanwhile, and where checkpoint.module_in_model_file is false: with fp32 master weights and Adam's moments it is a
+sixth more bytes (a third where the weights themselves are fp32), all of them written by rank 0. At stage 3 DeepSpeed
+has empty tensors there, which nobody reads.
 They are rank 0's alone, and ``torch.load(weights_only=True)`` reads them.
 """
 

@@ -1,4 +1,4 @@
-"""Values that scripts import from DeepSpeed's modules of constants: keys of the configuration, launchers, defaults."""
+"""Values that scripts import from DeepSpeed's modules of constants. Keys that are their own names are in ``names``."""
 
 from __future__ import annotations
 
@@ -19,24 +19,15 @@ MIN_SWAPPABLE_BYTES = 1 << 20
 
 # deepspeed.runtime.constants
 ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT, ROUTE_ENCODE = "train", "eval", "predict", "encode"
-TRAIN_BATCH_SIZE = "train_batch_size"
-TRAIN_MICRO_BATCH_SIZE_PER_GPU = "train_micro_batch_size_per_gpu"
-GRADIENT_ACCUMULATION_STEPS = "gradient_accumulation_steps"
-STEPS_PER_PRINT = "steps_per_print"
-GRADIENT_CLIPPING = "gradient_clipping"
-OPTIMIZER = "optimizer"
-SCHEDULER = "scheduler"
-FP16 = "fp16"
-BF16 = "bf16"
-ZERO_ALLOW_UNTESTED_OPTIMIZER = "zero_allow_untested_optimizer"
-ZERO_FORCE_DS_CPU_OPTIMIZER = "zero_force_ds_cpu_optimizer"
-PRESCALE_GRADIENTS = "prescale_gradients"
-GRADIENT_PREDIVIDE_FACTOR = "gradient_predivide_factor"
-WALL_CLOCK_BREAKDOWN = "wall_clock_breakdown"
-DUMP_STATE = "dump_state"
-COMMUNICATION_DATA_TYPE = "communication_data_type"
-DISABLE_ALLGATHER = "disable_allgather"
-SPARSE_GRADIENTS = "sparse_gradients"
-MAX_GRAD_NORM = "max_grad_norm"
-BFLOAT16 = "bf16"
-TYPE, OPTIMIZER_PARAMS, SCHEDULER_PARAMS = "type", "params", "params"
+OPTIMIZER_PARAMS = SCHEDULER_PARAMS = "params"
+
+# deepspeed.checkpoint.constants: keys, and parts of the names of files. Those of AutoEP, which is not a part of Shoal,
+# are not here.
+CHECKPOINT_PARALLEL_DIMS = "checkpoint_parallel_dimensions"
+CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE = "pp_degree", "tp_degree"
+MODEL_FILE_PREFIX, MODEL_FILE_SUFFIX = "mp_rank_", "_model_states.pt"
+ZERO_FILE_PREFIX, OPTIM_FILE_SUFFIX = "zero_pp_rank_", "_optim_states.pt"
+BF16_ZERO_FILE_PREFIX, FP16_ZERO_FILE_PREFIX = "bf16_zero_pp_rank_", "fp16_zero_pp_rank_"
+LAYER_FILE_PREFIX = "layer_"
+FP32_WEIGHT_KEY = "fp32"
+UNIVERSAL_CHECKPOINT_VERSION_KEY, UNIVERSAL_CHECKPOINT_VERSION_VALUE = "universal_checkpoint_version", 0.4

@@ -1,18 +1,21 @@
-"""The metadata of the distribution ``deepspeed`` while it is an alias of Shoal: its API level and provider."""
+"""The metadata of the distribution ``deepspeed`` while it is an alias of Shoal: its API level and provider; and where
+another DeepSpeed is installed.
+"""
 
 from __future__ import annotations
 
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
+
+from shoal.version import __version__
 
 API_LEVEL = "0.19.8"
 
 
 def alias_version() -> str:
     """``0.19.8+shoal.X``: a local version of PEP 440, which matches 0.19.8 and is visible in bug reports."""
-    from shoal import __version__
-
     return f"{API_LEVEL}+shoal.{__version__.replace('+', '.')}"
 
 
@@ -33,5 +36,6 @@ class AliasDistribution(Distribution):
         return Path(__file__).resolve().parent / path
 
 
-def alias_distribution() -> Distribution:
-    return AliasDistribution()
+def real_deepspeed() -> ModuleSpec | None:
+    """The spec of an installed DeepSpeed that the alias hides; None: there is none."""
+    return PathFinder.find_spec("deepspeed")

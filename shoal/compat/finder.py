@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -100,10 +100,10 @@ class Finder:
         return spec
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
-        from shoal.compat.distribution import alias_distribution
+        from shoal.compat.distribution import AliasDistribution
 
         name = getattr(context, "name", None)
-        return [alias_distribution()] if name is None or name.replace("_", "-").lower() == ALIAS else []
+        return [AliasDistribution()] if name is None or name.replace("_", "-").lower() == ALIAS else []
 
 
 def _ours(real: str) -> ModuleSpec | None:
@@ -170,17 +170,17 @@ def is_installed() -> bool:
     return _installed.finder is not None
 
 
-def real_deepspeed() -> ModuleSpec | None:
-    """The spec of an installed DeepSpeed that the alias hides; None: there is none."""
-    return PathFinder.find_spec(ALIAS)
-
-
 def _warn_if_late() -> None:
+    from shoal.compat.distribution import real_deepspeed
+
     early = [name for name in CLIENTS_THAT_LOOK_EARLY if name in sys.modules]
     if early and real_deepspeed() is None:
-        from shoal.compat.announce import say
+        from shoal.engine.log import logger, make_audible
 
-        say(f"{', '.join(early)} looked for DeepSpeed when imported, and found none: call install() before that.")
+        make_audible(None)
+        logger.warning(
+            f"{', '.join(early)} looked for DeepSpeed when imported, and found none: call install() before that."
+        )
 
 
 def _add_attributes() -> None:
@@ -191,6 +191,6 @@ def _add_attributes() -> None:
 
 def _announce() -> None:
     if is_first_rank():
-        from shoal.compat.announce import announce
+        from shoal.compat.about import announce
 
-        announce(real_deepspeed())
+        announce()

@@ -1,28 +1,121 @@
-"""The modules of DeepSpeed that only give its names to objects of Shoal and torch, as one table.
+"""DeepSpeed's modules, which give its names to objects of Shoal and torch, as one table.
 
     name below ``deepspeed``      where an object is defined     its name; ``theirs=ours`` where the two differ
     runtime.base_optimizer        shoal.compat.optimizer         DeepSpeedOptimizer ZeROOptimizer=ShardedOptimizer
 
 ``shoal.compat.table_finder`` makes a module when it is imported. A source that begins with a dot lies below
-``shoal.compat.deepspeed``. An empty entry is a package that only contains other modules.
+``shoal.compat.deepspeed``; ``*`` stands for the names in its ``__all__``. An empty entry is a package that only has
+submodules.
 """
 
 from __future__ import annotations
 
+_ABOUT = "shoal.compat.about"
 _ACCELERATOR = "shoal.compat.accelerator"
 _BUILDERS = "shoal.compat.op_builders"
+_CHECKPOINT = "shoal.compat.checkpoint_reader"
+_COLLECTIVES = "shoal.compat.collectives"
 _CONFIG = "shoal.compat.config_models"
 _CONSTANTS = "shoal.compat.constants"
+_ENTRY = "shoal.compat.entry"
 _EXPERTS = "shoal.compat.experts"
+_GROUPS = "shoal.compat.groups"
 _LAYERS = "shoal.pipeline.layers"
+_LEAVES = "shoal.compat.leaf_modules"
 _MOE_LAYER = "shoal.parallel.expert.layer"
 _MONITORS = "shoal.compat.monitors"
+_PARAMETERS = "shoal.compat.parameters"
 _OPTIMIZERS = "shoal.compat.optimizers"
 _SEQUENCE = "shoal.compat.sequence_parallel"
 _TILING = "shoal.compat.sequence_tiling"
 _SMALL = "shoal.compat.small_functions"
 _STAGES = "shoal.pipeline.module"
 _TOPOLOGY = "shoal.pipeline.topology"
+_ZERO_INIT = "shoal.compat.zero_init"
+
+_COLLECTIVE_NAMES: dict[str, str] = {
+    "torch.distributed": "P2POp ProcessGroup ReduceOp batch_isend_irecv is_available",
+    "shoal.comm.world": "init_distributed",
+    _COLLECTIVES: (
+        "all_gather all_gather_coalesced all_gather_into_tensor allgather_fn=all_gather_into_tensor all_gather_object"
+        " all_reduce inference_all_reduce=all_reduce all_reduce_coalesced all_to_all all_to_all_single barrier"
+        " broadcast broadcast_object_list configure destroy_process_group gather get_all_ranks_from_group"
+        " get_comm_operation_count get_global_rank get_local_rank get_logged_comm_ops get_rank get_world_group"
+        " get_world_size has_all_gather_into_tensor has_all_reduce_coalesced=has_all_gather_into_tensor"
+        " has_coalescing_manager=has_all_gather_into_tensor has_comm_data"
+        " has_reduce_scatter_tensor=has_all_gather_into_tensor initialize_mesh_device irecv is_initialized isend"
+        " log_summary monitored_barrier mpi_discovery new_group recv reduce reduce_scatter reduce_scatter_tensor"
+        " reduce_scatter_fn=reduce_scatter_tensor reset_log scatter send set_backend"
+    ),
+}
+_CHECKPOINT_FILES = "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank"
+_GROUP_NAMES = (
+    "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_group"
+    " get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group"
+    " get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank get_tensor_model_parallel_world_size initialize"
+)
+_GATHERED = "GatheredParameters register_external_parameter unregister_external_parameter"
+_SAFE_SETTERS = (
+    "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param"
+    " safe_set_local_grad safe_set_local_optimizer_state"
+)
+_SAFE_ACCESSORS = (
+    "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param"
+    " safe_get_local_grad safe_get_local_optimizer_state safe_update_full_grad_vectorized"
+)
+
+# Constants whose value is their name in lower case: keys of a configuration or of a checkpoint's file.
+_CHECKPOINT_KEYS = (
+    "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE BASE_OPTIMIZER_STATE_STEP"
+    " SINGLE_PARTITION_OF_FP32_GROUPS PARAM_GROUPS GROUP_PADDINGS PARAM_ALIGNMENT_PADDINGS PARAM_SLICE_MAPPINGS"
+    " PARTITION_COUNT ZERO_STAGE CLIP_GRAD LOSS_SCALER PARAM_SHAPES BUFFER_NAMES FROZEN_PARAM_SHAPES"
+    " FROZEN_PARAM_FRAGMENTS DS_VERSION PARAM CAT_DIM VOCAB_TENSOR PADDED_VOCAB_SIZE ORIGINAL_VOCAB_SIZE"
+    " PARAM_N_SUB_PARAMS SUB_PARAM_SHAPE SUB_PARAMS_SHAPE SUB_PARAM_SHARD_WIDTHS UNIVERSAL_CHECKPOINT_INFO"
+    " VOCABULARY_PARAMETER_PATTERNS PIPELINE_REPLICATED_PARAMETER_PATTERNS PARAMETER_TO_AVERAGE_PATTERNS"
+    " PARAMETER_WITH_ROW_PARALLELISM_PATTERNS TP_REPLICATED_PARAMETER_PATTERNS"
+    " PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 PARAMETER_WITH_SUB_PARAMS AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS"
+)
+KEYS: dict[str, str] = {
+    "checkpoint": _CHECKPOINT_KEYS,
+    "checkpoint.constants": _CHECKPOINT_KEYS,
+    "runtime.constants": (
+        "BF16 COMMUNICATION_DATA_TYPE DISABLE_ALLGATHER DUMP_STATE FP16 GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING"
+        " GRADIENT_PREDIVIDE_FACTOR MAX_GRAD_NORM OPTIMIZER PRESCALE_GRADIENTS SCHEDULER SPARSE_GRADIENTS"
+        " STEPS_PER_PRINT TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU TYPE WALL_CLOCK_BREAKDOWN"
+        " ZERO_ALLOW_UNTESTED_OPTIMIZER ZERO_FORCE_DS_CPU_OPTIMIZER"
+    ),
+    "runtime.lr_schedules": (
+        "COS_MIN_RATIO CYCLE_FIRST_STAIR_COUNT CYCLE_FIRST_STEP_SIZE CYCLE_MAX_LR CYCLE_MAX_MOM CYCLE_MIN_LR"
+        " CYCLE_MIN_MOM CYCLE_MOMENTUM CYCLE_SECOND_STAIR_COUNT CYCLE_SECOND_STEP_SIZE DECAY_LR_RATE DECAY_MOM_RATE"
+        " DECAY_STEP_SIZE EDGE_VALUE LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STAIRCASE LR_RANGE_TEST_STEP_RATE"
+        " LR_RANGE_TEST_STEP_SIZE LR_SCHEDULE MID_VALUE TOTAL_NUM_STEPS WARMUP_MAX_LR WARMUP_MIN_LR WARMUP_MIN_RATIO"
+        " WARMUP_NUM_STEPS WARMUP_TYPE"
+    ),
+}
+_CHECKPOINT_CONSTANTS = (
+    "BF16_ZERO_FILE_PREFIX CHECKPOINT_PARALLEL_DIMS CHECKPOINT_PP_DEGREE CHECKPOINT_TP_DEGREE FP16_ZERO_FILE_PREFIX"
+    " FP32_WEIGHT_KEY LAYER_FILE_PREFIX MODEL_FILE_PREFIX MODEL_FILE_SUFFIX OPTIM_FILE_SUFFIX"
+    " UNIVERSAL_CHECKPOINT_VERSION_KEY UNIVERSAL_CHECKPOINT_VERSION_VALUE ZERO_FILE_PREFIX"
+)
+
+# The names at the top, of ``deepspeed`` itself.
+TOP: dict[str, str] = {
+    _ABOUT: (
+        "__version__=version version __version_major__=version_major __version_minor__=version_minor"
+        " __version_patch__=version_patch __git_hash__=git_hash git_hash __git_branch__=git_branch git_branch"
+    ),
+    _ACCELERATOR: "get_accelerator",
+    _ENTRY: "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable initialize set_autotp_mode tp_model_init",
+    _SMALL: "OnDevice is_compile_supported log_dist logger",
+    "shoal.comm.world": "init_distributed",
+    "shoal.compat.config": "DeepSpeedConfig",
+    "shoal.compat.engine": "DeepSpeedEngine",
+    "shoal.compat.lr_schedules": "add_tuning_arguments",
+    "shoal.compat.optimizer": "DeepSpeedOptimizer",
+    "shoal.config": "add_config_arguments",
+    "shoal.data": "DeepSpeedDataLoader=Loader",
+    "shoal.errors": "DeepSpeedConfigError=ConfigError",
+}
 
 EXPORTS: dict[str, dict[str, str]] = {
     "accelerator": {
@@ -35,12 +128,23 @@ EXPORTS: dict[str, dict[str, str]] = {
             " set_accelerator"
         ),
     },
-    "checkpoint.utils": {
-        _SMALL: (
-            "clone_tensors_for_torch_save get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank"
-            " get_zero_ckpt_name_for_rank"
+    "checkpoint": {
+        _CHECKPOINT: f"DeepSpeedCheckpoint SubparamShape {_CHECKPOINT_FILES}",
+        _CONSTANTS: _CHECKPOINT_CONSTANTS,
+        ".checkpoint.universal_checkpoint": "enable_universal_checkpoint",
+    },
+    "checkpoint.constants": {_CONSTANTS: _CHECKPOINT_CONSTANTS},
+    "checkpoint.deepspeed_checkpoint": {
+        _CHECKPOINT: (
+            "ARGS_KEY CHECKPOINT_INFO_KEY DeepSpeedCheckpoint EMBEDDING_LAYER_INDEX FINAL_LAYER_NORM_INDEX"
+            " ITERATION_KEY"
         ),
     },
+    "checkpoint.ds_to_universal": {_CHECKPOINT: "main=make_folder parse_arguments"},
+    "checkpoint.universal_checkpoint": {_CHECKPOINT: "SubparamShape"},
+    "checkpoint.utils": {_CHECKPOINT: f"clone_tensors_for_torch_save {_CHECKPOINT_FILES}"},
+    "comm": _COLLECTIVE_NAMES,
+    "comm.comm": _COLLECTIVE_NAMES,
     "comm.reduce_op": {"torch.distributed": "ReduceOp"},
     "constants": {
         _CONSTANTS: "CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
@@ -59,6 +163,10 @@ EXPORTS: dict[str, dict[str, str]] = {
     },
     "elasticity.elasticity": {
         "shoal.compat.elastic": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
+    },
+    "env_report": {_ABOUT: "cli_main main report"},
+    "git_version_info": {
+        _ABOUT: "compatible_ops=__compatible_ops__ git_branch git_hash installed_ops torch_info version"
     },
     "launcher": {},
     "launcher.constants": {
@@ -132,6 +240,7 @@ EXPORTS: dict[str, dict[str, str]] = {
             "bytes_to_string duration_to_string flops_to_string macs_to_string number_to_string params_to_string"
         ),
     },
+    "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": {
         "shoal.parallel.recompute": (
@@ -145,30 +254,31 @@ EXPORTS: dict[str, dict[str, str]] = {
     "runtime.comm": {},
     "runtime.comm.coalesced_collectives": {"shoal.compat.coalesced": "reduce_scatter_coalesced"},
     "runtime.compiler": {_SMALL: "is_compile_supported", "torch.compiler": "disable is_compiling"},
+    "runtime.config": {"shoal.compat.config": "*", "shoal.errors": "DeepSpeedConfigError=ConfigError"},
     "runtime.config_utils": {
         _CONFIG: "DeepSpeedConfigModel",
-        "shoal.compat.config_readers": (
+        "shoal.compat.config": (
             "get_scalar_param get_dict_param=get_scalar_param get_list_param=get_scalar_param"
             " dict_raise_error_on_duplicate_keys=refuse_duplicates"
         ),
     },
     "runtime.constants": {
-        _CONSTANTS: (
-            "BF16 BFLOAT16 COMMUNICATION_DATA_TYPE DISABLE_ALLGATHER DUMP_STATE FP16 GRADIENT_ACCUMULATION_STEPS"
-            " GRADIENT_CLIPPING GRADIENT_PREDIVIDE_FACTOR MAX_GRAD_NORM OPTIMIZER OPTIMIZER_PARAMS PRESCALE_GRADIENTS"
-            " ROUTE_ENCODE ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN SCHEDULER SCHEDULER_PARAMS SPARSE_GRADIENTS"
-            " STEPS_PER_PRINT TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU TYPE WALL_CLOCK_BREAKDOWN"
-            " ZERO_ALLOW_UNTESTED_OPTIMIZER ZERO_FORCE_DS_CPU_OPTIMIZER"
-        ),
+        _CONFIG: "BFLOAT16",
+        _CONSTANTS: "OPTIMIZER_PARAMS ROUTE_ENCODE ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN SCHEDULER_PARAMS",
     },
     "runtime.data_pipeline": {},
     "runtime.data_pipeline.config": {
-        ".runtime.config": "get_data_efficiency_config get_data_efficiency_enabled",
+        "shoal.compat.config": "get_data_efficiency_config get_data_efficiency_enabled",
     },
     "runtime.data_pipeline.curriculum_scheduler": {"shoal.data.curriculum": "CurriculumScheduler"},
+    "runtime.dataloader": {_SMALL: "RepeatingLoader", "shoal.data": "DeepSpeedDataLoader=Loader"},
     "runtime.engine": {
-        ".runtime.entry": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
+        _ENTRY: "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
         "shoal.compat.engine": "DeepSpeedEngine",
+    },
+    "runtime.entry": {
+        _ENTRY: "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable initialize set_autotp_mode tp_model_init",
+        "shoal.compat.deepspeed": "default_inference_config init_inference",
     },
     "runtime.fp16": {},
     "runtime.fp16.fused_optimizer": {"shoal.compat.by_stage": "FP16_Optimizer"},
@@ -177,6 +287,16 @@ EXPORTS: dict[str, dict[str, str]] = {
         "shoal.optim.loss_scale": "DynamicLossScaler=LossScale LossScalerBase=LossScale",
     },
     "runtime.fp16.unfused_optimizer": {"shoal.compat.by_stage": "FP16_UnfusedOptimizer"},
+    "runtime.lr_schedules": {
+        "shoal.compat.lr_schedules": (
+            "LR_RANGE_TEST ONE_CYCLE WARMUP_COSINE_LR WARMUP_DECAY_LR WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR"
+            " add_tuning_arguments get_config_from_args get_lr_from_config override_1cycle_params"
+            " override_lr_range_test_params override_params override_warmupCosineLR_params override_warmupLR_params"
+            " parse_arguments update_lr"
+        ),
+        "shoal.optim.schedule": "get_torch_optimizer=torch_optimizer",
+        "shoal.optim.schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR",
+    },
     "runtime.pipe": {
         _LAYERS: "LayerSpec TiedLayerSpec",
         _STAGES: "PipelineModule",
@@ -200,7 +320,7 @@ EXPORTS: dict[str, dict[str, str]] = {
     },
     "runtime.precision_config": {
         _CONFIG: "BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config FP16 get_bfloat16_config",
-        "shoal.compat.config_readers": "get_float16_config",
+        "shoal.compat.config": "get_float16_config",
     },
     "runtime.progressive_layer_drop": {"shoal.models.layer_drop": "ProgressiveLayerDrop"},
     "runtime.rollout": {
@@ -226,19 +346,37 @@ EXPORTS: dict[str, dict[str, str]] = {
     },
     "runtime.sparse_tensor": {"shoal.compat.sparse_tensor": "SparseTensor"},
     "runtime.swap_tensor": {_CONSTANTS: "MIN_SWAPPABLE_BYTES"},
+    "runtime.utils": {
+        _ACCELERATOR: "get_accelerator",
+        _SMALL: (
+            "DummyOptim call_to_str clip_grad_norm_ copy_to_device empty_cache ensure_directory_exists get_global_norm"
+            " get_grad_norm get_only_unique_item is_model_parallel_parameter mask_nan_or_inf_with_val_inplace"
+            " move_to_device noop_decorator partition_balanced prefix_sum_inc see_memory_usage"
+        ),
+        "shoal.compat.partitioned_tensor": "PartitionedTensor",
+        "shoal.pipeline.balance": "partition_uniform=uniform",
+        "shoal.pipeline.module": "set_random_seed",
+    },
+    "runtime.zero": {
+        _PARAMETERS: "ZeroParamStatus",
+        _ZERO_INIT: "DeepSpeedTensorOverride Init MiCS_Init=Init ZeroParamType unwrap_model_for_generation",
+        "shoal.compat.tiled_linear": "TiledLinear TiledLinearReturnBias",
+        "shoal.running.hook_switch": "DeepSpeedZeRoOffload=ParameterOffload",
+        "shoal.zero": _GATHERED,
+    },
     "runtime.zero.config": {
         _CONFIG: (
             "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum"
             " ZERO_OPTIMIZATION ZeroStageEnum"
         ),
-        "shoal.compat.config_readers": "get_zero_config",
+        "shoal.compat.config": "get_zero_config",
     },
     "runtime.zero.leaf_module_config": {"shoal.config.zero": "DeepSpeedZeroLeafModuleConfig=LeafModule"},
     "runtime.zero.linear": {
         "torch.nn": "LinearModuleForZeroStage3=Linear",
         "torch.nn.functional": "zero3_linear_wrap=linear",
     },
-    "runtime.zero.mics": {"shoal.compat.zero_init": "MiCS_Init=Init"},
+    "runtime.zero.mics": {_ZERO_INIT: "MiCS_Init=Init"},
     "runtime.zero.offload_config": {
         _CONFIG: (
             "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum OffloadStateTypeEnum"
@@ -246,13 +384,25 @@ EXPORTS: dict[str, dict[str, str]] = {
     },
     "runtime.zero.offload_states": {_SMALL: "get_state_devices"},
     "runtime.zero.parameter_offload": {"shoal.running.hook_switch": "DeepSpeedZeRoOffload=ParameterOffload"},
+    "runtime.zero.partition_parameters": {
+        _ACCELERATOR: "get_accelerator",
+        _PARAMETERS: "ZeroParamStatus is_zero_param=is_zero_parameter",
+        _ZERO_INIT: (
+            "DEFAULT_TENSOR_OVERRIDES DeepSpeedTensorOverride Init ZeroParamType zero_wrapper_for_fp_tensor_constructor"
+        ),
+        "shoal.zero": _GATHERED,
+        "torch": (
+            "_orig_torch_tensor=tensor _orig_torch_empty=empty _orig_torch_zeros=zeros _orig_torch_ones=ones"
+            " _orig_torch_full=full _orig_torch_arange=arange _orig_torch_eye=eye _orig_torch_randn=randn"
+        ),
+    },
     "runtime.zero.stage3": {
         "shoal.compat.by_stage": "DeepSpeedZeroOptimizer_Stage3",
         "shoal.compat.estimates": (
             "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold"
             " estimate_zero3_model_states_mem_needs_all_live"
         ),
-        "shoal.compat.zero_init": "unwrap_model_for_generation",
+        _ZERO_INIT: "unwrap_model_for_generation",
     },
     "runtime.zero.stage_1_and_2": {
         "shoal.compat.by_stage": "DeepSpeedZeroOptimizer",
@@ -261,20 +411,50 @@ EXPORTS: dict[str, dict[str, str]] = {
             " estimate_zero2_model_states_mem_needs_all_live"
         ),
     },
+    "runtime.zero.tiling": {"shoal.compat.tiled_linear": "TiledLinear TiledLinearReturnBias"},
     "runtime.zero.utils": {
         _SMALL: "is_zero_supported_optimizer",
-        "shoal.compat.parameters": "is_zero_param=is_zero_parameter",
+        _PARAMETERS: "is_zero_param=is_zero_parameter",
         "shoal.errors": "ZeRORuntimeException=ShoalError",
     },
     "sequence": {},
     "sequence.cross_entropy": {_TILING: "vocab_sequence_parallel_cross_entropy"},
     "sequence.layer": {_SEQUENCE: "DistributedAttention"},
+    "utils": {
+        ".utils": "groups",
+        ".utils.z3_leaf_module": (
+            "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name"
+            " set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
+        ),
+        _COLLECTIVES: "get_caller_func",
+        _GROUPS: _GROUP_NAMES,
+        _PARAMETERS: _SAFE_ACCESSORS,
+        _SMALL: ("OnDevice RepeatingLoader instrument_w_nvtx log_dist log_dist_once logger set_log_level_from_string"),
+        "shoal.zero": _SAFE_SETTERS,
+    },
     "utils.bwc": {
         _SMALL: ("bwc_tensor_model_parallel_group bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size"),
     },
-    "utils.config": {".runtime.config": "get_timers_config"},
+    "utils.comms_logging": {
+        _COLLECTIVES: "CommsLogger calc_bw_log convert_size get_caller_func",
+    },
+    "utils.config": {"shoal.compat.config": "get_timers_config"},
     "utils.debug": {_SMALL: "print_rank0 printflock"},
     "utils.exceptions": {_SMALL: "DeprecatedException"},
+    "utils.groups": {
+        _GROUPS: (
+            f"{_GROUP_NAMES} _clone_world_group _get_data_parallel_group _get_data_parallel_world_size"
+            " _get_data_parallel_rank _get_data_parallel_group_ranks _get_sequence_data_parallel_group"
+            " _get_sequence_data_parallel_world_size _get_sequence_data_parallel_rank _get_sequence_parallel_group"
+            " _get_sequence_parallel_world_size _get_sequence_parallel_rank _get_model_parallel_world_size"
+            " _get_broadcast_src_rank _get_expert_model_parallel_world_size _get_expert_parallel_group"
+            " _get_expert_parallel_group_ranks _get_expert_parallel_world_size _get_expert_parallel_rank"
+            " _get_expert_parallel_src_rank _get_expert_parallel_group_dict _get_expert_data_parallel_group"
+            " _get_expert_data_parallel_group_ranks _get_expert_data_parallel_world_size _get_expert_data_parallel_rank"
+            " _get_expert_broadcast_src_rank _get_expert_data_parallel_group_dict _get_max_expert_size"
+            " _get_max_expert_size_name _get_max_expert_parallel_group _get_zero_param_intra_parallel_group"
+        ),
+    },
     "utils.init_on_device": {_SMALL: "OnDevice"},
     "utils.logging": {
         _SMALL: (
@@ -283,9 +463,24 @@ EXPORTS: dict[str, dict[str, str]] = {
         ),
     },
     "utils.module_utils": {_SMALL: "recursive_getattr recursive_setattr"},
-    "utils.numa": {_SMALL: "get_numa_cores get_numactl_cmd parse_range parse_range_list"},
+    "utils.numa": {_SMALL: "parse_range parse_range_list"},
     "utils.nvtx": {_SMALL: "instrument_w_nvtx"},
+    "utils.tensor_fragment": {_PARAMETERS: _SAFE_ACCESSORS, "shoal.zero": _SAFE_SETTERS},
+    "utils.timer": {
+        _ACCELERATOR: "get_accelerator",
+        _SMALL: "logger",
+        "shoal.compat.timer": (
+            "BACKWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER STEP_GLOBAL_TIMER"
+            " STEP_MICRO_TIMER NoopTimer SynchronizedWallClockTimer ThroughputTimer Timer trim_mean"
+        ),
+    },
     "utils.torch": {_SMALL: "register_grad_hook required_torch_version"},
+    "utils.z3_leaf_module": {
+        _LEAVES: (
+            "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name"
+            " set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
+        ),
+    },
     "utils.zero_to_fp32": {
         "shoal.compat.zero_to_fp32": (
             "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict"
@@ -298,6 +493,8 @@ EXPORTS: dict[str, dict[str, str]] = {
 
 # What ``python -m deepspeed.MODULE`` calls.
 PROGRAMS: dict[str, str] = {
+    "checkpoint.ds_to_universal": "shoal.compat.checkpoint_reader:to_universal",
+    "env_report": "shoal.compat.about:cli_main",
     "launcher.runner": "shoal.compat.launching:command",
     "utils.zero_to_fp32": "shoal.compat.zero_to_fp32:main",
     "utils.zero_to_torch": "shoal.compat.zero_to_fp32:main_to_torch",

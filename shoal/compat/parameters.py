@@ -1,4 +1,5 @@
-"""Attributes that DeepSpeed's clients read on parameters and modules; ``install()`` adds them to torch's classes.
+"""What DeepSpeed's clients read of sharded parameters: attributes, which ``install()`` adds to torch's classes, and
+``deepspeed.utils.tensor_fragment``.
 
     parameter.ds_id, ds_shape, ds_numel      of a parameter of zero.Init or a stage-3 engine; else AttributeError
     parameter.ds_status, ds_tensor           read from Shoal's own records each time: parameters carry no state
@@ -7,18 +8,24 @@
 
 ``add_attributes`` sets them on ``torch.nn.Parameter`` and ``torch.nn.Module``, ``remove_attributes`` deletes them. In
 between torch's ``clip_grad_norm_`` on parameters of an engine warns, where it is an error otherwise.
+
+The ``safe_get_`` functions are Shoal's own with DeepSpeed's results for missing values: None for a frozen parameter,
+where Shoal's raise; a tensor of no elements for a part that this rank does not own, where Shoal's return None.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 
+from shoal import zero
+from shoal.access.engine_parameters import EngineParameters
 from shoal.access.gathered import GatheredParameters
 from shoal.comm.world import process_group
 from shoal.engine.clipping import CLIPPING
@@ -28,7 +35,7 @@ from shoal.running.sharded_at_init import ShardedAtInit
 
 
 class ZeroParamStatus(Enum):
-    """True if a parameter is whole on this rank."""
+    """Whether a parameter is whole on this rank."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -43,7 +50,7 @@ _STATUS: dict[ParameterState, ZeroParamStatus] = {
 
 
 def is_zero_parameter(parameter: Any) -> bool:
-    """Is it a parameter of ``zero.Init`` or of a stage-3 engine?"""
+    """True if it is a parameter of ``zero.Init`` or of a stage-3 engine."""
     return isinstance(parameter, torch.Tensor) and _zero_owner(parameter) is not None
 
 
@@ -216,3 +223,62 @@ def remove_attributes() -> None:
     for cls, name in _added.names:
         delattr(cls, name)
     _added.names.clear()
+
+
+# deepspeed.utils.tensor_fragment
+
+
+def _none_if_frozen(read: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+    """``read``, which returns None for a frozen parameter of an engine."""
+
+    @wraps(read)
+    def get(param: nn.Parameter, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        owner = OWNERS.get(param)
+        is_frozen = isinstance(owner, EngineParameters) and not owner.knows(param)
+        return None if is_frozen else read(param, *args, **kwargs)
+
+    return get
+
+
+safe_get_full_fp32_param = _none_if_frozen(zero.safe_get_full_fp32_param)
+safe_get_full_grad = _none_if_frozen(zero.safe_get_full_grad)
+safe_get_full_optimizer_state = _none_if_frozen(zero.safe_get_full_optimizer_state)
+
+
+@_none_if_frozen
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the main parameter, 1-D; None of a frozen parameter."""
+    return _or_nothing(zero.safe_get_local_fp32_param(param))
+
+
+@_none_if_frozen
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the reduced gradient, 1-D, fp32; None before backward, and of a frozen parameter."""
+    owner = OWNERS.get(param)
+    has_gradient = isinstance(owner, EngineParameters) and owner.has_gradient(param)
+    return _or_nothing(zero.safe_get_local_grad(param)) if has_gradient else None
+
+
+@_none_if_frozen
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's part of one optimizer state, 1-D; None of a frozen parameter, and before the first step."""
+    part = zero.safe_get_local_optimizer_state(param, optim_state_key)
+    is_elsewhere = part is None and zero.safe_get_local_fp32_param(param) is None
+    return torch.empty(0) if is_elsewhere else part
+
+
+def _or_nothing(part: torch.Tensor | None) -> torch.Tensor:
+    return torch.empty(0) if part is None else part
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace each parameter's gradient by ``update_func(gradient, parameter)``. Every rank calls.
+
+    Communicates: an all_gather of each gradient.
+    """
+    for parameter in param_list:
+        gradient = safe_get_full_grad(parameter)
+        if gradient is not None:
+            zero.safe_set_full_grad(parameter, update_func(gradient, parameter))

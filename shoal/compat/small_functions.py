@@ -5,64 +5,30 @@ from __future__ import annotations
 import fcntl
 import functools
 import logging
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+from shoal.access.engine_parameters import EngineParameters
 from shoal.comm.world import current_world
-from shoal.compat.absent import absent_function
 from shoal.compat.accelerator import get_accelerator
 from shoal.compat.config_models import OffloadStateTypeEnum
 from shoal.compat.parameters import part_of
 from shoal.engine.engine import Engine
-from shoal.engine.log import make_audible
+from shoal.engine.log import make_audible, say_on_rank_0
 from shoal.errors import ConfigError, OptimizerError, UsageError
 from shoal.optim.elementwise import check
 from shoal.optim.loss_scale import LossScale, LossScaleSettings
+from shoal.pipeline.balance import balance
+from shoal.running.parameter_owner import OWNERS
+from shoal.text import format_bytes
 from shoal.zero import safe_get_local_fp32_param, safe_get_local_optimizer_state
-
-# deepspeed.checkpoint.utils
-
-
-def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """The same structure, each tensor with a storage of its own size on ``device``.
-
-    Args:
-        item: a tensor, or dicts, lists and tuples of them; anything else is given back as it is.
-    """
-    if isinstance(item, torch.Tensor):
-        moved = item.detach().to(device)
-        is_tight = moved.untyped_storage().nbytes() == moved.numel() * moved.element_size()
-        return moved if is_tight and moved is not item else moved.clone()
-    if isinstance(item, dict):
-        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(clone_tensors_for_torch_save(value, device) for value in item))
-    if isinstance(item, list | tuple):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
-    return item
-
-
-def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """The model file of a tensor-parallel rank, of two digits, in a checkpoint's folder."""
-    return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
-
-
-def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
-    """The optimizer file of a rank."""
-    return os.path.join(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
-
-
-def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
-    """The file of a pipeline's layer (``layer_01``), of a tensor-parallel rank."""
-    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt")
-
 
 # deepspeed.runtime.compiler
 
@@ -71,12 +37,161 @@ def is_compile_supported() -> bool:
     return True
 
 
+# deepspeed.runtime.dataloader
+
+
+class RepeatingLoader:
+    """Starts the loader again when it ends.
+
+    Raises: StopIteration: the loader has no batch at all.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
 # deepspeed.runtime.fp16.loss_scaler
 
 
 def LossScaler(scale: float = 1) -> LossScale:
     """A scale that never changes."""
     return LossScale(LossScaleSettings(loss_scale=scale))
+
+
+# deepspeed.runtime.utils
+
+
+class DummyOptim:
+    """The optimizer of a model without one: parameter groups and nothing else."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": params}]
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:
+    """The same structure with its tensors on ``device``; with ``criterion_func`` only those for which it is true."""
+    if isinstance(item, torch.Tensor):
+        return item.to(device) if criterion_func is None or criterion_func(item) else item
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return type(item)(move_to_device(value, device, criterion_func) for value in item)
+    return item.to(device) if criterion_func is None and hasattr(item, "to") else item
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool]) -> Any:
+    """As ``move_to_device``, and tensors that are there already are copied."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone().to(device) if criterion_func(item) else item
+    if isinstance(item, dict):
+        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return type(item)(copy_to_device(value, device, criterion_func) for value in item)
+    return item
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """With ``force``, log on rank 0 the device memory in use now and at most, after ``message``."""
+    if force:
+        accelerator = get_accelerator()
+        now, peak = accelerator.memory_allocated(), accelerator.max_memory_allocated()
+        say_on_rank_0(current_world().rank, f"{message}: {format_bytes(now)} in use, at most {format_bytes(peak)}")
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> torch.Tensor:
+    """torch's, for parameters of no engine. Raises: UsageError: a parameter of an engine, which clips in ``step()``."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(isinstance(OWNERS.get(parameter), EngineParameters) for parameter in given):
+        raise UsageError(
+            "clip_grad_norm_() was given parameters of an engine, whose gradients are sharded.",
+            do="set gradient_clipping in the config; engine.get_global_grad_norm() returns the norm.",
+            code="clip-engine",
+        )
+    return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+
+
+def mask_nan_or_inf_with_val_inplace(input: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
+    """Replace values that are not finite by ``val``."""
+    input.masked_fill_(~input.isfinite(), val)
+
+
+def get_global_norm(norm_list: Sequence[float | torch.Tensor]) -> float:
+    """The norm of several norms."""
+    return float(sum(float(norm) ** 2 for norm in norm_list) ** 0.5)
+
+
+def get_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of the parameters' ``grad``; engines have ``get_global_grad_norm()``."""
+    return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type))
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Where each part begins, and the end, so that the heaviest part is as light as it can be.
+
+    >>> partition_balanced([1, 1, 1, 1, 4], 2)
+    [0, 4, 5]
+    """
+    if num_parts >= len(weights):
+        return [min(part, len(weights)) for part in range(num_parts + 1)]
+    return balance(weights, num_parts)
+
+
+def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
+    """The sums of the first 1, 2, ... weights."""
+    sums, total = [], 0
+    for weight in weights:
+        total += weight
+        sums.append(total)
+    return sums
+
+
+def is_model_parallel_parameter(p: Any) -> bool:
+    """True if it is marked as one part of a tensor-parallel parameter."""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the folder of a file."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def empty_cache() -> None:
+    get_accelerator().empty_cache()
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """A call as text.
+
+    >>> call_to_str("f", 1, b=2)
+    'f(1, b=2)'
+    """
+    given = [repr(arg) for arg in args] + [f"{key}={value!r}" for key, value in kwargs.items()]
+    return f"{base}({', '.join(given)})"
+
+
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    """The one value of ``items``. Raises: UsageError: there are several, or none."""
+    found = set(items)
+    if len(found) != 1:
+        raise UsageError(f"expected one value, got {len(found)}: {sorted(map(str, found))[:5]}.", code="not-unique")
+    return found.pop()
+
+
+def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
+    return func
 
 
 # deepspeed.runtime.zero.offload_states
@@ -218,11 +333,6 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # deepspeed.utils.numa
-
-_NUMA = "set OMP_NUM_THREADS, or start the command under numactl."
-
-get_numactl_cmd = absent_function("deepspeed.utils.numa.get_numactl_cmd", _NUMA)
-get_numa_cores = absent_function("deepspeed.utils.numa.get_numa_cores", _NUMA)
 
 
 def parse_range(rng: str) -> range:

@@ -10,7 +10,7 @@ A made module is an ordinary one: its names are bound when it is made, and ``imp
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import ExecutionLoader, Loader
 from importlib.machinery import ModuleSpec
@@ -19,10 +19,9 @@ from types import ModuleType
 from typing import Any
 
 from shoal.compat import names as tables
-from shoal.compat.absent import absent_class, absent_function
-from shoal.compat.absent_modules import ABSENT, AbsentModuleError, what_to_do
+from shoal.compat.absent import ABSENT, MISSING, AbsentModuleError, absent_class, absent_function, what_to_do
 from shoal.compat.finder import ALIAS, TARGET
-from shoal.compat.names import EXPORTS, PROGRAMS
+from shoal.compat.names import EXPORTS, KEYS, PROGRAMS
 
 
 class TableFinder:
@@ -57,17 +56,9 @@ class TableLoader(ExecutionLoader):
     def exec_module(self, module: ModuleType) -> None:
         if _is_package(self.name):
             vars(module)["__getattr__"] = submodules_of(module.__name__)
-        made: dict[str, Any] = {}
-        for source, names in EXPORTS.get(self.name, {}).items():
-            found = import_module(TARGET + source if source.startswith(".") else source)
-            for theirs, _, ours in (each.partition("=") for each in names.split()):
-                made[theirs] = getattr(found, ours or theirs)
-        do, names = ABSENT.get(self.name, ("", ""))
-        for each in names.split():
-            make = absent_class if each[0].isupper() else absent_function
-            made[each] = make(f"{ALIAS}.{self.name}.{each}", do)
-        public = [each for each in made if not each.startswith("_") or each.endswith("__")]
-        vars(module).update(made, __doc__=self._doc(), __all__=sorted(public))
+        contents = contents_of(self.name, EXPORTS.get(self.name, {}))
+        public = [each for each in contents if not each.startswith("_") or each.endswith("__")]
+        vars(module).update(contents, __doc__=self._doc(), __all__=sorted(public))
 
     def _doc(self) -> str:
         sources = ", ".join(EXPORTS.get(self.name, {}))
@@ -105,6 +96,26 @@ class RefusingLoader(Loader):
     def exec_module(self, module: ModuleType) -> None: ...
 
 
+def contents_of(module: str, exports: Mapping[str, str]) -> dict[str, Any]:
+    """The names that the tables give to a module.
+
+    Args:
+        module: its name below ``deepspeed``; empty: that of ``deepspeed`` itself.
+        exports: its entry in ``EXPORTS``.
+    """
+    contents: dict[str, Any] = {name: name.lower() for name in KEYS.get(module, "").split()}
+    for source, names in exports.items():
+        defines = import_module(TARGET + source if source.startswith(".") else source)
+        for theirs, _, ours in (name.partition("=") for name in (defines.__all__ if names == "*" else names.split())):
+            contents[theirs] = getattr(defines, ours or theirs)
+    prefix = f"{ALIAS}.{module}".rstrip(".")
+    for do, names in (ABSENT.get(module, ("", "")), *MISSING.get(module, {}).items()):
+        for name in names.split():
+            make = absent_class if name[0].isupper() else absent_function
+            contents[name] = make(f"{prefix}.{name}", do)
+    return contents
+
+
 def submodules_of(package: str) -> Callable[[str], Any]:
     """A ``__getattr__`` for a package (PEP 562), which imports a submodule when it is asked for as an attribute."""
 
@@ -126,5 +137,5 @@ def register() -> None:
 
 
 def _is_package(name: str) -> bool:
-    """Whether it has submodules; an absent module is a package, so that the import of one below it says what to do."""
+    """True if it has submodules; an absent module is a package, so that the import of one below it says what to do."""
     return name in ABSENT or any(other.startswith(name + ".") for table in (EXPORTS, ABSENT) for other in table)

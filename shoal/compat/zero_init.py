@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from types import TracebackType
 from typing import Any
 
@@ -43,6 +44,24 @@ CONSTRUCTORS: tuple[Constructor, ...] = (
     torch.eye,
     torch.randn,
 )
+
+
+class ZeroParamType(Enum):
+    """Whether a parameter is gathered, sharded, or sharded on other ranks."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class DeepSpeedTensorOverride(Enum):
+    """The kinds of tensors whose dtype ``zero.Init`` may change."""
+
+    dtype = 1
+    device = 2
+
+
+DEFAULT_TENSOR_OVERRIDES = [DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverride.device]
 
 
 def zero_wrapper_for_fp_tensor_constructor(

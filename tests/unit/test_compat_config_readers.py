@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.compat.config_readers import refuse_duplicates
+from shoal.compat.config import refuse_duplicates
 from shoal.compat.deepspeed.runtime import config as readers
 from shoal.compat.small_functions import get_current_level, get_log_level_from_string, logger, should_log_le
 from shoal.config import examine
@@ -75,14 +75,14 @@ def test_a_section_is_built_with_its_defaults(name: str, given: dict[str, Any], 
 
 
 def test_sections_that_deepspeed_reads_as_dicts_have_its_defaults() -> None:
-    aio = readers.READERS["get_aio_config"]({"aio": {"block_size": 2048, "unknown": 1}})
+    aio = readers.get_aio_config({"aio": {"block_size": 2048, "unknown": 1}})
     assert aio["block_size"] == 2048 and "unknown" not in aio
     assert (aio["queue_depth"], aio["overlap_events"], aio["single_submit"]) == (8, True, False)
-    section = readers.READERS["get_checkpoint_config"]({"checkpoint": {"tag_validation": "Fail"}})
+    section = readers.get_checkpoint_config({"checkpoint": {"tag_validation": "Fail"}})
     assert section == {"tag_validation": "FAIL", "checkpoint_serialization": True, "writer": None}
-    data = readers.READERS["get_data_efficiency_config"]({"data_efficiency": {"seed": 7}})
+    data = readers.get_data_efficiency_config({"data_efficiency": {"seed": 7}})
     assert (data["enabled"], data["seed"], data["data_sampling"]["num_epochs"]) == (False, 7, 1000)
-    assert readers.READERS["get_scalar_param"]({}, "a", 2) == 2
+    assert readers.get_scalar_param({}, "a", 2) == 2
 
 
 def test_a_key_that_is_twice_in_a_file_is_a_value_error() -> None:
@@ -92,7 +92,7 @@ def test_a_key_that_is_twice_in_a_file_is_a_value_error() -> None:
 
 
 def test_the_pipelines_section_has_deepspeeds_defaults() -> None:
-    section = readers.READERS["get_pipeline_config"]({"pipeline": {"stages": 2}})
+    section = readers.get_pipeline_config({"pipeline": {"stages": 2}})
     assert (section["stages"], section["partition"]) == (2, "best")
 
 

@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 import shoal
-from shoal.compat import announce, environment, finder
+from shoal.compat import about, environment, finder
 from shoal.errors import UsageError
 
 ROOT = Path(shoal.__file__).resolve().parent.parent
@@ -151,7 +151,7 @@ def test_a_spawned_process_and_a_fork_server_follow(tmp_path: Path) -> None:
         "            found.append(pool.apply(version))\n"
         "    print(json.dumps(found))\n"
     )
-    code = f"import sys; sys.argv = ['x', {str(script)!r}]; from shoal.compat.script import main; main()"
+    code = f"import sys; sys.argv = ['x', {str(script)!r}]; from shoal.compat.deepspeed.__main__ import main; main()"
     assert run(code) == [VERSION, VERSION]
 
 
@@ -244,12 +244,10 @@ def test_deepspeeds_commands_are_on_the_path_where_the_name_is_shoals() -> None:
 
 def test_a_client_of_another_release_is_named_with_the_tested_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", ModuleType("accelerate"))
-    monkeypatch.setattr(announce, "version", lambda name: "1.99.0")
-    assert announce.untested() == [
-        "accelerate 1.99.0 is outside of the tested range, 1.15.*: differences are possible."
-    ]
-    monkeypatch.setattr(announce, "version", lambda name: "1.15.3")
-    assert announce.untested() == []
+    monkeypatch.setattr(about, "version_of", lambda name: "1.99.0")
+    assert about.untested() == ["accelerate 1.99.0 is outside of the tested range, 1.15.*: differences are possible."]
+    monkeypatch.setattr(about, "version_of", lambda name: "1.15.3")
+    assert about.untested() == []
 
 
 def test_the_first_rank_says_once_who_provides_the_name() -> None:

@@ -19,7 +19,7 @@ import pytest
 import shoal
 import shoal.compat.deepspeed
 from shoal.compat import finder
-from shoal.compat.absent_modules import ABSENT
+from shoal.compat.absent import ABSENT
 from shoal.compat.names import EXPORTS, PROGRAMS
 
 TARGET = "shoal.compat.deepspeed"
@@ -31,7 +31,8 @@ MODULES = {
         DeepSpeedConfig DeepSpeedConfigError DeepSpeedDataLoader DeepSpeedEngine DeepSpeedHybridEngine
         DeepSpeedInferenceConfig DeepSpeedOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable
         DeepSpeedTransformerConfig DeepSpeedTransformerLayer InferenceEngine OnDevice PipelineEngine
-        PipelineModule __version__ add_config_arguments add_tuning_arguments checkpointing comm
+        PipelineModule __git_branch__ __git_hash__ __version__ __version_major__ __version_minor__ __version_patch__
+        git_branch git_hash version add_config_arguments add_tuning_arguments checkpointing comm
         default_inference_config dist get_accelerator init_distributed init_inference initialize install
         is_compile_supported is_installed log_dist logger ops replace_transformer_layer
         revert_transformer_layer set_autotp_mode tp_model_init uninstall utils zero""",
@@ -196,7 +197,9 @@ MODULES = {
     "runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
     "runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
     "runtime.engine": "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
-    "runtime.entry": "default_inference_config init_inference initialize set_autotp_mode tp_model_init",
+    "runtime.entry": """
+        DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable default_inference_config init_inference
+        initialize set_autotp_mode tp_model_init""",
     "runtime.fp16": "",
     "runtime.fp16.fused_optimizer": "FP16_Optimizer",
     "runtime.fp16.loss_scaler": "DynamicLossScaler LossScaler LossScalerBase",
@@ -242,9 +245,9 @@ MODULES = {
     "runtime.swap_tensor": "MIN_SWAPPABLE_BYTES",
     "runtime.utils": """
         DummyOptim PartitionedTensor call_to_str clip_grad_norm_ copy_to_device empty_cache
-        ensure_directory_exists get_global_norm get_grad_norm get_only_unique_item is_model_parallel_parameter
-        mask_nan_or_inf_with_val_inplace move_to_device noop_decorator partition_balanced partition_uniform
-        prefix_sum_inc see_memory_usage set_random_seed""",
+        ensure_directory_exists get_accelerator get_global_norm get_grad_norm get_only_unique_item
+        is_model_parallel_parameter mask_nan_or_inf_with_val_inplace move_to_device noop_decorator
+        partition_balanced partition_uniform prefix_sum_inc see_memory_usage set_random_seed""",
     "runtime.zero": """
         DeepSpeedTensorOverride DeepSpeedZeRoOffload GatheredParameters Init MiCS_Init TiledLinear
         TiledLinearReturnBias ZeroParamStatus ZeroParamType register_external_parameter
@@ -279,7 +282,10 @@ MODULES = {
     "sequence.fpdt_layer": "FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss",
     "sequence.layer": "DistributedAttention single_all_to_all",
     "utils": """
-        OnDevice RepeatingLoader get_caller_func get_z3_leaf_modules groups instrument_w_nvtx log_dist
+        OnDevice RepeatingLoader get_caller_func get_data_parallel_group get_data_parallel_rank
+        get_data_parallel_world_size get_model_parallel_group get_model_parallel_rank get_model_parallel_world_size
+        get_tensor_model_parallel_group get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank
+        get_tensor_model_parallel_world_size initialize get_z3_leaf_modules groups instrument_w_nvtx log_dist
         log_dist_once logger safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state
         safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param
         safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad
@@ -308,7 +314,9 @@ MODULES = {
         safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad
         safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad
         safe_set_local_optimizer_state safe_update_full_grad_vectorized""",
-    "utils.timer": "NoopTimer SynchronizedWallClockTimer ThroughputTimer Timer trim_mean",
+    "utils.timer": """
+        BACKWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER NoopTimer STEP_GLOBAL_TIMER
+        STEP_MICRO_TIMER SynchronizedWallClockTimer ThroughputTimer Timer get_accelerator logger trim_mean""",
     "utils.torch": "register_grad_hook required_torch_version",
     "utils.z3_leaf_module": """
         get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name
@@ -330,12 +338,8 @@ REACHABLE = """
     runtime.zero runtime.zero.mics runtime.zero.parameter_offload runtime.zero.partition_parameters runtime.zero.stage3
     runtime.zero.tiling utils utils.comms_logging utils.groups utils.init_on_device utils.logging utils.nvtx
     utils.tensor_fragment utils.timer"""
-# The files that ``import deepspeed`` runs; everything else waits until it is asked for.
-LOADED = """
-    comm comm.comm runtime runtime.config runtime.dataloader runtime.entry runtime.lr_schedules runtime.utils
-    runtime.zero runtime.zero.partition_parameters runtime.zero.tiling utils utils.comms_logging utils.groups
-    utils.tensor_fragment utils.timer utils.z3_leaf_module
-"""
+# The modules that ``import deepspeed`` makes; every other one waits until it is asked for.
+LOADED = "comm runtime runtime.zero utils utils.groups utils.z3_leaf_module"
 
 
 @pytest.fixture
@@ -380,7 +384,8 @@ def test_a_module_without_a_file_looks_like_one_with_a_file(name: str) -> None:
     assert is_package or not has_submodules
     assert module.__package__ == module.__name__ if is_package else module.__name__.rpartition(".")[0]
     above, _, last = f"deepspeed.{name}".rpartition(".")
-    assert getattr(importlib.import_module(above), last) is module
+    # A function of deepspeed.utils has the name of the module that defines it, as in DeepSpeed.
+    assert getattr(importlib.import_module(above), last) is module or name == "utils.z3_leaf_module"
 
 
 def test_every_module_is_a_file_or_an_entry_and_not_both() -> None:
@@ -397,7 +402,7 @@ def test_every_module_is_a_file_or_an_entry_and_not_both() -> None:
     assert set(PROGRAMS) <= set(EXPORTS)
 
 
-def test_importing_deepspeed_runs_the_files_that_it_needs_and_no_other() -> None:
+def test_importing_deepspeed_makes_the_modules_that_it_needs_and_no_other() -> None:
     program = (
         "import json, sys, shoal.compat.finder as f; f.install(children=False); import deepspeed; print(json.dumps("
         "sorted(n for n in sys.modules if n.startswith('shoal.compat.deepspeed.'))))"
@@ -482,7 +487,7 @@ def test_a_package_without_a_file_has_no_submodule_but_its_own() -> None:
 
 
 @pytest.mark.parametrize("above", ["deepspeed", TARGET])
-@pytest.mark.parametrize("name", [*PROGRAMS, "checkpoint.ds_to_universal"])
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"env_report"}))
 def test_a_module_of_programs_runs_with_m(above: str, name: str) -> None:
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", TARGET, "-m", f"{above}.{name}", "--help"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.compat import finder
-from shoal.compat.absent_modules import ABSENT, NAMED, AbsentModuleError
+from shoal.compat.absent import ABSENT, NAMED, AbsentModuleError
 from shoal.errors import NotBuiltError
 
 # What is done: module -> names. Left out: everything below.

@@ -76,7 +76,7 @@ def test_every_exception_of_the_package_is_copied_and_pickled_whole(
 
 
 def test_what_a_base_class_keeps_outside_of_the_dict_is_pickled_too() -> None:
-    from shoal.compat.absent_modules import AbsentModuleError
+    from shoal.compat.absent import AbsentModuleError
 
     error = AbsentModuleError("no such part.", do="leave it out.")
     error.name = "deepspeed.part"

@@ -130,8 +130,8 @@ def test_only_comm_and_launch_name_torch_distributed() -> None:
     # torch.distributed.pipelining computes orders of actions, and splits a backward, without a group.
     pipelining = ("shoal/pipeline/schedule.py", "shoal/pipeline/run.py")
     given = ("shoal/compat/partitioned_tensor.py", "shoal/compat/coalesced.py", "shoal/compat/given_mesh.py")
-    of_groups = ("shoal/compat/deepspeed/utils/groups.py", *given)
-    of_torch = ("shoal/compat/deepspeed/comm/", *of_groups)
+    of_groups = ("shoal/compat/groups.py", *given)
+    of_torch = ("shoal/compat/collectives.py", *of_groups)
     allowed = ("shoal/comm/", "shoal/launch/", "shoal/checkpoint/formats/dcp", *pipelining, *of_torch)
     assert places_of("torch.distributed", allowed=allowed) == []
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's functions that read one value of a configuration that is a dict: ``get_gradient_clipping({...})``.
+"""``deepspeed.runtime.config``: the configuration, checked by Shoal, and functions that read one value of a dict.
 
     name                      where the value is             without it
     get_gradient_clipping     gradient_clipping              Shoal's default of that key
@@ -15,10 +15,82 @@ from typing import Any
 
 import torch
 
-from shoal.compat.config_models import DeepSpeedFP16Config, DeepSpeedZeroConfig
+from shoal.comm.world import current_world
+from shoal.compat.assertions import be_assertion
+from shoal.compat.config_models import DeepSpeedFP16Config, DeepSpeedZeroConfig, get_bfloat16_config
+from shoal.compat.monitors import DeepSpeedMonitorConfig, get_monitor_config
+from shoal.config import Config, load
+from shoal.config.batch import MICRO, STEPS, TRAIN, Batch, BatchMismatch, solve
 from shoal.config.schema import Schema
 from shoal.engine.settings import DTYPES
 from shoal.errors import ConfigError
+
+ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
+LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
+DEEPSPEED_OPTIMIZERS = ["adagrad", "adam", "adamw", "lamb", "lion", "muon"]
+
+
+class BatchSizeError(ConfigError, AssertionError):
+    """Batch sizes that contradict each other. Also an AssertionError, since DeepSpeed asserts it."""
+
+    code = "config-batch"
+
+
+class DeepSpeedConfig:
+    """A checked configuration: its keys are attributes.
+
+    Args:
+        config: a path, a dict, JSON text or base64.
+        mpu: says how many data-parallel ranks share the batch; None: all ranks.
+
+    Raises: ConfigError: every problem at once; an AssertionError too, since DeepSpeed asserts some.
+    """
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        self.world_size: int = mpu.get_data_parallel_world_size() if mpu is not None else current_world().size
+        try:
+            self.checked: Config = load(
+                config,
+                world_size=self.world_size,
+                replaced=("optimizer", "scheduler"),  # a client may pass its own to initialize()
+            )
+        except ConfigError as error:
+            be_assertion(error)
+            raise
+
+    def _configure_train_batch_size(self) -> None:
+        """Compute those of the three batch sizes that are None, after they were set as attributes.
+
+        Raises: BatchSizeError: they do not fit, or neither the global batch nor the micro-batch is given.
+        """
+        given = Batch(*(getattr(self, name) for name in (TRAIN, MICRO, STEPS)))
+        try:
+            if given.train is None and given.micro is None:
+                raise BatchMismatch(f"neither {TRAIN} nor {MICRO} is given.", "give one of them.")
+            if any(size is not None and size < 1 for size in (given.train, given.micro, given.accumulation)):
+                raise BatchMismatch(f"{given} is not of positive sizes.", "give sizes of at least 1.")
+            solved = solve(given, self.world_size)
+        except BatchMismatch as problem:
+            raise BatchSizeError(str(problem), do=problem.do) from None
+        for name, size in zip((TRAIN, MICRO, STEPS), (solved.train, solved.micro, solved.accumulation), strict=True):
+            setattr(self, name, size)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "checked":
+            raise AttributeError(name)
+        checked = self.checked
+        if name == "_param_dict":
+            return checked.raw
+        if name == "monitor_config":
+            return DeepSpeedMonitorConfig(checked.tensorboard, checked.wandb, checked.csv_monitor, checked.comet)
+        if name == "zero_config":
+            return checked.zero_optimization
+        if name in type(checked).model_fields or hasattr(type(checked), name):
+            return getattr(checked, name)
+        raise AttributeError(f"the configuration has no key {name!r}")
+
+
+# functions that read one value
 
 # Keys at the top level: ``get_`` and the key is the name of the function.
 KEYS = (
@@ -48,7 +120,7 @@ BUILT = {
     "get_tensor_parallel_config": "tensor_parallel",
     "get_timers_config": "timers.throughput",
 }
-# function -> path of a value that counts beside a type
+# function -> path of a value that counts only with a type
 TYPED = {
     "get_optimizer_params": "optimizer.params",
     "get_optimizer_gradient_clipping": "optimizer.params.max_grad_norm",
@@ -208,26 +280,36 @@ def get_pipeline_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {**PIPELINE, **_at(param_dict, "pipeline", {})}
 
 
-READERS: dict[str, Callable[..., Any]] = {
+READERS: dict[str, Reader] = {
     **{f"get_{key}": _of_path(f"get_{key}", key, Schema.model_fields[key].default) for key in KEYS.split()},
     **{name: _of_path(name, path, default) for name, (path, default) in PATHS.items()},
     **{name: _of_section(name, section) for name, section in SECTIONS.items()},
     **{name: _typed(name, path) for name, path in TYPED.items()},
     **{name: _building(name, path) for name, path in BUILT.items()},
-    **{
-        read.__name__: read
-        for read in (
-            get_aio_config,
-            get_checkpoint_config,
-            get_checkpoint_tag_validation_mode,
-            get_communication_data_type,
-            get_data_efficiency_config,
-            get_float16_config,
-            get_gradient_allreduce_op,
-            get_pipeline_config,
-            get_scalar_param,
-            get_torch_autocast_dtype,
-            get_zero_config,
-        )
-    },
 }
+globals().update(READERS)
+
+__all__ = [
+    *READERS,
+    "ADAGRAD_OPTIMIZER",
+    "ADAMW_OPTIMIZER",
+    "ADAM_OPTIMIZER",
+    "DEEPSPEED_OPTIMIZERS",
+    "DeepSpeedConfig",
+    "LAMB_OPTIMIZER",
+    "LION_OPTIMIZER",
+    "MUON_OPTIMIZER",
+    "get_aio_config",
+    "get_bfloat16_config",
+    "get_checkpoint_config",
+    "get_checkpoint_tag_validation_mode",
+    "get_communication_data_type",
+    "get_data_efficiency_config",
+    "get_float16_config",
+    "get_gradient_allreduce_op",
+    "get_monitor_config",
+    "get_pipeline_config",
+    "get_scalar_param",
+    "get_torch_autocast_dtype",
+    "get_zero_config",
+]

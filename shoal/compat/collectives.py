@@ -1,80 +1,37 @@
-"""Collectives as DeepSpeed's scripts call them, and the log of their times. Shoal's own do not pass here: see
-``shoal.comm``; both are in one log.
+"""``deepspeed.comm`` and ``deepspeed.utils.comms_logging``: collectives as scripts call them, and their log.
+
+Shoal's own collectives do not pass here (see ``shoal.comm``); both are in one log.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import P2POp, ProcessGroup, ReduceOp, batch_isend_irecv, is_available
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal.comm.world import current_world, init_distributed
-from shoal.compat.deepspeed.utils.comms_logging import CommsLogger
+from shoal.comm.world import current_world
 from shoal.device import Device
 from shoal.engine.log import say_on_rank_0
 from shoal.mesh import Mesh
-from shoal.observe.collectives import collective_log, current_log, timed
-
-__all__ = [
-    "P2POp",
-    "ProcessGroup",
-    "ReduceOp",
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "allgather_fn",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "configure",
-    "destroy_process_group",
-    "gather",
-    "get_all_ranks_from_group",
-    "get_comm_operation_count",
-    "get_global_rank",
-    "get_local_rank",
-    "get_logged_comm_ops",
-    "get_rank",
-    "get_world_group",
-    "get_world_size",
-    "has_all_gather_into_tensor",
-    "has_all_reduce_coalesced",
-    "has_coalescing_manager",
-    "has_comm_data",
-    "has_reduce_scatter_tensor",
-    "inference_all_reduce",
-    "init_distributed",
-    "initialize_mesh_device",
-    "irecv",
-    "is_available",
-    "is_initialized",
-    "isend",
-    "log_summary",
-    "monitored_barrier",
-    "mpi_discovery",
-    "new_group",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_fn",
-    "reduce_scatter_tensor",
-    "reset_log",
-    "scatter",
-    "send",
-    "set_backend",
-]
+from shoal.observe.collectives import (
+    CollectiveLog,
+    Records,
+    bandwidths,
+    collective_log,
+    current_log,
+    straggler_table,
+    stragglers,
+    summary_of,
+    timed,
+)
+from shoal.text import format_bytes
 
 
 def _logged(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,32 +74,21 @@ def _nbytes(kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     return min(sizes, default=0)
 
 
-all_gather = _logged(dist.all_gather)
-all_gather_into_tensor = allgather_fn = _logged(dist.all_gather_into_tensor)
-all_gather_object = _logged(dist.all_gather_object)
-all_reduce = inference_all_reduce = _logged(dist.all_reduce)
-all_to_all = _logged(dist.all_to_all)
-all_to_all_single = _logged(dist.all_to_all_single)
-barrier = _logged(dist.barrier)
-broadcast = _logged(dist.broadcast)
-broadcast_object_list = _logged(dist.broadcast_object_list)
-gather = _logged(dist.gather)
-irecv = _logged(dist.irecv)
-isend = _logged(dist.isend)
-monitored_barrier = _logged(dist.monitored_barrier)
-recv = _logged(dist.recv)
-reduce = _logged(dist.reduce)
-reduce_scatter = _logged(dist.reduce_scatter)
-reduce_scatter_tensor = reduce_scatter_fn = _logged(dist.reduce_scatter_tensor)
-scatter = _logged(dist.scatter)
-send = _logged(dist.send)
+# torch's functions that the log times.
+_TIMED = (
+    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier broadcast"
+    " broadcast_object_list gather irecv isend monitored_barrier recv reduce reduce_scatter reduce_scatter_tensor"
+    " scatter send"
+)
+TIMED = {name: _logged(getattr(dist, name)) for name in _TIMED.split()}
+globals().update(TIMED)
 
 
 def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
     """One all_reduce of several tensors. Returns: their works, where ``async_op``."""
-    works = [all_reduce(tensor, op=op, group=group, async_op=async_op) for tensor in tensors]
+    works = [TIMED["all_reduce"](tensor, op=op, group=group, async_op=async_op) for tensor in tensors]
     return _Works(works) if async_op else None
 
 
@@ -154,7 +100,7 @@ def all_gather_coalesced(
 ) -> Any:
     """All-gathers, one of each pair. Returns: their works, where ``async_op``."""
     works = [
-        all_gather_into_tensor(output, given, group=group, async_op=async_op)
+        TIMED["all_gather_into_tensor"](output, given, group=group, async_op=async_op)
         for output, given in zip(output_tensors, input_tensors, strict=True)
     ]
     return _Works(works) if async_op else None
@@ -176,9 +122,6 @@ class _Works:
 
 def has_all_gather_into_tensor() -> bool:
     return True
-
-
-has_all_reduce_coalesced = has_coalescing_manager = has_reduce_scatter_tensor = has_all_gather_into_tensor
 
 
 # who and where
@@ -236,6 +179,126 @@ def set_backend() -> None:
 
 
 # the log
+
+
+def get_caller_func(frame: int = 3) -> str:
+    """The name of the function ``frame`` calls up."""
+    return sys._getframe(frame).f_code.co_name
+
+
+def convert_size(size_bytes: float) -> str:
+    """Bytes in powers of 1,024."""
+    return format_bytes(size_bytes)
+
+
+def calc_bw_log(comm_op: str, size: float, duration: float) -> tuple[float, float]:
+    """Gbit/s of a collective of all ranks, and of its bus, by bytes of one rank and milliseconds."""
+    return bandwidths(comm_op, size, duration, current_world().size)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _attribute_of_log(name: str, read: Callable[[Any], Any], write: Callable[[Any], Any]) -> Any:
+    """The log's attribute ``name`` as one of a ``CommsLogger``, converted by ``read`` and ``write``."""
+
+    def get(logger: CommsLogger) -> Any:
+        return read(getattr(logger.log, name))
+
+    def put(logger: CommsLogger, value: Any) -> None:
+        setattr(logger.log, name, write(value))
+
+    return property(get, put)
+
+
+class CommsLogger:
+    """A log of collectives under DeepSpeed's names.
+
+    Args:
+        log: Shoal's; None: a new one.
+    """
+
+    def __init__(self, log: CollectiveLog | None = None) -> None:
+        self.log = log if log is not None else CollectiveLog()
+
+    enabled = _attribute_of_log("is_on", bool, bool)
+    prof_all = _attribute_of_log("takes_all", bool, bool)
+    prof_ops = _attribute_of_log("kinds", list, tuple)
+    verbose = _attribute_of_log("is_verbose", bool, bool)
+    debug = _attribute_of_log("names_callers", bool, bool)
+    comms_dict = _attribute_of_log("records", _same, _same)
+
+    def configure(self, comms_config: Any) -> None:
+        """Apply the section ``comms_logger``, or the section of a config."""
+        section = getattr(comms_config, "comms_logger", comms_config)
+        for name in ("enabled", "prof_all", "prof_ops", "verbose", "debug"):
+            setattr(self, name, getattr(section, name))
+
+    def start_profiling_comms(self) -> None:
+        self.prof_all = True
+
+    def stop_profiling_comms(self) -> None:
+        self.prof_all = False
+
+    def start_profiling_op(self, op_name_list: Iterable[str]) -> None:
+        self.prof_ops = [*dict.fromkeys([*self.prof_ops, *op_name_list])]
+
+    def stop_profiling_op(self, op_name_list: Iterable[str]) -> None:
+        stopped = set(op_name_list)
+        self.prof_ops = [name for name in self.prof_ops if name not in stopped]
+
+    def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
+        """Record a collective of all ranks: its kind, the name for the log, milliseconds, bytes of one rank."""
+        self.log.add(raw_name, msg_size, latency, size=current_world().size, name=record_name)
+
+    def get_raw_data(self) -> Records:
+        return dict(self.log.records)
+
+    def has_data(self) -> bool:
+        return bool(self.log.records)
+
+    def reset_data(self) -> None:
+        self.log.clear()
+
+    def get_operation_names(self) -> list[str]:
+        return list(self.log.records)
+
+    def get_total_operations(self) -> int:
+        return sum(record[0] for sizes in self.log.records.values() for record in sizes.values())
+
+    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
+        """The figures of one name by bytes; None: it was not recorded."""
+        sizes = self.log.records.get(operation_name)
+        return None if sizes is None else summary_of(sizes)
+
+    def log_all(
+        self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
+    ) -> dict[str, Any] | None:
+        """Print the records, or return them.
+
+        Communicates: with ``show_straggler``, every rank's times; every rank calls.
+        """
+        world = current_world()
+        late = None
+        if show_straggler:
+            late = stragglers(self.log, world.communicator("dp", Mesh.of(world.size)))
+        if print_log:
+            text = self.log.table()
+            if late is not None:
+                text += f"\n\nwaiting for late ranks\n{straggler_table(late)}"
+            sys.stdout.write(f"{text}\n")
+        if not return_dict:
+            return None
+        return {
+            "summary": self.log.summary(),
+            "straggler_analysis": late,
+            "metadata": {
+                "world_size": world.size,
+                "rank": world.rank,
+                "timestamp": datetime.now(UTC).isoformat(),
+            },
+        }
 
 
 def configure(

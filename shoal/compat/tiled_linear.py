@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from shoal.access.gathered import GatheredParameters
-from shoal.compat.deepspeed.runtime.utils import partition_uniform
 from shoal.errors import ModelError
+from shoal.pipeline.balance import uniform
 
 
 class TiledLinear(nn.Module):
@@ -55,8 +55,8 @@ class TiledLinear(nn.Module):
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
-        self.in_parts = partition_uniform(in_features, in_splits)
-        self.out_parts = partition_uniform(out_features, out_splits)
+        self.in_parts = uniform(in_features, in_splits)
+        self.out_parts = uniform(out_features, out_splits)
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(
@@ -153,6 +153,3 @@ class TilesError(ModelError, RuntimeError):
     """Tiles that do not fit the layer. DeepSpeed raises a RuntimeError."""
 
     code = "tiles"
-
-
-__all__ = ["TiledLinear", "TiledLinearReturnBias"]

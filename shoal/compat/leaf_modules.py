@@ -109,15 +109,3 @@ def _not_found(how: str, names: Sequence[str], model: nn.Module) -> ModelError:
         do="name it as model.named_modules() does, or pass raise_if_not_found=False.",
         code="leaf-module",
     )
-
-
-__all__ = [
-    "get_z3_leaf_modules",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-    "z3_leaf_parameter",
-]

@@ -1,4 +1,4 @@
-"""The functions at DeepSpeed's top level that are more than another name of Shoal's."""
+"""``deepspeed.initialize``: Shoal's, after which an engine does as DeepSpeed's does; and ``tp_model_init``."""
 
 from __future__ import annotations
 
@@ -16,24 +16,18 @@ from torch import nn
 from shoal.access.engine_parameters import EngineParameters
 from shoal.comm.environment import read_launch
 from shoal.comm.world import current_world, init_distributed, process_group
-from shoal.compat.absent import absent_function
-from shoal.compat.absent_modules import SERVING as _SERVING
 from shoal.compat.assertions import be_assertion
 from shoal.compat.by_stage import take_class
 from shoal.compat.checkpoint_files import prepare
 from shoal.compat.config_optimizers import mark
-from shoal.compat.deepspeed.utils.timer import ThroughputTimer
-from shoal.compat.deepspeed.utils.z3_leaf_module import (
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-)
 from shoal.compat.engine import DeepSpeedEngine as Engine
 from shoal.compat.engine_names import value_at
 from shoal.compat.given_mesh import TP_SIZES
 from shoal.compat.initialize import initialize as shoal_initialize
+from shoal.compat.leaf_modules import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer
 from shoal.compat.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
+from shoal.compat.timer import ThroughputTimer
 from shoal.engine.log import say_on_rank_0
 from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
 from shoal.running.parameter_owner import OWNERS
@@ -48,10 +42,6 @@ class AssertedConfigError(ConfigError, AssertionError):
 
 class RefusedFormatsError(ConfigError, NotImplementedError):
     """A ConfigError where DeepSpeed raises NotImplementedError."""
-
-
-init_inference = absent_function("deepspeed.init_inference", _SERVING)
-default_inference_config = absent_function("deepspeed.default_inference_config", _SERVING)
 
 
 def initialize(

@@ -190,6 +190,3 @@ class NoopTimer:
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     """The mean without the largest and the smallest values, a share of them at each end; 0 of nothing."""
     return trimmed_mean(data, trim_percent)
-
-
-__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "Timer", "trim_mean"]

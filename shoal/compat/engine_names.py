@@ -15,69 +15,46 @@ from shoal.config import Config
 from shoal.engine.settings import DTYPES
 from shoal.errors import NotBuiltError
 
+# What the path in the configuration begins with, what the method begins with: what both end with.
+_ALIKE = {
+    ("", ""): (
+        "memory_breakdown wall_clock_breakdown dump_state log_level steps_per_print managed_gradient_accumulation"
+        " dataloader_drop_last gradient_predivide_factor zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+    ),
+    ("zero_optimization.", "zero_"): (
+        "reduce_scatter overlap_comm sub_group_size reduce_bucket_size allgather_bucket_size allgather_partitions"
+        " round_robin_gradients contiguous_gradients load_from_fp32_weights elastic_checkpoint legacy_stage1"
+        " ignore_unused_parameters save_muon_momentum_buffer_in_memory log_trace_cache_warnings"
+    ),
+    ("zero_optimization.stage3_", "zero_"): (
+        "max_live_parameters max_reuse_distance prefetch_bucket_size module_granularity_threshold"
+        " param_persistence_threshold model_persistence_threshold gather_16bit_weights_on_model_save"
+        " allgather_sequential"
+    ),
+    ("fp16.", "fp16_"): "enabled auto_cast",
+    ("torch_autocast.", "torch_autocast_"): "enabled lower_precision_safe_modules",
+    ("flops_profiler.", "flops_profiler_"): (
+        "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"
+    ),
+    ("autotuning.", "autotuning_"): "enabled start_profile_step end_profile_step metric metric_path",
+    ("progressive_layer_drop.", "pld_"): "enabled theta gamma",
+}
 # method -> path in the configuration
 PATHS = {
-    "memory_breakdown": "memory_breakdown",
-    "wall_clock_breakdown": "wall_clock_breakdown",
-    "dump_state": "dump_state",
-    "log_level": "log_level",
-    "steps_per_print": "steps_per_print",
-    "managed_gradient_accumulation": "managed_gradient_accumulation",
-    "dataloader_drop_last": "dataloader_drop_last",
-    "gradient_predivide_factor": "gradient_predivide_factor",
+    **{method + end: path + end for (path, method), ends in _ALIKE.items() for end in ends.split()},
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     "load_universal_checkpoint": "checkpoint.load_universal",
-    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
-    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
-    "zero_overlap_comm": "zero_optimization.overlap_comm",
-    "zero_sub_group_size": "zero_optimization.sub_group_size",
-    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
     "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
-    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
-    "zero_allgather_partitions": "zero_optimization.allgather_partitions",
-    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
-    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
-    "zero_load_from_fp32_weights": "zero_optimization.load_from_fp32_weights",
-    "zero_elastic_checkpoint": "zero_optimization.elastic_checkpoint",
-    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
-    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
-    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
-    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
-    "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
-    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    "zero_allgather_sequential": "zero_optimization.stage3_allgather_sequential",
-    "zero_legacy_stage1": "zero_optimization.legacy_stage1",
-    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
-    "zero_save_muon_momentum_buffer_in_memory": "zero_optimization.save_muon_momentum_buffer_in_memory",
     "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
     "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
     "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
     "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
-    "zero_log_trace_cache_warnings": "zero_optimization.log_trace_cache_warnings",
     "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
     "zenflow_config": "zero_optimization.zenflow",
-    "fp16_enabled": "fp16.enabled",
-    "fp16_auto_cast": "fp16.auto_cast",
     "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
     "bfloat16_enabled": "bf16.enabled",
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bf16.bf16_optimizer_states",
-    "torch_autocast_enabled": "torch_autocast.enabled",
-    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
-    "flops_profiler_enabled": "flops_profiler.enabled",
-    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
-    "flops_profiler_profile_step": "flops_profiler.profile_step",
-    "flops_profiler_module_depth": "flops_profiler.module_depth",
-    "flops_profiler_top_modules": "flops_profiler.top_modules",
-    "flops_profiler_detailed": "flops_profiler.detailed",
-    "flops_profiler_output_file": "flops_profiler.output_file",
-    "autotuning_enabled": "autotuning.enabled",
-    "autotuning_start_profile_step": "autotuning.start_profile_step",
-    "autotuning_end_profile_step": "autotuning.end_profile_step",
-    "autotuning_metric": "autotuning.metric",
-    "autotuning_metric_path": "autotuning.metric_path",
     "tensor_parallel_config": "tensor_parallel",
     "autotp_size": "tensor_parallel.autotp_size",
     "aio_config": "aio",
@@ -93,9 +70,6 @@ PATHS = {
     "curriculum_learning_enabled": "data_efficiency.data_sampling.curriculum_learning.enabled",
     "curriculum_enabled_legacy": "curriculum_learning.enabled",
     "elasticity_enabled": "elasticity.enabled",
-    "pld_enabled": "progressive_layer_drop.enabled",
-    "pld_theta": "progressive_layer_drop.theta",
-    "pld_gamma": "progressive_layer_drop.gamma",
     "random_ltd_config": "data_efficiency.data_routing.random_ltd",
     "random_ltd_enabled": "data_efficiency.data_routing.random_ltd.enabled",
 }
@@ -170,49 +144,37 @@ DERIVED: dict[str, Callable[[Config], Any]] = {
     "uses_parallelization_pass_only": lambda _config: False,
 }
 
-_GRADIENTS = "gradients are reduced unit by unit during backward; take no_sync() to leave it out"
-_CURRICULUM = "the section data_efficiency is not built yet; feed the batches that you want, or use curriculum_learning"
-_DEEPCOMPILE = "DeepCompile is not built; take engine.compile()"
-_DATASETS = "engine.deepspeed_io() takes either kind of dataset"
-_MEASURED = "take engine.timers (with wall_clock_breakdown) or engine.memory_report()"
-NOT_HERE = {
-    "allreduce_bucket": _GRADIENTS,
-    "allreduce_and_copy": _GRADIENTS,
-    "allreduce_no_retain": _GRADIENTS,
-    "buffered_allreduce_fallback": _GRADIENTS,
-    "enable_backward_allreduce": _GRADIENTS,
-    "clip_fp32_gradients": "step() clips by gradient_clipping",
-    "set_data_post_process_func": _CURRICULUM,
-    "random_ltd_initialize": _CURRICULUM,
-    "random_ltd_scheduler": _CURRICULUM,
-    "collect_python_gc": "call gc.collect()",
-    "log_for_device": "print, or call deepspeed.log_dist(), on the ranks that you choose",
-    "tput_log": "steps_per_print prints the throughput",
-    "mem_status": "call see_memory_usage(), or set memory_breakdown",
-    "is_map_style_dataset": _DATASETS,
-    "is_iterable_style_dataset": _DATASETS,
-    "zero_parameter_alignment": "parameters lie in buckets at offsets of Shoal's own",
-    "zero_compute_grad_norm": "get_global_grad_norm() has the norm of each step",
-    "load_moe_state_dict": "load_checkpoint() reads experts with the rest",
-    "register_compile_pass": _DEEPCOMPILE,
-    "get_deepcompile_backend": _DEEPCOMPILE,
-    "get_deepspeed_compile_backend": _DEEPCOMPILE,
-    "get_autosp_backend": _DEEPCOMPILE,
-    "get_autotp_backend": _DEEPCOMPILE,
-    "get_compile_time": _DEEPCOMPILE,
-    "engine_timers": _MEASURED,
-    "engine_timers_cache": _MEASURED,
-    "tput_timer": _MEASURED,
-    "print_forward_breakdown": _MEASURED,
-    "autotuning_model_info": "autotuning is not built yet",
-    "autotuning_model_info_path": "autotuning is not built yet",
-    "autotuning_profile_model_info": "autotuning is not built yet",
-    "checkpoint_engine": "take engine.save_checkpoint(); checkpoint.async_save saves while training continues",
-    "get_optimizer_configuration": "client_optimizer.defaults has them",
-    "swap_tensor_config": "zero_optimization.offload_* and aio in engine.config have it",
-    "torch_autocast_z0_gradscaler": "take engine.scale(loss) or engine.backward(loss)",
+# What to do instead of using names that are not here.
+_INSTEAD = {
+    "gradients are reduced unit by unit during backward; take no_sync() to leave it out": (
+        "allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback enable_backward_allreduce"
+    ),
+    "step() clips by gradient_clipping": "clip_fp32_gradients",
+    "the section data_efficiency is not built yet; feed the batches that you want, or use curriculum_learning": (
+        "set_data_post_process_func random_ltd_initialize random_ltd_scheduler"
+    ),
+    "call gc.collect()": "collect_python_gc",
+    "print, or call deepspeed.log_dist(), on the ranks that you choose": "log_for_device",
+    "steps_per_print prints the throughput": "tput_log",
+    "call see_memory_usage(), or set memory_breakdown": "mem_status",
+    "engine.deepspeed_io() takes either kind of dataset": "is_map_style_dataset is_iterable_style_dataset",
+    "parameters lie in buckets at offsets of Shoal's own": "zero_parameter_alignment",
+    "get_global_grad_norm() has the norm of each step": "zero_compute_grad_norm",
+    "load_checkpoint() reads experts with the rest": "load_moe_state_dict",
+    "DeepCompile is not built; take engine.compile()": (
+        "register_compile_pass get_deepcompile_backend get_deepspeed_compile_backend get_autosp_backend"
+        " get_autotp_backend get_compile_time"
+    ),
+    "take engine.timers (with wall_clock_breakdown) or engine.memory_report()": (
+        "engine_timers engine_timers_cache tput_timer print_forward_breakdown"
+    ),
+    "autotuning is not built yet": "autotuning_model_info autotuning_model_info_path autotuning_profile_model_info",
+    "take engine.save_checkpoint(); checkpoint.async_save saves while training continues": "checkpoint_engine",
+    "client_optimizer.defaults has them": "get_optimizer_configuration",
+    "zero_optimization.offload_* and aio in engine.config have it": "swap_tensor_config",
+    "take engine.scale(loss) or engine.backward(loss)": "torch_autocast_z0_gradscaler",
 }
-
+NOT_HERE = {name: do for do, names in _INSTEAD.items() for name in names.split()}
 
 _PIPELINE_CALLS = {"train_batch", "eval_batch", "set_dataloader", "set_dataiterator", "set_batch_fn"}
 

@@ -17,7 +17,6 @@ from shoal.optim.schedules import (
     WarmupDecayLR,
     WarmupLR,
 )
-from shoal.optim.schedules import torch_optimizer as get_torch_optimizer
 
 LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
 WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupDecayLR", "WarmupCosineLR"

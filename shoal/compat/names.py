@@ -294,8 +294,10 @@ EXPORTS: dict[str, dict[str, str]] = {
             " override_lr_range_test_params override_params override_warmupCosineLR_params override_warmupLR_params"
             " parse_arguments update_lr"
         ),
-        "shoal.optim.schedule": "get_torch_optimizer=torch_optimizer",
-        "shoal.optim.schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR",
+        "shoal.optim.schedules": (
+            "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR"
+            " get_torch_optimizer=torch_optimizer"
+        ),
     },
     "runtime.pipe": {
         _LAYERS: "LayerSpec TiedLayerSpec",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shoal.models.gpt import GPT, Block, GPTConfig
-from shoal.models.shapes import NAMED_SHAPES, named_config, nearest_config, parse_count
+from shoal.models.gpt import GPT, NAMED_SHAPES, Block, GPTConfig, named_config, nearest_config, parse_count
 
 __all__ = ["GPT", "NAMED_SHAPES", "Block", "GPTConfig", "named_config", "nearest_config", "parse_count"]

@@ -1,4 +1,4 @@
-"""A GPT: pre-norm blocks, rotary positions, causal attention, one loss; with experts as an option.
+"""A GPT: pre-norm blocks, rotary positions, causal attention, one loss; with experts as an option; and named shapes.
 
     tokens [B, L] -> embedding [B, L, D] -> blocks -> norm -> head -> logits [B, L, V] -> loss []
 
@@ -12,6 +12,13 @@ blocks, so that there are no buffers to lose or to round.
 With experts, a block's feed-forward layer is one that the caller gives (``shoal.parallel.expert.stacked``), and the
 losses of the routers are summed from block to block.
 
+A shape is known by name, or is the one nearest to a number of parameters:
+
+>>> named_config("124m").num_parameters()
+123587328
+>>> parse_count("10M"), parse_count("1.5b"), parse_count("4096")
+(10000000, 1500000000, 4096)
+
 Source: GPT-2's shape and initialisation (Radford et al. 2019), rotary positions (arXiv:2104.09864).
 """
 
@@ -19,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -27,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.errors import ModelError, UsageError
+from shoal.text import did_you_mean
 
 Attend = Callable[..., Tensor]  # as torch.nn.functional.scaled_dot_product_attention
 HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden [B, L, D], weight [V, D], targets [B, L] -> loss []
@@ -46,7 +54,7 @@ class GPTConfig:
         num_layers: number of blocks.
         hidden_size: width of the residual stream, D; divides by ``num_heads``, into an even head size.
         num_heads: attention heads per block, H.
-        tied: whether the head's weight is the embedding's.
+        tied: True if the head's weight is the embedding's.
         dropout: probability that an element of a block's two outputs is zeroed while training.
         num_experts: feed-forward layers in each block, of which each token uses some; 0: one, for all tokens.
         experts_per_token: how many.
@@ -114,6 +122,28 @@ class GPTConfig:
         matrices = self.num_layers * block + self.vocab_size * self.hidden_size
         scores = 2 * self.num_layers * self.hidden_size * self.sequence_length
         return 6 * (matrices + scores)
+
+
+# The vocabulary of the larger shapes is GPT-2's 50,257 rounded up to a multiple of 128, which divides well.
+NAMED_SHAPES: dict[str, GPTConfig] = {
+    "nano": GPTConfig(256, 64, num_layers=2, hidden_size=64, num_heads=2),
+    "tiny": GPTConfig(256, 128, num_layers=4, hidden_size=128, num_heads=4),
+    "mini": GPTConfig(256, 256, num_layers=6, hidden_size=256, num_heads=4),
+    "small-34m": GPTConfig(8192, 256, num_layers=8, hidden_size=512, num_heads=8, tied=False),
+    "124m": GPTConfig(50304, 1024, num_layers=12, hidden_size=768, num_heads=12),
+    "350m": GPTConfig(50304, 1024, num_layers=24, hidden_size=1024, num_heads=16),
+    "774m": GPTConfig(50304, 1024, num_layers=36, hidden_size=1280, num_heads=20),
+    "1.5b": GPTConfig(50304, 1024, num_layers=48, hidden_size=1600, num_heads=25),
+    "2.7b": GPTConfig(50304, 2048, num_layers=32, hidden_size=2560, num_heads=32),
+    "6.7b": GPTConfig(50304, 2048, num_layers=32, hidden_size=4096, num_heads=32),
+    "13b": GPTConfig(50304, 2048, num_layers=40, hidden_size=5120, num_heads=40),
+    "30b": GPTConfig(50304, 2048, num_layers=48, hidden_size=7168, num_heads=56),
+    "66b": GPTConfig(50304, 2048, num_layers=64, hidden_size=9216, num_heads=72),
+    "175b": GPTConfig(50304, 2048, num_layers=96, hidden_size=12288, num_heads=96),
+}
+
+_WIDTH_PER_LAYER = 64  # hidden size over layers of GPT-2's and GPT-3's smaller shapes
+_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 class Embedding(nn.Embedding):
@@ -375,3 +405,70 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1, generator=generator)
+
+
+def named_config(name: str, *, vocab_size: int | None = None, sequence_length: int | None = None) -> GPTConfig:
+    """The shape of that name, with another vocabulary or sequence length where given.
+
+    Raises: ModelError: no shape has the name.
+    """
+    shape = NAMED_SHAPES.get(name.lower())
+    if shape is None:
+        raise ModelError(
+            f"no model shape is called {name!r}{did_you_mean(name.lower(), NAMED_SHAPES) or '.'}",
+            do=f"take one of {', '.join(NAMED_SHAPES)}, or a number of parameters such as 10M.",
+        )
+    return replace(
+        shape,
+        vocab_size=shape.vocab_size if vocab_size is None else vocab_size,
+        sequence_length=shape.sequence_length if sequence_length is None else sequence_length,
+    )
+
+
+def nearest_config(
+    num_parameters: int, *, vocab_size: int = 256, sequence_length: int = 256, tied: bool = True
+) -> GPTConfig:
+    """The shape, of usual proportions, whose number of parameters is nearest.
+
+    Widths are multiples of 64 (of 16 below 128); heads have 64 elements (32 in models narrower than 256, 16 below 64).
+    A shape may be up to twice as deep or as wide as usual if that comes nearer.
+
+    Raises: ModelError: so few parameters that no shape comes within a factor of 2.
+    """
+    best: tuple[float, GPTConfig] | None = None
+    for hidden in [16, 32, 48, 64, 80, 96, 112, *range(128, 32768, 64)]:
+        usual = hidden / _WIDTH_PER_LAYER
+        head_size = 64 if hidden >= 256 and hidden % 64 == 0 else 32 if hidden % 32 == 0 else 16
+        for layers in range(max(1, math.floor(usual / 2)), math.ceil(usual * 2) + 1):
+            shape = GPTConfig(vocab_size, sequence_length, layers, hidden, hidden // head_size, tied)
+            distance = abs(math.log(shape.num_parameters() / num_parameters))
+            cost = distance + 0.02 * abs(math.log(layers / usual))
+            if best is None or cost < best[0]:
+                best = (cost, shape)
+        if 12 * hidden**2 * max(1, math.floor(usual / 2)) > 2 * num_parameters:
+            break
+    assert best is not None
+    if not 0.5 <= best[1].num_parameters() / num_parameters <= 2:
+        raise ModelError(
+            f"no shape with a vocabulary of {vocab_size} has about {num_parameters} parameters; "
+            f"the nearest has {best[1].num_parameters()}.",
+            do="ask for more parameters, or take a smaller vocabulary.",
+        )
+    return best[1]
+
+
+def parse_count(text: str) -> int:
+    """A number with an optional suffix k, m, b or t (thousand to 10 ** 12), in either case.
+
+    Raises: ModelError: it is no such number, or not positive.
+    """
+    cleaned = text.strip().lower().replace("_", "").replace(",", "")
+    factor = _SUFFIXES.get(cleaned[-1:], 1)
+    digits = cleaned[:-1] if factor > 1 else cleaned
+    try:
+        count = round(float(digits) * factor)
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 1:
+        raise ModelError(f"{text!r} is not a number of parameters.", do="write it as 4096, 10M or 1.5B.")
+    return count

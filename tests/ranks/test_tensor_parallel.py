@@ -293,3 +293,23 @@ def test_dropout_is_equal_on_whole_activations_and_differs_on_split_ones(gloo: G
     assert (state, out) == (other_state, other_out)
     assert split != other_split  # sequence parallel: other tokens, other elements
     assert after == other_after
+
+
+def test_one_rank_keeps_a_loss_function_that_is_a_module() -> None:
+    class Loss(nn.Module):
+        def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+    model = gpt()
+    del model.loss_function
+    model.loss_function = Loss()
+    expected = model(TOKENS, TOKENS)
+    for size, is_kept in ((1, True), (2, False)):
+
+        def on_a_rank(is_kept: bool = is_kept) -> None:
+            mine = copy.deepcopy(model)
+            parallelize(mine, tp_communicator(), loss_parallel=True)
+            assert isinstance(mine.loss_function, Loss) == is_kept
+            assert torch.allclose(mine(TOKENS, TOKENS), expected)
+
+        run_ranks(size, on_a_rank)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 
 from torch import nn
@@ -31,7 +30,6 @@ from shoal.parallel.tensor.families import FEED_FORWARD_RULES
 from shoal.parallel.tensor.parts import as_ranges, even_ranges
 from shoal.parallel.tensor.plan import Plan, by_rules, is_linear, join, match
 from shoal.sharding.layout import ParameterSpec
-from shoal.sharding.parts import cut
 
 
 def divide(
@@ -94,7 +92,7 @@ def divide(
             found[local] = ParameterSpec.part(local, (num_rows, *part.global_shape[1:]), (ranges, *part.local[1:]))
             if not is_divided:
                 own = ParameterSpec.along(local, (num_rows, *parameter.shape[1:]), 0, ranges)
-                keep_part(parameter, partial(cut, spec=own))
+                keep_part(parameter, own)
     return found
 
 
@@ -172,7 +170,7 @@ def split_stacks(model: nn.Module, comm: Communicator) -> dict[str, ParameterSpe
             ranges = even_ranges(blocks, comm.size, comm.rank)
             spec = ParameterSpec.along(f"{prefix}.{name}", shape, split.dim, ranges)
             found[spec.name] = spec
-            keep_part(parameters[name], partial(cut, spec=spec))
+            keep_part(parameters[name], spec)
     return found
 
 

@@ -10,6 +10,7 @@ Letters: B rows, H heads, K heads of keys and values, L positions of this rank, 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -92,7 +93,7 @@ def attention(
         window or documents over ``cp`` only keys and values that another rank's queries attend to are sent.
     """
     context = context or current_sequence_context() or _ALONE
-    query, key, value = _same_dtype(query, key, value)
+    query, key, value = _cast_for_autocast(query, key, value)
     check_heads(query.shape[1], key.shape[1])
     if context.is_alone:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
@@ -184,11 +185,10 @@ def _repeats_keys(query: Tensor, key: Tensor, value: Tensor, options: AttentionO
     return is_grouped and isinstance(kernel_for(query, value), EfficientKernel | PlainKernel)
 
 
-def _same_dtype(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast in its dtype, as torch's function does it."""
+def _cast_for_autocast(*tensors: Tensor) -> Iterator[Tensor]:
+    """Each in autocast's dtype where it is on, as torch's function takes it."""
     kind = tensors[0].device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        tensors = tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
-    query, key, value = tensors
-    return query, key, value
+    if not torch.is_autocast_enabled(kind):
+        return iter(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return (tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)

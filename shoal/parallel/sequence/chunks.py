@@ -253,13 +253,13 @@ def keys_of(tiles: tuple[Tile, ...]) -> tuple[range, ...]:
     >>> keys_of((Tile(0, 0, 1, 4, 6), Tile(0, 1, 2, 5, 8), Tile(1, 0, 2, 1, 2)))
     (range(1, 2), range(4, 8))
     """
-    found: list[range] = []
+    keys: list[range] = []
     for start, stop in sorted((tile.k0, tile.k1) for tile in tiles):
-        if found and start <= found[-1].stop:
-            found[-1] = range(found[-1].start, max(stop, found[-1].stop))
+        if keys and start <= keys[-1].stop:
+            keys[-1] = range(keys[-1].start, max(stop, keys[-1].stop))
         else:
-            found.append(range(start, stop))
-    return tuple(found)
+            keys.append(range(start, stop))
+    return tuple(keys)
 
 
 @lru_cache(maxsize=1024)
@@ -340,16 +340,16 @@ def _tiles_of_band(row: int | None, queries: DocumentRun, keys: DocumentRun, ban
 
 def _runs(chunks: Chunks, begins: tuple[int, ...] | None) -> list[list[DocumentRun]]:
     """The runs of each chunk."""
-    found = []
+    by_chunk = []
     offset = 0
     for chunk in chunks:
         shift = offset - chunk.start
         bounds = enumerate(pairwise((0, chunk.stop) if begins is None else begins))
         inside = ((document, max(start, chunk.start), min(stop, chunk.stop)) for document, (start, stop) in bounds)
         runs = (DocumentRun(document, start + shift, stop + shift, shift) for document, start, stop in inside)
-        found.append([run for run in runs if run.start < run.stop])
+        by_chunk.append([run for run in runs if run.start < run.stop])
         offset += len(chunk)
-    return found
+    return by_chunk
 
 
 def _joined(runs: Sequence[Sequence[DocumentRun]]) -> list[DocumentRun]:

@@ -23,7 +23,7 @@ from shoal.parallel.sequence.attention import attention
 from shoal.parallel.sequence.context import SequenceContext, current_sequence_context
 from shoal.parallel.sequence.ulysses import HeadExchange, split_heads
 
-# What attention functions of transformers take beside these, and attention over ranks does not have.
+# Arguments of transformers' attention functions that attention over ranks does not have.
 _REFUSED = ("position_bias", "cache")
 # The functions of transformers' masks that is_causal, window and documents say too. Others are refused.
 _KNOWN_MASKS = {
@@ -107,8 +107,8 @@ def _mask_functions(function: Any) -> set[str]:
     if not callable(function):
         return set()
     inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    own = getattr(function, "__qualname__", type(function).__name__).split(".")[0]
-    return {own}.union(*(_mask_functions(each) for each in inner))
+    name = getattr(function, "__qualname__", type(function).__name__).split(".")[0]
+    return {name}.union(*(_mask_functions(each) for each in inner))
 
 
 class _AttentionFunction:
@@ -117,7 +117,7 @@ class _AttentionFunction:
     Args:
         alone: used without a context.
         core: used between two exchanges of heads; None: ``shoal.attention``.
-        takes_window: does ``core`` compute a sliding window and a soft cap itself?
+        takes_window: True if ``core`` computes a sliding window and a soft cap itself.
     """
 
     def __init__(self, alone: Forward, core: Forward | None, only_training: bool, takes_window: bool) -> None:
@@ -139,23 +139,21 @@ class _AttentionFunction:
         context = _active()
         given = kwargs.get("is_causal")
         is_causal = bool(getattr(module, "is_causal", True) if given is None else given)
-        softcap = kwargs.get("softcap")
         if context is None:
-            is_plain = softcap is None and kwargs.get("s_aux") is None
+            is_plain = kwargs.get("softcap") is None and kwargs.get("s_aux") is None
             if is_plain or self._core is not None or not isinstance(attention_mask, Tensor | None):
                 return self.alone(module, query, key, value, attention_mask, **kwargs)
             # Transformers' SDPA has no soft cap and no sinks, and would leave them out.
             return _on_one_rank(query, key, value, attention_mask, is_causal, kwargs)
         if context.is_alone:
-            return attention(query, key, value, context=context).transpose(1, 2).contiguous(), None
+            return _attended(query, key, value, {}, context)
         if "sliding_window" not in kwargs:
             kwargs["sliding_window"] = context.masks.only()
         window = kwargs["sliding_window"]
         if self._only_training and not module.training:
             mask = _mask_of_one_rank(attention_mask, query, key, is_causal, kwargs.get("position_ids"), window)
             return _on_one_rank(query, key, value, mask, is_causal, kwargs)
-        length = context.whole_length(query.shape[2], "attention's query")
-        _refuse(kwargs, length, is_own=self._core is None, has_window=self._core is None or self._takes_window)
+        self._refuse(kwargs, context.whole_length(query.shape[2], "attention's query"))
         if self._core is not None:
             return self._with_core(self._core, context, module, query, key, value, attention_mask, kwargs)
         positions = kwargs.get("position_ids")
@@ -163,21 +161,32 @@ class _AttentionFunction:
             positions = None  # of text and images: they do not tell documents apart
         mask = attention_mask if attention_mask is not None and attention_mask.dim() == 4 else None
         padding = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-        out = attention(
-            query,
-            key,
-            value,
-            is_causal=is_causal and mask is None,
-            mask=mask,
-            documents=None if mask is not None else context.documents_of(positions, padding),
-            window=window if mask is None else None,
-            softcap=softcap,
-            sinks=kwargs.get("s_aux"),
-            scale=kwargs.get("scaling"),
-            dropout_p=kwargs.get("dropout", 0.0),
-            context=context,
-        )
-        return out.transpose(1, 2).contiguous(), None
+        if mask is not None:
+            return _attended(query, key, value, kwargs, context, mask=mask)
+        documents = context.documents_of(positions, padding)
+        return _attended(query, key, value, kwargs, context, is_causal=is_causal, documents=documents, window=window)
+
+    def _refuse(self, kwargs: dict[str, Any], length: int) -> None:
+        """Raises: UsageError: the model asks for what attention over ranks, or ``core``, does not have."""
+        refused = [name for name in _REFUSED if kwargs.get(name) is not None]
+        window = kwargs.get("sliding_window")
+        if self._core is not None and kwargs.get("s_aux") is not None:
+            refused.append("s_aux (attention sinks)")
+        if self._core is not None and not self._takes_window:
+            if window is not None and window < length:
+                refused.append(f"sliding_window={window}")
+            if kwargs.get("softcap") is not None:
+                refused.append("softcap")
+        if kwargs.get("output_attentions"):
+            refused.append("output_attentions")
+        if refused:
+            raise UsageError(
+                f"the model's attention asks for {', '.join(refused)}, which attention over ranks does not have, for a"
+                f" sequence of {length} positions",
+                do="use a model with plain causal attention, or one rank; for windows, soft caps and sinks,"
+                " attn_implementation='shoal' or core_attn_implementation='sdpa'.",
+                code="sequence-attention",
+            )
 
     def _with_core(
         self, core: Forward, context: SequenceContext, module: torch.nn.Module, query: Tensor, key: Tensor,
@@ -219,44 +228,23 @@ class _WithGroups:
         return getattr(self._module, name)
 
 
-def _refuse(kwargs: dict[str, Any], length: int, *, is_own: bool, has_window: bool) -> None:
-    found = [name for name in _REFUSED if kwargs.get(name) is not None]
-    if not is_own and kwargs.get("s_aux") is not None:
-        found.append("s_aux (attention sinks)")
-    window = kwargs.get("sliding_window")
-    if not has_window and window is not None and window < length:
-        found.append(f"sliding_window={window}")
-    if not has_window and kwargs.get("softcap") is not None:
-        found.append("softcap")
-    if kwargs.get("output_attentions"):
-        found.append("output_attentions")
-    if found:
-        raise UsageError(
-            f"the model's attention asks for {', '.join(found)}, which attention over ranks does not have, for a"
-            f" sequence of {length} positions",
-            do="use a model with plain causal attention, or one rank; for windows, soft caps and sinks,"
-            " attn_implementation='shoal' or core_attn_implementation='sdpa'.",
-            code="sequence-attention",
-        )
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any], context: SequenceContext, **options: Any
+) -> tuple[Tensor, None]:
+    """``shoal.attention`` with the scale, soft cap, sinks and dropout that transformers gives."""
+    out = attention(
+        query, key, value, context=context, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"),
+        scale=kwargs.get("scaling"), dropout_p=kwargs.get("dropout", 0.0), **options,
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _on_one_rank(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None]:
     """Attention of whole rows with a mask of transformers' SDPA: [B, 1, L, S], or None."""
-    out = attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        is_causal=is_causal and mask is None and query.shape[2] > 1,
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-        scale=kwargs.get("scaling"),
-        dropout_p=kwargs.get("dropout", 0.0),
-        context=SequenceContext(),
-    )
-    return out.transpose(1, 2).contiguous(), None
+    is_causal = is_causal and mask is None and query.shape[2] > 1
+    return _attended(query, key, value, kwargs, SequenceContext(), mask=mask, is_causal=is_causal)
 
 
 def _mask_of_one_rank(
@@ -274,15 +262,15 @@ def _mask_of_one_rank(
     allowed = torch.ones(length, keys, dtype=torch.bool, device=query.device)
     if is_causal:
         allowed = allowed.tril(keys - length)
-    has_window = window is not None and window < keys
-    if window is not None and has_window:
+    window = None if window is None or window >= keys else window
+    if window is not None:
         allowed = allowed.triu(keys - length - window + 1).tril(keys - length + window - 1)
     allowed = allowed.expand(query.shape[0], 1, length, keys)
     if mask is not None:
-        own = torch.eye(keys, dtype=torch.bool, device=query.device)[keys - length :]  # a row of padding has a key too
-        return (allowed & mask[:, None, None, :keys].bool()) | own
+        itself = torch.eye(keys, dtype=torch.bool, device=query.device)[keys - length :]  # so that padding has a key
+        return (allowed & mask[:, None, None, :keys].bool()) | itself
     if positions is not None and positions.dim() == 2 and length == keys and length > 1:
         ids = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
         if ids[:, -1].any():
             return allowed & (ids[:, None, :, None] == ids[:, None, None, :])
-    return allowed if has_window else None
+    return None if window is None else allowed

@@ -51,8 +51,8 @@ class AttentionOptions:
     @property
     def are_torchs(self) -> bool:
         """True if torch's ``scaled_dot_product_attention`` has all of them."""
-        own = (self.documents, self.window, self.softcap, self.sinks)
-        return not self.is_flexible and all(value is None for value in own)
+        others = (self.documents, self.window, self.softcap, self.sinks)
+        return not self.is_flexible and all(value is None for value in others)
 
     def named(self) -> list[str]:
         """The names of those that say which scores count, and how."""
@@ -99,11 +99,11 @@ def check_options(options: AttentionOptions, context: SequenceContext) -> None:
                 do=f"give a {name} above 0, or None for none.",
                 code="sequence-shape",
             )
-    beside = [name for name in options.named() if name in ("is_causal", "documents", "window")]
-    if options.mask is not None and (context.cp_size > 1 or beside):
+    others = [name for name in options.named() if name in ("is_causal", "documents", "window")]
+    if options.mask is not None and (context.cp_size > 1 or others):
         raise UsageError(
             f"attention {over} was given a mask of shape {tuple(options.mask.shape)}"
-            + (f" beside {', '.join(beside)}" if beside else ": ring attention keeps no scores of all keys"),
+            + (f" beside {', '.join(others)}" if others else ": ring attention keeps no scores of all keys"),
             do="use is_causal=True, documents for packed or padded rows, and window; or, over sp alone, a mask of the"
             " whole sequence which says all.",
             code="sequence-mask",

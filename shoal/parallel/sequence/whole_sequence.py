@@ -82,10 +82,10 @@ def balance_whole_sequences(model: nn.Module) -> None:
     """Let the routers' loss of a model of Transformers be that of whole sequences, in training."""
     for name in {each.__module__ for module in model.modules() for each in type(module).__mro__}:
         source: Any = sys.modules.get(name)
-        own: Any = getattr(source, "load_balancing_loss_func", None)
-        is_own = callable(own) and not isinstance(own, _WholeBalance)
-        if is_own and list(inspect.signature(own).parameters) == _ARGUMENTS:
-            source.load_balancing_loss_func = _WholeBalance(own)
+        function: Any = getattr(source, "load_balancing_loss_func", None)
+        is_models = callable(function) and not isinstance(function, _WholeBalance)
+        if is_models and list(inspect.signature(function).parameters) == _ARGUMENTS:
+            source.load_balancing_loss_func = _WholeBalance(function)
 
 
 class _WholeBalance:
@@ -189,13 +189,14 @@ def mixed_positions(model: Any, given: Set[str]) -> str | None:
         inputs["use_cache"] = False
     with _evaluating(model), sequence_parallel(SequenceContext(is_alone=True)):
         output = model(**inputs)
-    floating = [leaf for leaf in tree_leaves(_plain(output)) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    found = next((leaf for leaf in floating if leaf.shape[:2] == tokens.shape), None)
-    if found is None:
+    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    floating = [leaf for leaf in leaves if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    by_token = next((leaf for leaf in floating if leaf.shape[:2] == tokens.shape), None)
+    if by_token is None:
         return _POOLS if floating else None
     rounding = max(_ROUNDING, *(2 * torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()))
     kept = [index for index in range(_LENGTH) if index != _CHANGED]
-    first, second = found.float()[:, kept]
+    first, second = by_token.float()[:, kept]
     limit = rounding * first.abs().max()
     if bool((second - first).abs().max() > limit):
         return _MIXES
@@ -211,13 +212,9 @@ def _arguments(model: Any) -> list[str]:
     return argument_names(without_adapters(model))
 
 
-def _plain(output: Any) -> Any:
-    return dict(output) if isinstance(output, Mapping) else output
-
-
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In eval mode; afterwards each module is in its own mode again."""
+    """Set eval mode inside the block; afterwards each module is in the mode that it had."""
     training = [module for module in model.modules() if module.training]
     model.train(False)
     try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError
 from shoal.parallel.tensor.attention import AttentionSplit, numel_of, split_heads
-from shoal.parallel.tensor.families import ACTIVATIONS, OUTPUT_PARAMETERS, is_conv1d
+from shoal.parallel.tensor.families import ACTIVATIONS, OUTPUT_PARAMETERS, base_of, is_conv1d
 from shoal.parallel.tensor.grid_layers import GridSplit
 from shoal.parallel.tensor.hooks import InputHook, Stack, has_dropout
 from shoal.parallel.tensor.layers import (
@@ -100,7 +99,7 @@ def parallelize(
         loss_parallel: the model's head returns this rank's logits, from which its ``loss_function`` computes the loss.
             Off: the head gathers the logits.
         strict: a linear layer that the plan does not name is an error.
-        overlap: communicate beside the matrix products, in chunks, where possible (``shoal.parallel.tensor.overlap``).
+        overlap: communicate during the matrix products, in chunks, where possible (``shoal.parallel.tensor.overlap``).
         inner: by name, modules (of experts) inside of which layers are split over these ranks instead. Their inputs are
             whole, also under ``sequence_parallel``.
 
@@ -118,6 +117,7 @@ def parallelize(
     if comm.size == 1:
         return TensorParallelModel({}, frozenset(), splitter.plan)
     if loss is not None:
+        loss[0]._modules.pop("loss_function", None)
         setattr(loss[0], "loss_function", loss[1])  # noqa: B010 - a property, or a plain attribute, of the model
     return splitter.apply()
 
@@ -205,7 +205,7 @@ class Resolver:
         for parameter in self.model.parameters():
             part = self.parts.get(id(parameter))
             if part is not None:
-                keep_part(parameter, partial(cut, spec=part))
+                keep_part(parameter, part)
         for layer in self.layers.values():
             if not isinstance(layer.module, layer.behaviour):  # else it has another name too
                 layer.module.__class__ = split_class(type(layer.module), layer.behaviour)
@@ -294,7 +294,6 @@ class _Splitter(Resolver):
             vocab_size, function = numel_of(self.modules[heads[0]], is_output=True), owner.loss_function
             shifts = is_shifted_cross_entropy(function, vocab_size, is_transformers=hasattr(owner, "loss_type"))
             if shifts is not None:
-                owner._modules.pop("loss_function", None)
                 return owner, VocabParallelLoss(self.comm, vocab_size, shifts=shifts)
             name = getattr(function, "__qualname__", type(function).__qualname__)
             what = f"the loss_function {name}, which does not compute the mean cross-entropy of logits and labels"
@@ -309,7 +308,7 @@ class _Splitter(Resolver):
         kind = style.kind
         if kind not in _BEHAVIOURS:
             return
-        module, region = _linear(self.modules[name]), self.region_of(name)
+        module, region = base_of(self.modules[name]), self.region_of(name)
         weight, comm, is_of_heads = getattr(module, "weight", None), region.comm, ranges is not None
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
             raise _misfit(name, style, f"{type(module).__name__} has no weight of two dims")
@@ -449,20 +448,19 @@ class _Splitter(Resolver):
         return stacks
 
 
-def keep_part(parameter: nn.Parameter, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def keep_part(parameter: nn.Parameter, part: ParameterSpec) -> None:
     """Free the memory of a parameter and of its gradient but for a part. A placeholder stays one."""
     gradient, data, parameter.grad = parameter.grad, parameter.data, None
     if is_placeholder(data):
-        shape = part(torch.empty(data.shape, device="meta")).shape
-        parameter.data = placeholder(tuple(shape), data.dtype, data.device)
+        parameter.data = placeholder(part.shape, data.dtype, data.device)
         return
-    parameter.data = part(data).clone(memory_format=torch.contiguous_format)
+    parameter.data = cut(data, part).clone(memory_format=torch.contiguous_format)
     if gradient is not None:
-        parameter.grad = part(gradient).clone(memory_format=torch.contiguous_format)
+        parameter.grad = cut(gradient, part).clone(memory_format=torch.contiguous_format)
 
 
 def _calls_loss_function(module: nn.Module) -> bool:
-    """Whether the module has a ``loss_function`` itself, and, one of Transformers', a forward that reads it."""
+    """True if the module has a ``loss_function`` itself, and, one of Transformers', a forward that reads it."""
     kinds = type(module).__mro__
     if not hasattr(module, "loss_type"):
         return "loss_function" in {*vars(module), *module._modules, *(name for kind in kinds for name in vars(kind))}
@@ -474,12 +472,6 @@ def _parents(name: str) -> list[str]:
     """The names of the modules around a module, from the inside to the whole model."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in reversed(range(len(parts)))]
-
-
-def _linear(module: nn.Module) -> nn.Module:
-    base = getattr(module, "base_layer", module)
-    assert isinstance(base, nn.Module)
-    return base
 
 
 def _set_sizes(layer: SplitLayer) -> None:

@@ -33,6 +33,7 @@ from shoal.parallel.tensor.families import (
     HEAD_SIZE_ATTRIBUTES,
     AttentionRule,
     Layout,
+    base_of,
     is_conv1d,
 )
 from shoal.parallel.tensor.parts import Ranges, SharedRows, as_ranges, even_range, length
@@ -225,11 +226,10 @@ def split_heads(
 
 def numel_of(module: nn.Module, *, is_output: bool) -> int:
     """The input or output elements of a linear layer."""
-    base = getattr(module, "base_layer", module)
-    is_transposed = is_conv1d(base)
+    base = base_of(module)
     weight = base.weight
     assert isinstance(weight, torch.Tensor)
-    return weight.shape[int(is_output == is_transposed)]
+    return weight.shape[int(is_output == is_conv1d(base))]
 
 
 def _count(core: nn.Module, rule: AttentionRule, in_numel: int, out_numels: list[int]) -> tuple[int, int]:

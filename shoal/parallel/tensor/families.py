@@ -155,6 +155,13 @@ REPLICATED_LINEARS = (
 """Ends of the names of linear modules that stay whole: small heads, routers, latent projections."""
 
 
+def base_of(module: nn.Module) -> nn.Module:
+    """The layer inside of a LoRA layer; another module itself."""
+    base = getattr(module, "base_layer", module)
+    assert isinstance(base, nn.Module)
+    return base
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """True for GPT-2's linear layer, whose weight is [in, out]."""
     return type(module).__name__.endswith("Conv1D")
@@ -167,7 +174,7 @@ def _has_layer(module: nn.Module, path: str) -> bool:
         if child is None:
             return False
         module = child
-    return hasattr(getattr(module, "base_layer", module), "weight")
+    return hasattr(base_of(module), "weight")
 
 
 def _normalizes_all_heads(module: nn.Module) -> bool:

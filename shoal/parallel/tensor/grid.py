@@ -67,8 +67,8 @@ def grid_shape(kind: GridKind, size: int) -> GridShape:
 
     Raises: ConfigError: the ranks are no such grid; it names the nearest sizes that are.
     """
-    found = _shape_of(kind, size)
-    if found is None:
+    shape = _shape_of(kind, size)
+    if shape is None:
         lower = next((near for near in range(size - 1, 3, -1) if _shape_of(kind, near)), 0)
         higher = next(near for near in range(max(size, 3) + 1, 8 * size + 9) if _shape_of(kind, near))
         form = {"2d": "q x q", "2.5d": "q x q x d, d <= q", "3d": "q x q x q"}[kind]
@@ -77,7 +77,7 @@ def grid_shape(kind: GridKind, size: int) -> GridShape:
             do=f"set tp to {f'{lower} or {higher}' if lower else higher}.",
             code="mesh-size",
         )
-    return found
+    return shape
 
 
 def _shape_of(kind: GridKind, size: int) -> GridShape | None:
@@ -280,7 +280,7 @@ class LayerCost:
 
     Args:
         received: in forward and backward.
-        weights: held; gradients and optimizer state are in proportion.
+        weights: of this rank; gradients and optimizer state are in proportion.
         activations: kept from forward to backward.
         gathered: the largest memory of what one linear gathers and of its product before it is summed, freed after it.
     """

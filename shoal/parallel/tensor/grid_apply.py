@@ -179,7 +179,7 @@ class _GridSplitter(Resolver):
 
 
 def _describe_norm(module: nn.Module) -> tuple[float, bool] | None:
-    """Epsilon, and whether the mean is subtracted; None: no norm of a known kind."""
+    """Epsilon, and True if the mean is subtracted; None: no norm of a known kind."""
     if isinstance(module, nn.LayerNorm):
         return module.eps, True
     if isinstance(module, nn.RMSNorm):

@@ -127,13 +127,13 @@ class SharedRows:
 
 def window(ranges: Sequence[Range], begin: int, end: int) -> Ranges:
     """The elements ``begin`` to ``end`` of the concatenated ranges."""
-    found, offset = [], 0
+    result, offset = [], 0
     for start, stop in ranges:
         low, high = max(begin - offset, 0), min(end - offset, stop - start)
         if low < high:
-            found.append((start + low, start + high))
+            result.append((start + low, start + high))
         offset += stop - start
-    return tuple(found)
+    return tuple(result)
 
 
 def _cut(start: int, stop: int, shared: Ranges) -> list[tuple[bool, Range]]:
@@ -144,10 +144,10 @@ def _cut(start: int, stop: int, shared: Ranges) -> list[tuple[bool, Range]]:
 
 def _places(ranges: Ranges, start: int, stop: int) -> Ranges:
     """Where the rows ``start`` to ``stop`` are in the concatenated ranges."""
-    found, offset = [], 0
+    result, offset = [], 0
     for low, high in ranges:
         begin, end = max(start, low), min(stop, high)
         if begin < end:
-            found.append((offset + begin - low, offset + end - low))
+            result.append((offset + begin - low, offset + end - low))
         offset += high - low
-    return tuple(found)
+    return tuple(result)

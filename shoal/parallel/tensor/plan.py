@@ -22,6 +22,7 @@ from shoal.parallel.tensor.families import (
     REPLICATED_LINEARS,
     AttentionRule,
     FeedForwardRule,
+    base_of,
     is_conv1d,
 )
 from shoal.text import did_you_mean
@@ -183,7 +184,7 @@ def plan_for(
 
 def is_linear(module: nn.Module) -> bool:
     """True if the module is a linear layer of torch or of GPT-2 (Conv1D), wrapped by a LoRA layer or not."""
-    base = getattr(module, "base_layer", module)
+    base = base_of(module)
     return isinstance(base, nn.Linear) or is_conv1d(base)
 
 
@@ -247,7 +248,7 @@ def _by_layer_specs(
         matched = [
             name
             for name, module in modules.items()
-            if getattr(getattr(module, "base_layer", module), "weight", None) is not None
+            if getattr(base_of(module), "weight", None) is not None
             and any(re.match(pattern, f"{name}.weight") for pattern in spec["patterns"])
         ]
         if not matched:

@@ -88,7 +88,7 @@ class TensorRegion(SharedByCopies):
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether activations are split along the sequence in this pass.
+        """True if activations are split along the sequence in this pass.
 
         Without gradients, a sequence that does not divide (generation, token by token) is computed whole.
         """

@@ -212,7 +212,7 @@ def gather_that_is_drained() -> None:
     unit = engine.sharded.sharded[0]
     unit.release()
     for group in unit.groups:
-        work = group.buffer.gather()
+        work = group.gather()
         work.drain()
         group.buffer.full.mul_(2)
     engine.destroy()

@@ -53,7 +53,7 @@ class EngineParameters(ParameterOwner):
         self._unscale = unscale
         self._before = before
         self._home = {
-            id(parameter): (group, slot) for group in groups for slot, parameter in enumerate(group.buffer.parameters)
+            id(parameter): (group, slot) for group in groups for slot, parameter in enumerate(group.parameters)
         }
 
     @property
@@ -101,7 +101,7 @@ class EngineParameters(ParameterOwner):
         if group.is_trained:
             group.update_main(part.start, part.stop, new)
         if buffer.is_sharded:
-            with buffer.resident_shard():
+            with buffer.storage.resident():
                 buffer.shard[part.start : part.stop].copy_(new)
 
     def number_of(self, parameter: torch.Tensor) -> int:
@@ -115,7 +115,7 @@ class EngineParameters(ParameterOwner):
 
     def shard_of(self, parameter: torch.Tensor) -> torch.Tensor:
         group, slot = self._sharded.home_of[id(parameter)]
-        part, owned = group.buffer.owned_part(slot), group.buffer.owned_parameters
+        part, owned = group.buffer.owned_part(slot), group.buffer.shard
         return owned[:0] if part is None else owned[part.start : part.stop]
 
     def spec_of(self, parameter: torch.Tensor) -> ParameterSpec:
@@ -146,7 +146,7 @@ class EngineParameters(ParameterOwner):
             else:
                 self._sharded.release_kept([self._sharded.unit_of[id(parameter)]])
                 buffer.comm.drain()
-                with buffer.resident_shard():
+                with buffer.storage.resident():
                     buffer.shard[part.start : part.stop].copy_(value)
 
     def share(self, module: nn.Module, parameter: torch.Tensor, *, is_shared: bool) -> None:
@@ -236,7 +236,7 @@ class EngineParameters(ParameterOwner):
             with group.resident():
                 group.main[segment.start : segment.stop].copy_(part)
             if group.has_own_main:
-                with group.buffer.resident_shard():
+                with group.buffer.storage.resident():
                     group.owned_parameters[segment.start : segment.stop].copy_(part)
         if not group.buffer.is_sharded:
             group.buffer.views[slot].copy_(cut(value, group.buffer.layout.specs[slot]))
@@ -253,7 +253,7 @@ class EngineParameters(ParameterOwner):
         with group.resident():
             group.main[segment.start : segment.stop].copy_(value.reshape(-1))
         if group.has_own_main:
-            with group.buffer.resident_shard():
+            with group.buffer.storage.resident():
                 group.owned_parameters[segment.start : segment.stop].copy_(value.reshape(-1))
 
     # gradients

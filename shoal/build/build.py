@@ -18,18 +18,20 @@ from shoal.device import host_empty
 from shoal.errors import ModelError, OptimizerError
 from shoal.memory.stream_copies import StreamCopies, copies_of
 from shoal.parallel.expert.held import ExpertUsage
-from shoal.sharding.buffer import Axis
-from shoal.sharding.gradient import GradientBuffer
+from shoal.sharding.buffer import Axis, FlatBuffer
+from shoal.sharding.gradient import Gradient
 from shoal.sharding.memory_model import UnitMemory
 from shoal.sharding.param_group import ParameterGroup
-from shoal.sharding.parameter_buffer import ParameterBuffer, Used
+from shoal.sharding.layout import Used
 from shoal.sharding.partition import UnitSpec
-from shoal.sharding.placement import Tier
+from shoal.sharding.placement import SHARD, Placement, Tier
 from shoal.sharding.sparse_gradient import SparseGradient
 from shoal.sharding.sparse_sum import SparseSum
 from shoal.sharding.staging import StagingBuffers
+from shoal.sharding.storage import DeviceStorage, DiskStorage, HostStorage, Storage
 from shoal.sharding.table import Table
 from shoal.sharding.unit import Unit
+from shoal.streams import name_memory
 from shoal.text import counted, listed
 from shoal.build.buffer_formats import buffer_formats
 from shoal.build.plan import BuildPlan, GroupPlan, ModelParts, experts_if_used
@@ -214,56 +216,88 @@ class _Builder:
 
     def group(self, planned: GroupPlan) -> ParameterGroup:
         settings, precision, axes, row = self.plan.settings, self.plan.precision, planned.axes, planned.row
-        comm = axes.comms[axes.shard]
         is_on_disk = row.parameter.tier is Tier.DISK
         is_shard_offloaded = is_on_disk or settings.is_offloaded(row.parameter.tier, self.device)
         is_state_offloaded = settings.is_offloaded(row.state.tier, self.device)
-        dtype, layout = planned.dtype, planned.layout
-        buffer = ParameterBuffer(
-            planned.label,
-            layout,
-            dtype,
-            self.device,
-            comm,
-            [self.plan.parameters[name] for name in planned.names],
-            is_sharded=row.parameter.is_sharded and (comm.size > 1 or is_shard_offloaded),
-            stored=row.parameter,
-            axis=axes.shard,
-            is_state_sharded=row.state.is_sharded,
-            hpz=self.plan.axes.hpz if row.has_hpz else None,
-            host=partial(host_empty, device=self.device, is_pinned=settings.pins_parameters)
-            if is_shard_offloaded and not is_on_disk
-            else None,
-            disk=self.disks.parameters if is_on_disk else None,
-            copies=self.copies,
-        )
+        parameters = [self.plan.parameters[name] for name in planned.names]
+        buffer = self._buffer(planned)
         same = self.plan.axes.same_in(axes.replicas)
-        values = _fill(buffer, planned.names, self.materializer, axes.data, same)
+        values = _fill(buffer, parameters, planned.names, self.materializer, axes.data, same)
+        group = partial(
+            ParameterGroup,
+            row,
+            buffer,
+            parameters,
+            second=self._second(planned, buffer),
+            replicas=axes.replicas,
+            parts=axes.parts,
+        )
         if not planned.is_trained:
-            buffer.unpin_shard()
-            return ParameterGroup(row, buffer, replicas=axes.replicas, parts=axes.parts)
-        is_wider = precision.has_wider_main(dtype)
+            buffer.storage.unpin()
+            return group()
+        is_wider = precision.has_wider_main(planned.dtype)
         has_own_main = is_wider or is_on_disk or is_state_offloaded != is_shard_offloaded
-        main = buffer.owned_parameters
+        main = buffer.shard
         if has_own_main:
-            source, main_dtype = values[buffer.begin : buffer.end], precision.main_of(dtype)
+            source, main_dtype = values[buffer.begin : buffer.end], precision.main_of(planned.dtype)
             if row.state.tier is Tier.DISK and self.disks.state is not None:
                 main = self.disks.state.add(buffer, source, main_dtype)
             else:
                 main = _main_like(source, main_dtype, is_offloaded=is_state_offloaded)
-        buffer.unpin_shard()
-        return ParameterGroup(
-            row,
-            buffer,
-            self._gradient(planned, buffer, can_be_view=not (is_state_offloaded or is_shard_offloaded)),
-            main,
-            replicas=axes.replicas,
-            parts=axes.parts,
-            has_own_main=has_own_main,
-            is_state_offloaded=is_state_offloaded,
-        )
+        buffer.storage.unpin()
+        can_be_view = not (is_state_offloaded or is_shard_offloaded)
+        gradient = self._gradient(planned, buffer, parameters, can_be_view=can_be_view)
+        return group(gradient, main, has_own_main=has_own_main, is_state_offloaded=is_state_offloaded)
 
-    def _gradient(self, planned: GroupPlan, buffer: ParameterBuffer, *, can_be_view: bool) -> GradientBuffer:
+    def _buffer(self, planned: GroupPlan) -> FlatBuffer:
+        """The parameters' buffer: whole and zero, in the placement that is stored."""
+        settings, axes, row = self.plan.settings, planned.axes, planned.row
+        comm, layout, dtype, label = axes.comms[axes.shard], planned.layout, planned.dtype, planned.label
+        is_offloaded = row.parameter.tier is Tier.DISK or settings.is_offloaded(row.parameter.tier, self.device)
+        is_sharded = row.parameter.is_sharded and (comm.size > 1 or is_offloaded)
+        if is_sharded:
+            full = torch.empty(layout.numel, dtype=dtype, device=self.device)
+        else:
+            full = comm.empty(layout.numel, dtype, self.device)
+        full = name_memory(full, f"the parameters of unit {label!r}").zero_()
+        buffer = FlatBuffer(
+            label,
+            layout,
+            dtype,
+            self.device,
+            comm,
+            {axes.shard: comm},
+            row.parameter if is_sharded else Placement(),
+            owned=Placement.of(**{axes.shard: SHARD}) if row.state.is_sharded else Placement(),
+            full=full,
+            copies=self.copies,
+        )
+        buffer.assume(Placement())
+        if is_sharded:
+            buffer.storage = self._storage(planned, buffer.owned_numel, is_offloaded=is_offloaded)
+            name_memory(buffer.shard, f"the stored shard of unit {label!r}")
+        return buffer
+
+    def _storage(self, planned: GroupPlan, numel: int, *, is_offloaded: bool) -> Storage:
+        dtype, comm = planned.dtype, planned.axes.comms[planned.axes.shard]
+        if planned.row.parameter.tier is Tier.DISK and self.disks.parameters is not None:
+            return DiskStorage(self.disks.parameters, planned.label, numel, dtype)
+        if is_offloaded:
+            return HostStorage(host_empty(numel, dtype, self.device, is_pinned=self.plan.settings.pins_parameters))
+        return DeviceStorage(comm.empty(numel, dtype, self.device))
+
+    def _second(self, planned: GroupPlan, buffer: FlatBuffer) -> FlatBuffer | None:
+        """The buffer of the second sharding, which shares the whole buffer; None: there is none."""
+        hpz = self.plan.axes.hpz
+        if hpz is None or not planned.row.has_hpz:
+            return None
+        layout = replace(planned.layout, num_shards=hpz.size)
+        stored = Placement.of(hpz=SHARD)
+        return FlatBuffer(planned.label, layout, planned.dtype, self.device, hpz, {"hpz": hpz}, stored)
+
+    def _gradient(
+        self, planned: GroupPlan, buffer: FlatBuffer, parameters: Sequence[nn.Parameter], *, can_be_view: bool
+    ) -> Gradient:
         precision, layout = self.plan.precision, planned.layout
         sum_dtype = None
         if precision.has_wider_main(planned.dtype) and precision.gradient.accumulate_dtype is None:
@@ -272,12 +306,12 @@ class _Builder:
         axes: dict[str, Axis] = dict(planned.axes.comms)
         staging = self.staging[planned.axes.shard]
         if planned.keeps_rows:
-            return SparseGradient(buffer, planned.row, policy, axes, staging, sum_dtype)
+            return SparseGradient(buffer, parameters, planned.row, policy, axes, staging, sum_dtype)
         if planned.sends_rows and buffer.comm.size > 1:
             axes[planned.axes.shard] = SparseSum(buffer.comm, *layout.specs[0].shape)
         is_alone = planned.axes.data is self.plan.axes.data and buffer.comm.size == 1 and len(axes) == 1
         is_view = self.has_direct_step or (can_be_view and is_alone)
-        return GradientBuffer(buffer, planned.row, policy, axes, staging, sum_dtype, is_view=is_view)
+        return Gradient(buffer, parameters, planned.row, policy, axes, staging, sum_dtype, is_view=is_view)
 
 
 def _main_like(source: torch.Tensor, dtype: torch.dtype, *, is_offloaded: bool) -> torch.Tensor:
@@ -291,7 +325,8 @@ def _main_like(source: torch.Tensor, dtype: torch.dtype, *, is_offloaded: bool) 
 
 
 def _fill(
-    buffer: ParameterBuffer,
+    buffer: FlatBuffer,
+    parameters: Sequence[nn.Parameter],
     names: Sequence[str],
     materializer: Materializer,
     data: Communicator,
@@ -310,19 +345,20 @@ def _fill(
     Returns: the whole buffer in the widest dtype that a parameter came in, for the main parameters.
     """
     widest = buffer.dtype
-    for dtype in {parameter.dtype for parameter in buffer.parameters}:
+    for dtype in {parameter.dtype for parameter in parameters}:
         widest = torch.promote_types(widest, dtype) if dtype.is_floating_point else widest
     values = buffer.full
     if widest != buffer.dtype:
         values = torch.zeros(buffer.layout.numel, dtype=widest, device=buffer.full.device)
     are_alike = True  # on all ranks
-    for spec, name, parameter in zip(buffer.layout.specs, names, buffer.parameters, strict=True):
+    for spec, name, parameter in zip(buffer.layout.specs, names, parameters, strict=True):
         target = values[spec.offset : spec.offset + spec.numel].view(spec.shape)
         are_alike &= materializer.copy_value(name, parameter, target)
-    buffer.attach_views()  # frees the model's own copy
+    for parameter, view in zip(parameters, buffer.views, strict=True):
+        parameter.data = view  # frees the model's own copy
     if not are_alike:
         materializer.transfer_over(data).broadcast(values, buffer.label)
-    if same is not None and any(id(parameter) in materializer.came_as_meta for parameter in buffer.parameters):
+    if same is not None and any(id(parameter) in materializer.came_as_meta for parameter in parameters):
         same.broadcast(values, 0, label=buffer.label).drain()
     if values is not buffer.full:
         buffer.full.copy_(values)
@@ -338,7 +374,7 @@ def check_unchanged(model: nn.Module, sharded: ShardedModel) -> None:
     known = {
         id(parameter): spec.name
         for group in sharded.groups
-        for spec, parameter in zip(group.buffer.layout.specs, group.buffer.parameters, strict=True)
+        for spec, parameter in zip(group.buffer.layout.specs, group.parameters, strict=True)
     }
     removed = [name for key, name in known.items() if key not in now]
     if added or removed:

@@ -14,7 +14,7 @@ from shoal.mesh import Mesh
 from shoal.parallel.expert.held import ExpertsHeld, modules_with_experts
 from shoal.sharding.layout import BufferLayout, ParameterSpec, lay_out
 from shoal.sharding.memory_model import GroupMemory
-from shoal.sharding.parameter_buffer import Used
+from shoal.sharding.layout import Used
 from shoal.sharding.partition import UnitSpec, partition
 from shoal.sharding.sparse_sum import sparse_names
 from shoal.sharding.table import Row, row_of_stage

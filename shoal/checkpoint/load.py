@@ -16,7 +16,7 @@ import torch
 
 from shoal.checkpoint import directory, tree
 from shoal.checkpoint.foreign import ForeignFormat
-from shoal.checkpoint.local_shards import LocalShard, LocalShards, names_of, owned_range
+from shoal.checkpoint.local_shards import LocalShard, LocalShards, names_of
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
 from shoal.checkpoint.native import SourceReader
 from shoal.checkpoint.problems import agree, damaged
@@ -296,12 +296,13 @@ class Load:
     def publish(self) -> None:
         """Copy main parameters to parameters, and gather those that are not sharded."""
         works = []
-        for bucket, group in self._shards.buckets():
-            if group is not None and group.has_own_main:
-                with group.resident(), bucket.resident_shard(is_overwritten=True):
-                    owned_range(bucket).copy_(group.main)
-            if not bucket.is_sharded and bucket.end - bucket.begin < bucket.layout.numel:
-                works.append(bucket.update_replicas())
+        for group in self._shards.sharded.groups:
+            buffer = group.buffer
+            if group.is_trained and group.has_own_main:
+                with group.resident(), buffer.storage.resident(is_overwritten=True):
+                    buffer.shard.copy_(group.main)
+            if not buffer.is_sharded and buffer.owned_numel < buffer.layout.numel:
+                works.append(group.update_replicas())
         for work in works:
             work.wait()
 

@@ -30,9 +30,10 @@ from shoal.parallel.expert.held import global_names
 from shoal.running.runtime import ShardedModel
 from shoal.running.step import ShardedStep
 from shoal.sharding.axes import Axes
+from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.layout import ParameterSpec, Ranges
 from shoal.sharding.param_group import ParameterGroup
-from shoal.sharding.parameter_buffer import ParameterBuffer
+from shoal.sharding.placement import Tier
 
 
 def local_rectangles(spec: ParameterSpec, begin: int, end: int) -> Iterator[tuple[int, Rectangle]]:
@@ -153,9 +154,9 @@ class LocalShards:
         self.states = list(states)
         self.step = step
         self.axes = axes
-        self._visited: ParameterBuffer | None = None  # a frozen one, whose shard was fetched from a disk
+        self._visited: FlatBuffer | None = None  # a frozen one, whose shard was fetched from a disk
 
-    def buckets(self) -> Iterator[tuple[ParameterBuffer, ParameterGroup | None]]:
+    def buckets(self) -> Iterator[tuple[FlatBuffer, ParameterGroup | None]]:
         for group in self.sharded.groups:
             yield group.buffer, group if group.is_trained else None
 
@@ -178,7 +179,7 @@ class LocalShards:
             bucket, group = owner.buffer, owner if owner.is_trained else None
             if group is None and exclude_frozen:
                 continue
-            flat = group.main if group is not None else owned_range(bucket)
+            flat = group.main if group is not None else bucket.shard
             num_copies, copy = self._copies(owner)
             for segment in bucket.layout.segments_in(bucket.begin, bucket.end):
                 slot = bucket.layout.specs[segment.slot]
@@ -186,7 +187,7 @@ class LocalShards:
                 fetch = None
                 if group is not None and group.disk is not None and group.has_own_main:
                     fetch = partial(self._master_of, group, segment.start, segment.stop)
-                elif group is None and bucket.is_on_disk:
+                elif group is None and bucket.storage.tier is Tier.DISK:
                     fetch = partial(self._frozen, bucket, segment.start, segment.stop)
                 is_private = group is not None and (group.has_own_main or bucket.is_sharded)
                 spec = slot
@@ -232,17 +233,17 @@ class LocalShards:
         group.disk.visit(group)
         return (group.main[start:stop],)
 
-    def _frozen(self, bucket: ParameterBuffer, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+    def _frozen(self, bucket: FlatBuffer, start: int, stop: int) -> tuple[torch.Tensor, ...]:
         if self._visited is not bucket:
             self._leave_bucket()
-            bucket.pin_shard()
+            bucket.storage.pin()
             self._visited = bucket
         return (bucket.shard[start:stop],)
 
     def _leave_bucket(self) -> None:
         if self._visited is not None:
             bucket, self._visited = self._visited, None
-            bucket.unpin_shard()
+            bucket.storage.unpin()
 
     def leave(self) -> None:
         """What was fetched from a disk goes back."""
@@ -285,11 +286,6 @@ class LocalShards:
 def is_elementwise(value: Any, parameter: nn.Parameter) -> bool:
     """True if it has one element per element of the part."""
     return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == parameter.numel()
-
-
-def owned_range(bucket: ParameterBuffer) -> torch.Tensor:
-    """This rank's range of the parameters themselves. Shape: [owned numel]."""
-    return bucket.shard if bucket.is_sharded else bucket.full[bucket.begin : bucket.end]
 
 
 def named_parameters_of(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:

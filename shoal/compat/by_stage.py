@@ -32,7 +32,7 @@ def kind(name: str, doc: str, fits: Callable[[ShardedOptimizer], bool]) -> type:
 
 def stage_of(optimizer: ShardedOptimizer) -> int:
     """The ZeRO stage of the wrapper's engine; 0 after that engine was destroyed."""
-    owner = OWNERS.get(optimizer.sharded_step.groups[0].buffer.parameters[0])
+    owner = OWNERS.get(optimizer.sharded_step.groups[0].parameters[0])
     return 0 if owner is None else owner.stage
 
 

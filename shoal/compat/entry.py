@@ -143,7 +143,7 @@ def _round_masters(engine: Engine) -> None:
     with torch.no_grad():
         for group in engine.trained_groups:
             if group.has_own_main:
-                with group.resident(), group.buffer.resident_shard():
+                with group.resident(), group.buffer.storage.resident():
                     group.main.copy_(group.owned_parameters)
 
 

@@ -13,7 +13,7 @@ from shoal.running.parameter_owner import OWNERS
 
 def config_of(optimizer: ShardedOptimizer) -> Config | None:
     """The config of the optimizer's engine; None once that is gone."""
-    owner = OWNERS.get(optimizer.sharded_step.groups[0].buffer.parameters[0])
+    owner = OWNERS.get(optimizer.sharded_step.groups[0].parameters[0])
     engine = getattr(owner, "engine", None)
     return engine.properties.config if isinstance(engine, Engine) else None
 

@@ -85,7 +85,7 @@ def move_experts(
     sources = [rank[expert] for expert in after[comm.rank]]
     targets = [new_rank[expert] for expert in before[comm.rank]]
     for group, pieces in _pieces(sharded, module, held).items():
-        with group.resident(), group.buffer.resident_shard():
+        with group.resident(), group.buffer.storage.resident():
             by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
             for begin, flat in _tensors(group):
                 for piece in pieces:

@@ -23,7 +23,6 @@ from shoal.engine.sharding import Sharding
 from shoal.errors import UsageError
 from shoal.memory.host import aligned_empty, host_available_nbytes, host_too_small
 from shoal.sharding.param_group import ParameterGroup
-from shoal.sharding.parameter_buffer import ParameterBuffer
 from shoal.sharding.placement import Tier
 from shoal.text import format_bytes
 
@@ -84,6 +83,7 @@ class OffloadStates:
         self._device = properties.device
         self._rank = properties.rank
         self._offloaded = offloaded
+        self._moved: list[ParameterGroup] = []  # whose parameters are in host memory meanwhile
 
     def offload(self, include: Any, device: Any, *, is_pinned: bool) -> None:
         """Move states to the host. Returns when the device's memory is free."""
@@ -140,8 +140,12 @@ class OffloadStates:
         copied = partial(_copied_to_host, is_pinned=is_pinned)
         step = self._sharding.step
         if name == "lp_params":
-            for bucket in self._buffers():
-                bucket.move_to_host(empty)
+            for group in self._on_device_groups():
+                self._moved.append(group)
+                group.drop_second()  # kept again by the next forward
+                group.buffer.move_to_host(empty)
+                if not group.buffer.is_sharded:
+                    group.attach_views()
             self._point_at_parameters()
         elif name == "hp_params":
             self._move_main_parameters(copied)
@@ -172,10 +176,11 @@ class OffloadStates:
         device = self._device.torch_device
         copied = partial(_copied_to_device, device=device)
         if name == "lp_params":
-            for unit in self._sharding.model.units:
-                for bucket in [group.buffer for group in unit.groups]:
-                    if bucket.is_moved:
-                        bucket.move_to_device(device)
+            for group in self._moved:
+                group.buffer.move_to_device()
+                if not group.buffer.is_sharded:
+                    group.attach_views()
+            self._moved.clear()
             self._point_at_parameters()
         elif name == "hp_params":
             self._move_main_parameters(copied)
@@ -205,12 +210,12 @@ class OffloadStates:
 
     # which tensors
 
-    def _buffers(self) -> Iterator[ParameterBuffer]:
-        """Buffers of parameters that are stored on the device."""
+    def _on_device_groups(self) -> Iterator[ParameterGroup]:
+        """Groups whose parameters are stored on the device."""
         for group in self._sharding.model.groups:
             is_on_device = not group.buffer.is_sharded or group.row.parameter.tier is Tier.DEVICE
-            if is_on_device and not group.buffer.is_shard_offloaded:
-                yield group.buffer
+            if is_on_device and not group.buffer.is_offloaded:
+                yield group
 
     def _states(self) -> Iterator[ParameterGroup]:
         """Buckets whose main parameters and optimizer state are stored on the device when they are not offloaded."""
@@ -232,7 +237,8 @@ class OffloadStates:
     def _on_device(self, name: str) -> list[torch.Tensor]:
         """The tensors that ``_move_out`` copies."""
         if name == "lp_params":
-            return [bucket.shard if bucket.is_sharded else bucket.full for bucket in self._buffers()]
+            buffers = [group.buffer for group in self._on_device_groups()]
+            return [buffer.shard if buffer.is_sharded else buffer.full for buffer in buffers]
         if name == "hp_params":
             return [group.main for group in self._states() if group.has_own_main]
         if name == "optim_states":

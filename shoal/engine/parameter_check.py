@@ -40,13 +40,11 @@ class ParameterCheck:
     def __init__(self, model: nn.Module, sharded: ShardedModel) -> None:
         self._model = model
         self._sharded = sharded
-        self._device = sharded.groups[0].buffer.full.device if sharded.groups else torch.device("cpu")
+        self._device = sharded.groups[0].buffer.device if sharded.groups else torch.device("cpu")
         self._home = {
-            id(parameter): (group.buffer, slot)
-            for group in sharded.groups
-            for slot, parameter in enumerate(group.buffer.parameters)
+            id(parameter): (group, slot) for group in sharded.groups for slot, parameter in enumerate(group.parameters)
         }
-        trained = {id(p) for group in sharded.trained_groups for p in group.buffer.parameters}
+        trained = {id(p) for group in sharded.trained_groups for p in group.parameters}
         frozen = [(name, p) for name, p in model.named_parameters() if trained and not p.requires_grad]
         self._frozen = {id(p): name for name, p in frozen if id(p) not in trained}
         self._next = 0
@@ -56,9 +54,9 @@ class ParameterCheck:
             (group, slot)
             for group in sharded.trained_groups
             if group.has_own_main and not group.buffer.is_sharded
-            for slot in range(len(group.buffer.parameters))
+            for slot in range(len(group.parameters))
         ]
-        self._followed_parameters = [group.buffer.parameters[slot] for group, slot in self._followed]
+        self._followed_parameters = [group.parameters[slot] for group, slot in self._followed]
         self._versions = list(map(_version, self._followed_parameters))
         self._before: list[int] | None = None  # versions of all parameters before a forward that is checked
         self._has_warned = False
@@ -113,19 +111,20 @@ class ParameterCheck:
             )
 
     def _check_memory(self, parameter: nn.Parameter) -> None:
-        bucket, slot = self._home[id(parameter)]
-        if _is_same_memory(parameter, bucket.full):
+        group, slot = self._home[id(parameter)]
+        if _is_same_memory(parameter, group.buffer.full):
             return
-        if bucket.placeholders and _is_same_memory(parameter, bucket.placeholders[slot]):
+        if group.placeholders and _is_same_memory(parameter, group.placeholders[slot]):
             return
         self._refuse_moved()
 
     def _check_placeholders(self) -> None:
         """Raises: ModelError: a script has set a sharded parameter (``zero_()``, which torch accepts): it is lost."""
         by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
-        for buffer, slot in self._home.values():
-            if buffer.placeholders and buffer.dtype.is_floating_point and not is_fake(buffer.placeholders[slot]):
-                value = buffer.placeholders[slot].as_strided((), ())
+        for group, slot in self._home.values():
+            buffer, placeholders = group.buffer, group.placeholders
+            if placeholders and buffer.dtype.is_floating_point and not is_fake(placeholders[slot]):
+                value = placeholders[slot].as_strided((), ())
                 by_dtype.setdefault(buffer.dtype, []).append((buffer.layout.specs[slot].name, value))
         for placed in by_dtype.values():
             is_kept = torch.stack([value for _, value in placed]).isnan()
@@ -141,12 +140,12 @@ class ParameterCheck:
 
     def _refuse_moved(self) -> None:
         moved = []
-        for bucket, slot in self._home.values():
-            homes = [bucket.full, *bucket.placeholders[slot : slot + 1]]
-            if not any(_is_same_memory(bucket.parameters[slot], home) for home in homes):
-                moved.append((bucket, slot))
-        names = [bucket.layout.specs[slot].name for bucket, slot in moved]
-        dtypes = {bucket.parameters[slot].dtype for bucket, slot in moved} - {bucket.dtype for bucket, _ in moved}
+        for group, slot in self._home.values():
+            homes = [group.buffer.full, *group.placeholders[slot : slot + 1]]
+            if not any(_is_same_memory(group.parameters[slot], home) for home in homes):
+                moved.append((group, slot))
+        names = [group.buffer.layout.specs[slot].name for group, slot in moved]
+        dtypes = {group.parameters[slot].dtype for group, slot in moved} - {group.buffer.dtype for group, _ in moved}
         cast = f" as {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}" if dtypes else ""
         raise ModelError(
             f"the model was changed after initialize(): {counted(len(names), 'parameter')} given other memory{cast}, so"
@@ -190,8 +189,10 @@ class ParameterCheck:
             return
         self._has_warned = True
         homes = [self._home[id(parameter)] for parameter in changed]
-        names = ", ".join(dict.fromkeys(bucket.layout.specs[slot].name for bucket, slot in homes))
-        fate = "is lost" if any(bucket.is_sharded for bucket, _ in homes) else "differs between ranks until the step"
+        names = ", ".join(dict.fromkeys(group.buffer.layout.specs[slot].name for group, slot in homes))
+        fate = (
+            "is lost" if any(group.buffer.is_sharded for group, _ in homes) else "differs between ranks until the step"
+        )
         logger.warning(
             "rank %d: the forward changes parameters in place (%s), as nn.Embedding does with max_norm. What each rank"
             " changes %s; do it on every rank alike, after the step, inside shoal.zero.GatheredParameters.",

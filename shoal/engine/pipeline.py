@@ -493,7 +493,7 @@ class _EngineCompute:
         if stage:
             used = {id(p) for own, parameters in self._parameters.items() if own >= stage for p in parameters}
             for group in self._engine.sharded.trained_groups:
-                for slot, parameter in enumerate(group.buffer.parameters):
+                for slot, parameter in enumerate(group.parameters):
                     if id(parameter) not in used:
                         group.gradient.has_grad[slot] = 0
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shoal.access.engine_parameters import EngineParameters
-from shoal.checkpoint.local_shards import LocalShards, owned_range
+from shoal.checkpoint.local_shards import LocalShards
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.parameter_check import ParameterCheck
 from shoal.engine.properties import Properties
@@ -182,13 +182,13 @@ class Sharding:
         tied = next((comm for comm in group.replicas if comm.axis.startswith("tied:")), None)
         if tied is None:
             return
-        with group.resident(), group.buffer.resident_shard():
-            own = group.main if group.is_trained else owned_range(group.buffer)
+        with group.resident(), group.buffer.storage.resident():
+            own = group.main if group.is_trained else group.buffer.shard
             tied.broadcast(own, 0, label=group.buffer.label).drain()
             if group.is_trained and group.has_own_main:
-                owned_range(group.buffer).copy_(group.main)
+                group.buffer.shard.copy_(group.main)
         if not group.buffer.is_sharded and group.buffer.end - group.buffer.begin < group.buffer.layout.numel:
-            group.buffer.update_replicas().wait()
+            group.update_replicas().wait()
 
     # all of the state
 

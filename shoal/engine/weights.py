@@ -59,13 +59,13 @@ class Weights:
         names = names_of(self._module)[0]
         for unit in model.units:
             with model.gathered([unit] if unit.is_sharded else []):
-                for bucket, parts in [(group.buffer, group.parts) for group in unit.groups]:
-                    if exclude_frozen and not any(p.requires_grad for p in bucket.parameters):
+                for group in unit.groups:
+                    if exclude_frozen and not any(p.requires_grad for p in group.parameters):
                         continue
-                    for spec, parameter in zip(bucket.layout.specs, bucket.parameters, strict=True):
+                    for spec, parameter in zip(group.buffer.layout.specs, group.parameters, strict=True):
                         value = parameter.detach()
-                        if parts is not None and spec.is_part:
-                            value = gather_parts(value, spec, parts)
+                        if group.parts is not None and spec.is_part:
+                            value = gather_parts(value, spec, group.parts)
                         if is_kept or self._names is not None:
                             values[names[id(parameter)]] = value.to("cpu", copy=True)
         found: dict[str, Any] = {}
@@ -140,7 +140,7 @@ class Weights:
         if not buffer.is_sharded:
             buffer.views[slot].copy_(flat.view(buffer.layout.specs[slot].shape))
         elif part is not None:
-            with buffer.resident_shard():
+            with buffer.storage.resident():
                 buffer.shard[part.start : part.stop] = flat[part.offset : part.offset + part.stop - part.start]
 
     def save(self, folder: str | os.PathLike[str], name: str, *, exclude_frozen: bool) -> bool:

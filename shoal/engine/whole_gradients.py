@@ -52,7 +52,7 @@ class WholeGradients:
             is_summed = tp.axis in group.gradient.axes
             if tp not in group.replicas or (is_summed and splits_sequence) or of_experts & set(group.gradient.axes):
                 continue
-            for parameter in group.buffer.parameters:
+            for parameter in group.parameters:
                 name = names.get(id(parameter))
                 if name is not None and parameter.requires_grad:
                     self._is_summed[name] = is_summed

@@ -207,10 +207,10 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[Le
         return LedgerEntry(row.unit, kind, stored.value, nbytes, nbytes if formula is None else formula)
 
     yield entry("parameter", row.parameter.tier, buffer.nbytes_stored, model.parameter)
-    if buffer.is_sharded and buffer.is_full:
+    if buffer.is_sharded and not buffer.placement.is_sharded:
         yield entry("gathered", Tier.DEVICE, model.whole)
-    if buffer.nbytes_hpz:
-        yield entry("gathered", Tier.DEVICE, buffer.nbytes_hpz)
+    if group.second is not None and group.second.shard.nbytes:
+        yield entry("gathered", Tier.DEVICE, group.second.shard.nbytes)
     if not group.is_trained:
         return
     gradient = group.gradient

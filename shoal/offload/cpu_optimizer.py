@@ -154,17 +154,17 @@ class CpuOptimizer:
         Args:
             at_step: it is the gradient for the step; else one micro-batch of several was added.
         """
-        transfer, accumulator = self._transfer(group), group.gradient.accumulator
-        if not (at_step or accumulator.is_offloaded):
+        transfer, offloaded = self._transfer(group), group.gradient.offloaded
+        if not (at_step or offloaded is not None):
             return
-        if accumulator.part is None:
+        if offloaded is None or offloaded.part is None:
             self.send(group)
             copied = transfer.arrival
         else:
-            copied = self._add(group, accumulator.part, is_for_step=at_step)
-        if accumulator.is_offloaded:
+            copied = self._add(group, offloaded.part, is_for_step=at_step)
+        if offloaded is not None:
             assert copied is not None
-            accumulator.offload(transfer, copied, is_for_step=at_step)
+            group.gradient.offload(transfer, copied, is_for_step=at_step)
             transfer.version = group.gradient.version
         if at_step:
             group.wait_for_readers()
@@ -176,7 +176,7 @@ class CpuOptimizer:
         if transfer.version == group.gradient.version and transfer.gradient is not None:
             return
         gradient = group.gradient.owned()
-        is_freed = transfer.is_only_copy = group.gradient.accumulator.is_offloaded
+        is_freed = transfer.is_only_copy = group.gradient.offloaded is not None
         self._wait_for_readers(group)
         if transfer.gradient is None or transfer.gradient.dtype != gradient.dtype:
             transfer.gradient = host_empty(gradient.numel(), gradient.dtype, gradient.device, is_pinned=self._is_pinned)
@@ -326,7 +326,7 @@ class CpuOptimizer:
         self, group: ParameterGroup, updates: list[_RangeUpdate], gradient_scale: float, *, is_ahead: bool
     ) -> _Update:
         transfer, version = self._transfer(group), group.gradient.version
-        is_sent_back = group.has_own_main and (is_ahead or not group.buffer.is_shard_offloaded)
+        is_sent_back = group.has_own_main and (is_ahead or not group.buffer.is_offloaded)
         target = self.rounded(group) if is_sent_back else group.buffer.shard if group.has_own_main else None
         gradient, arrival = transfer.gradient, transfer.arrival
         undo = transfer.undo if is_ahead else None
@@ -357,9 +357,7 @@ class CpuOptimizer:
         transfer = self._transfer(group)
         if transfer.parameters is None:
             buffer = group.buffer
-            transfer.parameters = host_empty(
-                group.owned_numel, buffer.dtype, buffer.full.device, is_pinned=self._is_pinned
-            )
+            transfer.parameters = host_empty(group.owned_numel, buffer.dtype, buffer.device, is_pinned=self._is_pinned)
         return name_memory(transfer.parameters, f"the updated parameters of unit {group.label!r} on the host")
 
     # parameters
@@ -380,7 +378,7 @@ class CpuOptimizer:
         """Start to copy ``rounded`` to where the parameters are stored."""
         if not ranges:
             return
-        rounded, parameters = self.rounded(group), group.buffer.owned_parameters
+        rounded, parameters = self.rounded(group), group.buffer.shard
         low, high = min(part.start for part in ranges), max(part.stop for part in ranges)
         if high - low == sum(part.stop - part.start for part in ranges):
             extents = [(low, high)]

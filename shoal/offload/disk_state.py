@@ -19,8 +19,9 @@ import torch
 
 from shoal.memory.disk_store import DiskBuffer, DiskStore
 from shoal.memory.host import PAGE, round_up
+from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.param_group import ParameterGroup
-from shoal.sharding.parameter_buffer import ParameterBuffer, placeholder
+from shoal.sharding.storage import placeholder
 
 MAIN = "master"
 _AHEAD = 1  # groups whose state is read before their turn
@@ -54,7 +55,7 @@ class DiskOptimizerState:
         self._visited: ParameterGroup | None = None
 
     @torch.no_grad()
-    def add(self, buffer: ParameterBuffer, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def add(self, buffer: FlatBuffer, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Begin to store main parameters. Returns: their placeholder. Raises: OutOfMemoryError, TierError."""
         fields = ((MAIN, dtype),)
         stored = _Stored(self._store.allocate(buffer.label, _nbytes(source.numel(), fields)), fields)

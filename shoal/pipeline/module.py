@@ -22,7 +22,7 @@ from shoal.pipeline.costs import stage_bounds
 from shoal.pipeline.layers import LayerOutline, LayerSpec, TiedLayerSpec, build, outline
 from shoal.pipeline.stage import StageModule
 from shoal.pipeline.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
-from shoal.sharding.parameter_buffer import is_placeholder
+from shoal.sharding.storage import is_placeholder
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class DirectStep(ShardedStep):
         for _, group, parameter, part in self._placed():
             targets[id(parameter)].grad = None
             if group.has_own_main:
-                group.buffer.owned_parameters[part.start : part.stop].copy_(part.param.detach())
+                group.buffer.shard[part.start : part.stop].copy_(part.param.detach())
         return []
 
     def _placed(self) -> Iterator[tuple[int, ParameterGroup, nn.Parameter, ParameterRange]]:
@@ -110,7 +110,7 @@ class DirectStep(ShardedStep):
         for group in self.groups:
             for part in group.ranges:
                 slot = part.segments[0].slot
-                yield slot, group, group.buffer.parameters[slot], part
+                yield slot, group, group.parameters[slot], part
 
     @contextmanager
     def _swapped(self, targets: Mapping[int, nn.Parameter]) -> Iterator[None]:

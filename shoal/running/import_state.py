@@ -33,7 +33,7 @@ def import_state(step: ShardedStep, given_dtypes: Mapping[int, torch.dtype]) -> 
     if step.is_whole_tensor or not optimizer.state:
         return
     for group in step.groups:
-        parameters = group.buffer.parameters
+        parameters = group.parameters
         held = [dict(optimizer.state.pop(parameter, {})) for parameter in parameters]
         if not any(held):
             continue

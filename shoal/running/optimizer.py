@@ -31,7 +31,7 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
         self._home: dict[int, tuple[ParameterGroup, int, nn.Parameter]] = {
             id(parameter): (group, slot, parameter)
             for group in step.groups
-            for slot, parameter in enumerate(group.buffer.parameters)
+            for slot, parameter in enumerate(group.parameters)
         }
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch._C import (
 )
 from torch.overrides import TorchFunctionMode
 
-from shoal.sharding.parameter_buffer import is_placeholder
+from shoal.sharding.storage import is_placeholder
 from shoal.sharding.unit import Unit, UnitState
 
 _SLOTS = vars(torch._C.TensorBase)

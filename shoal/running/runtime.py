@@ -31,7 +31,7 @@ from shoal.running.parameter_access import ReadsBetweenSteps, eagerly, gather_on
 from shoal.running.reducer import Reducer
 from shoal.running.sharded_at_init import ChunkedTransfer, ShardedAtInit
 from shoal.sharding.axes import Axes
-from shoal.sharding.parameter_buffer import Used
+from shoal.sharding.layout import Used
 from shoal.sharding.partition import ROOT
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.table import Table
@@ -157,7 +157,7 @@ class ShardedModel:
             self._modules[ROOT] = [model]
             self._readers.append(Unit(ROOT, len(self.units), []))
         self.unit_of = {id(p): unit for unit in self.units for p in unit.parameters}
-        self.home_of = {id(p): (group, slot) for group in self.groups for slot, p in enumerate(group.buffer.parameters)}
+        self.home_of = {id(p): (group, slot) for group in self.groups for slot, p in enumerate(group.parameters)}
         # The order in which parameters are gathered and broadcast, the same on every rank.
         self.number_of = {key: number for number, key in enumerate(self.unit_of)}
         self.num_plain_passes = 0  # that gave gradients and that the engine did not start; the engine sets it back
@@ -313,9 +313,9 @@ class ShardedModel:
             if self._pass is not None:
                 self._pass.recomputed.add(unit.name)
             return
-        if torch.is_grad_enabled() and unit.has_hpz and unit.state is UnitState.FULL:
+        if torch.is_grad_enabled() and unit.has_second and unit.state is UnitState.FULL:
             for group in unit.groups:
-                group.buffer.keep_hpz_shard()
+                group.keep_second()
         for candidate in (unit, *unit.shared):
             is_needed = any(candidate is running or candidate in running.shared for running in self._running)
             if not is_needed and not self._is_kept and not self._is_worth_keeping(candidate):
@@ -335,15 +335,15 @@ class ShardedModel:
 
     def _gather(self, unit: Unit, used: Used | None = None) -> None:
         self.order.visit(unit, in_backward=self.in_pass)
-        from_hpz = self.in_pass
+        from_second = self.in_pass
         if _uses_any(used):
-            unit.start_fetch(from_hpz=from_hpz, used=used)
+            unit.start_fetch(from_second=from_second, used=used)
         self._fetch_ahead()
         if _uses_any(used):
-            unit.gather(from_hpz=from_hpz, used=used)
+            unit.gather(from_second=from_second, used=used)
         for later in self.order.ahead(self.live_numel(), self._is_expected):
-            later.start_gather(from_hpz=from_hpz, used=self._next_used(later, self.in_pass))
-        if self._has_host_updates and not from_hpz:
+            later.start_gather(from_second=from_second, used=self._next_used(later, self.in_pass))
+        if self._has_host_updates and not from_second:
             self._gather_ahead.reserve(self.order.after_update(self.live_numel()))
 
     def _fetch_ahead(self) -> None:
@@ -354,7 +354,7 @@ class ShardedModel:
             if unit.state is UnitState.ON_DISK and self._is_expected(unit, is_backward):
                 if not unit.can_fetch_ahead():
                     break
-                unit.start_fetch(from_hpz=is_backward, used=self._next_used(unit, is_backward))
+                unit.start_fetch(from_second=is_backward, used=self._next_used(unit, is_backward))
 
     def _is_expected(self, unit: Unit, is_backward: bool) -> bool:
         """True if it is known that the next use of ``unit`` gathers it."""
@@ -600,7 +600,7 @@ class ShardedModel:
     def _sharded_at(self, address: int) -> str | None:
         """The name of the sharded parameter with this placeholder."""
         for group in self.groups if any(unit.is_released for unit in self.sharded) else ():
-            for data, spec in zip(group.buffer.placeholders, group.buffer.layout.specs, strict=False):
+            for data, spec in zip(group.placeholders, group.buffer.layout.specs, strict=False):
                 if data.data_ptr() == address:
                     return spec.name
         return None
@@ -644,7 +644,7 @@ class ShardedModel:
             for unit in self.units if not is_failed else ():
                 unit.gather()
                 for group in unit.groups:
-                    group.buffer.detach()
+                    group.detach()
                 for parameter in unit.parameters:
                     if id(parameter) in self.sharded_at_init:
                         at_init.shard(parameter)

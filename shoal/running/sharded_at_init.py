@@ -17,8 +17,8 @@ from shoal.comm.protocol import Communicator
 from shoal.errors import UsageError
 from shoal.running.parameter_owner import OWNERS, ParameterOwner, ParameterState
 from shoal.sharding.layout import ParameterSpec
-from shoal.sharding.parameter_buffer import placeholder
 from shoal.sharding.parts import take
+from shoal.sharding.storage import placeholder
 
 _MAX_ACCESSED_NUMEL = 1 << 26  # of parameters that stay gathered after an access, together
 _MAX_ACCESSED = 32

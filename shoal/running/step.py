@@ -24,6 +24,7 @@ from shoal.optim.host import TRIAL_NUMEL, HostStep
 from shoal.optim.whole import OwnedRange, ParameterPart, WholeTensorOptimizer
 from shoal.running.state_formats import in_fp32, round_back
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
+from shoal.sharding.placement import Tier
 from shoal.sharding.unit import Unit
 
 HOST_RANGE_NUMEL = 16 * 1024 * 1024  # of state that is updated on the host: one call's overhead is negligible
@@ -89,7 +90,7 @@ class ShardedStep:
             if group.is_state_offloaded:
                 assert self.cpu_optimizer is not None
                 group.updates = self.cpu_optimizer
-                group.gradient.accumulator.is_offloaded = not group.gradient.is_whole
+                group.gradient.offload_sum()
             group.ranges = list(self._ranges_of(group))
 
     @property
@@ -237,11 +238,11 @@ class ShardedStep:
             group.wait_for_readers()
         with_disk = [group for group in batch if any(has_grad[group])]
         for group in with_disk:
-            group.buffer.pin_shard(is_overwritten=all(has_grad[group]))
+            group.buffer.storage.pin(is_overwritten=all(has_grad[group]))
         ranges = [(group, part) for group in batch for part in self._with_grad(group, has_grad[group])]
         self._step_ranges(ranges, gradient_scale, self._batch_numel)
         for group in with_disk:
-            group.buffer.unpin_shard()
+            group.buffer.storage.unpin()
         return [work for group in batch for work in _update_replicas(group)]
 
     def _step_group(self, group: ParameterGroup, gradient_scale: float, has_grad: bytes) -> list[Gather]:
@@ -249,7 +250,7 @@ class ShardedStep:
         if group.disk is not None:
             group.disk.fetch(group, reads_ahead=True)
         if any(has_grad):
-            group.buffer.pin_shard(is_overwritten=all(has_grad))
+            group.buffer.storage.pin(is_overwritten=all(has_grad))
         if self._is_whole_tensor:
             if any(has_grad):
                 self._step_whole(group, gradient_scale, has_grad)
@@ -258,12 +259,12 @@ class ShardedStep:
             cpu = self.cpu_optimizer if group.updates is not None else None
             if cpu is None or not cpu.start(group, ranges, gradient_scale):
                 self._step_ranges([(group, part) for part in ranges], gradient_scale, self._block_of(group))
-        if group.updates is not None and (group.disk is not None or group.buffer.is_on_disk):
+        if group.updates is not None and (group.disk is not None or group.buffer.storage.tier is Tier.DISK):
             group.updates.finish(group)  # memory holds few groups of what is stored on a disk
         if group.disk is not None:
             group.disk.store(group)
         if any(has_grad):
-            group.buffer.unpin_shard()
+            group.buffer.storage.unpin()
         return _update_replicas(group) if group.updates is None else []
 
     def finish(self, units: Sequence[Unit]) -> list[Gather]:
@@ -370,18 +371,18 @@ class ShardedStep:
             part.param.grad = None
             if not group.has_own_main:
                 continue
-            if group.updates is not None and not group.buffer.is_shard_offloaded:
+            if group.updates is not None and not group.buffer.is_offloaded:
                 # Rounded on the host, so that half the bytes are copied.
                 assert self.cpu_optimizer is not None
                 flat = self.cpu_optimizer.rounded(group)
             else:
-                flat = group.buffer.owned_parameters
+                flat = group.buffer.shard
             targets.append(flat[part.start : part.stop])
             sources.append(part.param.detach())
         if targets:
             torch._foreach_copy_(targets, sources)
         for group in dict.fromkeys(group for group, _ in ranges):
-            if group.has_own_main and group.updates is not None and not group.buffer.is_shard_offloaded:
+            if group.has_own_main and group.updates is not None and not group.buffer.is_offloaded:
                 assert self.cpu_optimizer is not None
                 self.cpu_optimizer.send_back(group, [part for owner, part in ranges if owner is group])
 
@@ -421,7 +422,7 @@ class ShardedStep:
             )
         is_whole = group.owned_numel == buffer.layout.numel
         comm = SingleCommunicator(buffer.comm.axis) if is_whole else buffer.comm
-        optimizer.step_unit(whole, comm, buffer.full.device, parts_comm)
+        optimizer.step_unit(whole, comm, buffer.device, parts_comm)
         self._round(ranges)
 
     def _scratch_of(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
@@ -517,7 +518,7 @@ class ShardedStep:
 
 
 def _update_replicas(group: ParameterGroup) -> list[Gather]:
-    return [] if group.row.after_step == "nothing" else [(group, group.buffer.update_replicas())]
+    return [] if group.row.after_step == "nothing" else [(group, group.update_replicas())]
 
 
 def _label(scalars: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> tuple[Any, ...]:

@@ -1,10 +1,16 @@
 """The gradient of a parameter group: from ``parameter.grad`` to this rank's range of the sum over the ranks.
 
     backward            autograd leaves each parameter's gradient in ``parameter.grad``
-    accumulate          it is added to the accumulator: the whole buffer (stages 0 and 1), or, in ``no_sync``, the
-                        unsynced gradient (stages 2 and 3)
+    accumulate          it is added to ``sum``, where that is the whole buffer (stages 0 and 1), or, in ``no_sync``, to
+                        ``unsynced`` (stages 2 and 3)
     reduce, wait        ``redistribute``: the sum over the ranks; a gradient that is missing counts as zeros
     step                the optimizer reads ``owned()``
+
+| buffer     | what it has                                            | memory                                    |
+| ---------- | ------------------------------------------------------ | ----------------------------------------- |
+| `sum`      | the sum so far: the whole, or this rank's range        | from the first backward pass              |
+| `unsynced` | the whole of passes in ``no_sync``, next to a range    | from such a pass to the next reduction    |
+| staging    | the whole of one pass, next to a range                 | while it is reduced; groups share it      |
 
 A gradient that arrives after its group was reduced stays in ``parameter.grad`` and joins the next reduction, at the
 latest at the step.
@@ -12,7 +18,7 @@ latest at the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -20,19 +26,19 @@ from typing import Any
 import torch
 
 from shoal.comm.protocol import Work
-from shoal.sharding.accumulator import Accumulator, UnsyncedGradient, take_gradients
+from shoal.memory.stream_copies import CopyDone
 from shoal.sharding.buffer import Axis, FlatBuffer
 from shoal.sharding.layout import Segment
-from shoal.sharding.parameter_buffer import ParameterBuffer
-from shoal.sharding.placement import Placement
+from shoal.sharding.offloaded_sum import HostGradient, OffloadedSum
 from shoal.sharding.sparse_sum import coalesced
 from shoal.sharding.staging import StagingBuffers
+from shoal.sharding.storage import DeviceStorage
 from shoal.sharding.table import Row
 
 
 class GradientState(Enum):
-    NONE = "NONE"  # no memory beyond the accumulator
-    ACCUMULATING = "ACCUMULATING"  # the accumulator holds a part of the sum
+    NONE = "NONE"  # nothing of this step
+    ACCUMULATING = "ACCUMULATING"  # the sum lacks micro-batches, or ranks
     REDUCING = "REDUCING"  # a collective reads or writes it
     REDUCED = "REDUCED"  # this rank's range holds the sum over all ranks
 
@@ -42,9 +48,9 @@ class GradientPolicy:
     """How gradients are summed.
 
     Args:
-        accumulate_dtype: of the accumulator; None: the parameter's, and from the first step of several micro-batches on
+        accumulate_dtype: of the sum; None: the parameter's, and from the first step of several micro-batches on
             that of the main parameters.
-        reduce_dtype: of what is sent; None: the accumulator's where that is sent, else the parameter's.
+        reduce_dtype: of what is sent; None: the sum's where that is sent, else the parameter's.
         pre_scale: factor before the sum over ranks; ``post_scale``: after it.
     """
 
@@ -54,26 +60,28 @@ class GradientPolicy:
     post_scale: float = 1.0
 
 
-class GradientBuffer:
+class Gradient:
     """The gradient of one parameter group.
 
     Args:
+        buffer: of the parameters.
         axes: by name, what sums along each axis on which the gradient is Partial.
-        sum_dtype: the accumulator's once a second micro-batch is added; None: it stays as it is.
+        sum_dtype: of the sum, once a second micro-batch is added; None: it stays as it is.
         is_view: after the reduction ``parameter.grad`` is a view of the sum, in which the script may scale, replace or
             drop it (``gradient_as_bucket_view``). Needs the whole sum on this rank, in the parameter's dtype.
 
-    Memory: an accumulator of the whole buffer where the gradient between micro-batches is Partial, else of this rank's
-    range; from the first backward pass on (``is_view``: until the step; offloaded: until it has been copied to the
-    host, in a buffer that groups share). While a group whose accumulator is a shard is reduced, a staging buffer holds
-    the whole. In ``no_sync`` also a whole tensor of the sum's dtype, until the next reduction.
+    Memory: a sum of the whole buffer where the gradient between micro-batches is Partial, else of this rank's range;
+    from the first backward pass on (``is_view``: until the step; offloaded: until it has been copied to the host, in a
+    buffer that groups share). While a group whose sum is a range is reduced, a staging buffer has the whole. In
+    ``no_sync`` also a whole buffer of the sum's dtype, until the next reduction.
     """
 
-    is_sparse = False  # True if it holds the rows that were looked up, not the table
+    is_sparse = False  # True if it has the rows that were looked up, not the table
 
     def __init__(
         self,
-        parameters: ParameterBuffer,
+        buffer: FlatBuffer,
+        parameters: Sequence[torch.nn.Parameter],
         row: Row,
         policy: GradientPolicy,
         axes: Mapping[str, Axis],
@@ -82,27 +90,33 @@ class GradientBuffer:
         *,
         is_view: bool = False,
     ) -> None:
-        self.buffer = parameters
-        self.layout = parameters.layout
-        self.parameters = parameters.parameters
+        self.buffer = buffer
+        self.layout = buffer.layout
+        self.parameters = list(parameters)
         self.row = row
         self.policy = policy
         self.axes = axes
         self.is_view = is_view
         self.adds_in_place = False  # autograd adds later micro-batches into the sum: ``parameter.grad`` is a view of it
         self.is_attached = False  # True if every ``parameter.grad`` is such a view
-        dtype = policy.accumulate_dtype or parameters.dtype
+        self.offloaded: OffloadedSum | None = None  # set where the sum moves to the host whenever it was reduced into
+        dtype = policy.accumulate_dtype or buffer.dtype
         self._sum_dtype = sum_dtype or dtype
         self.state = GradientState.NONE
         self.has_grad = bytearray(len(self.parameters))  # a gradient arrived on this rank since the last step
         self.num_reductions = 0  # ever begun: distinguishes one step's gradient from the next one's
         self._staging = staging
         staging.register(self.layout)
-        self.is_alone = parameters.comm.size == 1 and len(axes) == 1  # True if there is one rank
-        self.is_whole = self.is_alone or not row.is_gradient_sharded  # True if the accumulator is the whole buffer
+        self.is_alone = buffer.comm.size == 1 and len(axes) == 1  # True if there is one rank
+        between = row.gradient if self.is_alone else row.gradient_between
+        self.sum = FlatBuffer(
+            buffer.label, self.layout, dtype, buffer.device, buffer.comm, axes, between, owned=buffer.owned
+        )
+        self.unsynced = FlatBuffer(
+            buffer.label, self.layout, dtype, buffer.device, buffer.comm, axes, row.gradient, owned=buffer.owned
+        )
+        self.is_whole = not between.is_sharded  # True if the sum is the whole buffer
         self._is_whole_at_step = not row.gradient_at_step.is_sharded
-        self.accumulator = Accumulator(parameters, staging, dtype, is_whole=self.is_whole)
-        self._unsynced = UnsyncedGradient(self.layout, parameters.full.device)
         self._shown: list[torch.Tensor] = []  # by parameter, what ``.grad`` was set to
         self._left: list[torch.Tensor | None] = []  # by parameter, the ``.grad`` that the last pass left; not views
         self._work: Work | None = None
@@ -113,47 +127,103 @@ class GradientBuffer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The accumulator's."""
-        return self.accumulator.dtype
+        """Of the sum."""
+        return self.sum.dtype
+
+    @property
+    def _present(self) -> torch.Tensor | None:
+        """The sum on the device; None: there is no memory of it."""
+        flat = self.sum.full if self.is_whole else self.sum.shard
+        return flat if flat.numel() else None
+
+    def memory(self, *, is_overwritten: bool = False) -> torch.Tensor:
+        """The sum, on the device; allocated at the first call, with zeros unless every parameter is overwritten now."""
+        self._fetch()
+        flat = self._present
+        if flat is None:
+            total, numel = self.sum, self.layout.numel if self.is_whole else self.sum.owned_numel
+            if self.is_whole:
+                flat = total.comm.empty(numel, total.dtype, total.device)
+                total.set_full(flat)
+            else:
+                if self.offloaded is None:
+                    flat = torch.empty(numel, dtype=total.dtype, device=total.device)
+                else:
+                    flat = self.offloaded.acquire(numel, total.dtype)
+                total.storage = DeviceStorage(flat)
+            if not is_overwritten or self.layout.parameter_numel < numel:  # with gaps, which stay zero
+                flat.zero_()
+        return flat
+
+    def _fetch(self) -> None:
+        """Fetch a sum that is on the host alone."""
+        fetched = None if self.offloaded is None else self.offloaded.fetch()
+        if fetched is not None:
+            self.sum.storage = DeviceStorage(fetched)
+
+    def _drop_memory(self) -> None:
+        if self.offloaded is not None:
+            self.offloaded.discard(self._present)
+        self.sum.drop()
 
     @property
     def version(self) -> tuple[int, int]:
         """Changes with the values: the number of reductions, and the version counter of the memory."""
-        on_host = self.accumulator.host_version
-        return self.num_reductions + self.accumulator.num_fetches, (
-            self.owned()._version if on_host is None else on_host
-        )
+        offloaded = self.offloaded
+        if offloaded is None:
+            return self.num_reductions, self.owned()._version
+        version = self.owned()._version if offloaded.version is None else offloaded.version
+        return self.num_reductions + offloaded.num_fetches, version
 
     @property
     def offloaded_norm_squared(self) -> torch.Tensor | None:
-        """The sum of squares of an accumulator that is on the host; None: it is on the device."""
-        return self.accumulator.host_norm_squared
+        """The sum of squares of a sum that is on the host; None: it is on the device."""
+        return None if self.offloaded is None else self.offloaded.norm_squared
+
+    def offload_sum(self) -> None:
+        """From now on the sum moves to the host whenever it was reduced into, unless it is the whole buffer."""
+        if not self.is_whole:
+            self.offloaded = OffloadedSum(self._staging.shards, self.buffer.device)
+
+    def offload(self, host: HostGradient, copied: CopyDone, *, is_for_step: bool) -> None:
+        """Free the device's memory of the sum, or of what was reduced last: the host has it. See ``OffloadedSum``."""
+        assert self.offloaded is not None
+        is_part = self.offloaded.part is not None
+        self.offloaded.store(self.sum.shard if is_part else self.memory(), host, copied, is_for_step=is_for_step)
+        self.sum.drop()
 
     def owned(self) -> torch.Tensor:
         """The range of the reduced gradient that this rank's optimizer reads. Shape: [owned numel]."""
-        flat = self.accumulator.memory()
-        return flat[self.buffer.begin : self.buffer.end] if self.is_whole and not self._is_whole_at_step else flat
+        flat = self.memory()
+        return self.sum.shard if self.is_whole and not self._is_whole_at_step else flat
 
     @property
     def nbytes_unsynced(self) -> int:
         """Bytes of the gradients of passes in ``no_sync``."""
-        return 0 if self._unsynced.flat is None else self._unsynced.flat.nbytes
+        return self.unsynced.full.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the accumulator holds, or will."""
-        return self.accumulator.numel * self.dtype.itemsize
+        """Bytes that the sum has, or will have."""
+        return self.sum.nbytes_stored
 
     def _widen(self) -> None:
-        """Several micro-batches are added up: from now on in the dtype of such sums."""
-        if self.dtype != self._sum_dtype:
-            self.accumulator.widen(self._sum_dtype, is_kept=self.state is not GradientState.NONE)
+        """Several micro-batches are added up: from now on in the dtype of sums."""
+        if self.dtype == self._sum_dtype:
+            return
+        self._fetch()
+        self.sum.dtype = self._sum_dtype
+        self.sum.wait_for_reader()
+        narrow = self._present
+        self._drop_memory()
+        if narrow is not None and self.state is not GradientState.NONE:
+            self.memory().copy_(narrow)
 
     # from parameter.grad
 
     def has_unreduced(self) -> bool:
         """True if there is a gradient that no reduction has seen."""
-        return self._unsynced.flat is not None or self._has_new()
+        return self.unsynced.has_memory or self._has_new()
 
     @property
     def is_shown(self) -> bool:
@@ -169,7 +239,7 @@ class GradientBuffer:
     def accumulate(self) -> None:
         """Add the parameters' gradients to what is kept until the next reduction. Communicates nothing.
 
-        A sharded accumulator keeps them whole on this rank; where the sum has the parameters' dtype, autograd adds
+        Where the sum is a range they are kept whole on this rank; where it has the parameters' dtype, autograd adds
         them up in ``parameter.grad``. So do gradients that arrive after the reduction.
         """
         if self.is_attached or not self._has_new() or (self.state is GradientState.REDUCED and self.is_whole):
@@ -177,23 +247,34 @@ class GradientBuffer:
         if not self.is_whole:
             if self._sum_dtype != self.buffer.dtype:
                 self._widen()
-                self._unsynced.add(self.parameters, self.has_grad, self.dtype)
+                self._add_unsynced()
             return
         if self.state is GradientState.ACCUMULATING:
             self._widen()
         self._accumulate_whole()
         if self.adds_in_place and self.dtype == self._sum_dtype == self.buffer.dtype:
-            for parameter, view, has_grad in zip(self.parameters, self.accumulator.views, self.has_grad, strict=True):
+            for parameter, view, has_grad in zip(self.parameters, self.sum.views, self.has_grad, strict=True):
                 parameter.grad = view if has_grad else None
             self.is_attached = all(self.has_grad)
 
     def _accumulate_whole(self) -> None:
         self.is_attached = False
         is_sum = self.state is GradientState.ACCUMULATING
-        self.accumulator.memory(is_overwritten=not is_sum)
-        self.accumulator.wait_for_reader()
-        take_gradients(self.parameters, self.accumulator.views, self.has_grad, add=is_sum)
+        self.memory(is_overwritten=not is_sum)
+        self.sum.wait_for_reader()
+        self.sum.assume(self.row.gradient)
+        take_gradients(self.parameters, self.sum.views, self.has_grad, add=is_sum)
         self.state = GradientState.ACCUMULATING
+
+    def _allocate_unsynced(self) -> FlatBuffer:
+        unsynced = self.unsynced
+        if not unsynced.has_memory:
+            unsynced.dtype = self.dtype
+            unsynced.set_full(torch.zeros(self.layout.numel, dtype=self.dtype, device=unsynced.device))
+        return unsynced
+
+    def _add_unsynced(self) -> None:
+        take_gradients(self.parameters, self._allocate_unsynced().views, self.has_grad, add=True)
 
     # over the ranks
 
@@ -208,73 +289,81 @@ class GradientBuffer:
         """
         self.num_reductions += 1
         if self.is_whole and self.state is not GradientState.REDUCED:
-            self._reduce_accumulator()
+            self._reduce_sum()
         else:
             self._reduce_staged(at_step=at_step)
 
-    def _flat(self, full: torch.Tensor, shard: torch.Tensor | None) -> FlatBuffer:
-        return FlatBuffer(self.buffer.label, self.axes, self.row.gradient, full, shard)
-
-    def _reduce_accumulator(self) -> None:
+    def _reduce_sum(self) -> None:
         if self.state is GradientState.ACCUMULATING and self._has_new():
             self._widen()
         self._accumulate_whole()
-        policy = self.policy
-        flat, owned = self.accumulator.memory(), self.owned()
+        policy, to = self.policy, self.row.gradient_at_step
+        flat = self.sum.full
         sent = policy.reduce_dtype or self.dtype
         if policy.pre_scale != 1.0:
             flat.mul_(policy.pre_scale)
         self.state = GradientState.REDUCING
         if sent == self.dtype:
-            self._work = self.accumulator.reader = self._redistribute(flat, owned)
+            self._work = self.sum.reader = self.sum.redistribute(to, scale=policy.post_scale)
             return
-        staging = self._staging.acquire(self.layout, sent)
-        staging.flat.copy_(flat)
-        work = self._work = self._redistribute(staging.flat, owned)
+        staging = self._acquire(sent)
+        staging.full.copy_(flat)
+        work = self._work = staging.redistribute(to, into=self.owned(), scale=policy.post_scale)
+        self.sum.assume(to)
 
         def after() -> None:
             if self._is_whole_at_step:
-                flat.copy_(staging.flat)
-            self._staging.release(self.layout, staging, work)
+                flat.copy_(staging.full)
+            self._staging.release(staging, work)
 
         self._after = after
 
-    def _redistribute(self, full: torch.Tensor, shard: torch.Tensor, **how: Any) -> Work:
-        to: Placement = how.pop("to", self.row.gradient_at_step)
-        return self._flat(full, shard).redistribute(to, scale=self.policy.post_scale, **how)
+    def _acquire(self, dtype: torch.dtype) -> FlatBuffer:
+        """A staging buffer of this gradient."""
+        staging = self._staging.acquire(self.layout, dtype)
+        staging.label, staging.axes = self.buffer.label, self.axes
+        staging.assume(self.row.gradient)
+        return staging
 
     def _reduce_staged(self, *, at_step: bool) -> None:
         policy = self.policy
         if not at_step:
             self._widen()
-        is_accumulator_sent = self.is_whole or self._unsynced.flat is not None
-        sent = policy.reduce_dtype or (self.dtype if is_accumulator_sent else self.buffer.dtype)
+        is_sum_sent = self.is_whole or self.unsynced.has_memory
+        sent = policy.reduce_dtype or (self.dtype if is_sum_sent else self.buffer.dtype)
         was_reduced = self.state is GradientState.REDUCED
         add = was_reduced or self.state is GradientState.ACCUMULATING
-        staging = self._staging.acquire(self.layout, sent)
-        if self._unsynced.flat is None:
-            take_gradients(self.parameters, staging.views, self.has_grad, add=False)
+        staging = self._acquire(sent)
+        if self.unsynced.has_memory:
+            self._add_unsynced()
+            staging.full.copy_(self.unsynced.full)
+            self.unsynced.drop()
         else:
-            self._unsynced.add(self.parameters, self.has_grad, self.dtype)
-            staging.flat.copy_(self._unsynced.memory(self.dtype))
-            self._unsynced.drop()
+            take_gradients(self.parameters, staging.views, self.has_grad, add=False)
         if policy.pre_scale != 1.0:
-            staging.flat.mul_(policy.pre_scale)
+            staging.full.mul_(policy.pre_scale)
         to = self.row.gradient_at_step if at_step or self.is_whole else self.row.gradient_between
         has_replicas = len(self.axes) > 1
         # What was summed over the replicas already must not be summed again: a late part has a shard of its own.
         has_own_shard = was_reduced and has_replicas and not self._is_whole_at_step
-        is_added_on_host = self.accumulator.is_on_host and (was_reduced or not at_step or not has_replicas)
-        owned = self.accumulator.new_part() if is_added_on_host else self.owned()
+        offloaded = self.offloaded
+        is_on_host = offloaded is not None and offloaded.is_on_host
+        is_added_on_host = is_on_host and (was_reduced or not at_step or not has_replicas)
+        if offloaded is not None and is_added_on_host:
+            owned = offloaded.acquire_part(self.sum.owned_numel, self.dtype)
+        else:
+            owned = self.owned()
         target = torch.empty_like(owned) if has_own_shard and not is_added_on_host else owned
         self.state = GradientState.REDUCING
         accumulate = add and target is owned and not is_added_on_host and not self._is_whole_at_step
-        work = self._work = self._redistribute(staging.flat, target, to=to, accumulate=accumulate)
+        work = staging.redistribute(to, into=target, scale=policy.post_scale, accumulate=accumulate)
+        self._work = work
+        self.sum.assume(to)
 
         def after() -> None:
             if self._is_whole_at_step:
-                owned.add_(staging.flat)
-            self._staging.release(self.layout, staging, work)
+                owned.add_(staging.full)
+            self._staging.release(staging, work)
             if target is not owned:
                 owned.add_(target)
 
@@ -304,12 +393,12 @@ class GradientBuffer:
             return
         if self.state is GradientState.NONE:  # nothing was reduced: the memory may hold the last step's values
             self.num_reductions += 1
-            self.accumulator.memory().zero_()
+            self.memory().zero_()
         if len(self.axes) > 1:
             self.num_reductions += 1
-            owned = self.owned()
-            shard = FlatBuffer(self.buffer.label, self.axes, self.row.gradient_between, owned, owned)
-            shard.redistribute(self.row.gradient_at_step).wait()
+            self.memory()
+            self.sum.assume(self.row.gradient_between)
+            self.sum.redistribute(self.row.gradient_at_step).wait()
         self.state = GradientState.REDUCED
 
     def norm_part(self) -> torch.Tensor:
@@ -334,22 +423,23 @@ class GradientBuffer:
             self._shown, self.is_attached = [], False
             for parameter in self.parameters:
                 parameter.grad = None
-        self.accumulator.forget_host()
-        if self.accumulator.is_offloaded or self.is_view:
-            self.accumulator.drop()
-            self.accumulator.reader = None
+        if self.offloaded is not None:
+            self.offloaded.forget()
+        if self.offloaded is not None or self.is_view:
+            self._drop_memory()
+            self.sum.reader = None
         self.state = GradientState.NONE
         self.has_grad = bytearray(len(self.parameters))
         self._work, self._after = None, None
         self._moved = None
-        self._unsynced.drop()
+        self.unsynced.drop()
 
     # as a view in parameter.grad
 
     def value(self, slot: int) -> torch.Tensor:
         """The sum for one parameter, in its shape: the memory itself, or a sparse tensor."""
-        self.accumulator.memory()
-        return self.accumulator.views[slot]
+        self.memory()
+        return self.sum.views[slot]
 
     def _replace(self, slot: int, value: torch.Tensor | None) -> None:
         """The script has set another gradient, or none."""
@@ -410,7 +500,10 @@ class GradientBuffer:
 
     def _leave_memory(self) -> None:
         """The script may keep what it has seen: the sum continues in other memory."""
-        self.accumulator.move()
+        flat = self._present
+        if flat is not None:
+            self.sum.drop()
+            self.memory().copy_(flat)
 
     # to and from a checkpoint
 
@@ -421,13 +514,13 @@ class GradientBuffer:
         self.take_back()
         gradients = {str(i): _dense(p.grad) for i, p in enumerate(self.parameters) if p.grad is not None}
         saved = None
-        if self.state is not GradientState.NONE or self._unsynced.flat is not None or gradients:
+        if self.state is not GradientState.NONE or self.unsynced.has_memory or gradients:
             saved = {
                 "is_wide": self.dtype == self._sum_dtype,
                 "state": self.state.value,
                 "touched": list(self.has_grad),
-                "accumulator": None if self.state is GradientState.NONE else self.accumulator.memory(),
-                "held": self._unsynced.flat,
+                "accumulator": None if self.state is GradientState.NONE else self.memory(),
+                "held": self.unsynced.full if self.unsynced.has_memory else None,
                 "gradients": gradients,
             }
         self._show()
@@ -440,11 +533,11 @@ class GradientBuffer:
         if saved["is_wide"]:
             self._widen()
         if saved["accumulator"] is not None:
-            self.accumulator.memory().copy_(saved["accumulator"])
+            self.memory().copy_(saved["accumulator"])
         self.state = GradientState(saved["state"])
         self.has_grad = bytearray(saved["touched"])
         if saved["held"] is not None:
-            self._unsynced.memory(self.dtype).copy_(saved["held"])
+            self._allocate_unsynced().full.copy_(saved["held"])
         for index, parameter in enumerate(self.parameters):
             value = saved["gradients"].get(str(index))
             parameter.grad = None if value is None else value.to(parameter.device, parameter.dtype)
@@ -481,8 +574,8 @@ class GradientBuffer:
     def free(self) -> None:
         """Free all memory."""
         self.reset()
-        self.accumulator.reader = None
-        self.accumulator.drop()
+        self.sum.reader = None
+        self._drop_memory()
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
@@ -499,3 +592,34 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for item in value.values() for tensor in _tensors_in(item)] if isinstance(value, dict) else []
+
+
+def take_gradients(
+    parameters: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor], has_grad: bytearray, *, add: bool
+) -> None:
+    """Move the parameters' gradients into ``views``: add them, or copy them, with zeros for those that are None.
+
+    Args:
+        has_grad: set where there was one. One that is the view itself is in its place already.
+    """
+    targets, gradients = [], []
+    for index, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
+        gradient = parameter.grad
+        if gradient is not None:
+            has_grad[index] = 1
+            parameter.grad = None
+            if gradient is view:
+                continue
+            if gradient.is_sparse:
+                if not add:
+                    view.zero_()
+                view.add_(coalesced(gradient, view.dtype))
+                continue
+            targets.append(view)
+            gradients.append(gradient)
+        elif not add:
+            view.zero_()
+    if targets and add:
+        torch._foreach_add_(targets, gradients)
+    elif targets:
+        torch._foreach_copy_(targets, gradients)

@@ -22,7 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shoal.memory.transfer import Intervals
+
 Ranges = tuple[tuple[int, int], ...]  # of one dim: (start, stop)
+# Of each parameter of a buffer, dim 0 is as many equal blocks as this has entries: which of them a forward uses.
+Used = tuple[bool, ...]
 
 ALIGNMENT = 64  # elements: 128 bytes of a 16-bit parameter, two cache lines of an fp32 one
 
@@ -158,6 +162,18 @@ class BufferLayout:
         low = max(members[0].offset, begin)
         high = min(members[-1].offset + members[-1].numel, end)
         return (low - begin, high - begin) if low < high else (0, 0)
+
+    def ranges_of(self, used: Used | None) -> Ranges | None:
+        """Where blocks of the parameters lie in the buffer; None: they are all."""
+        if used is None or all(used):
+            return None
+        ranges = Intervals()
+        for spec in self.specs:
+            numel = spec.numel // len(used)
+            for block, is_used in enumerate(used):
+                if is_used:
+                    ranges.add(spec.offset + block * numel, spec.offset + (block + 1) * numel)
+        return tuple(ranges.ranges)
 
     @cached_property
     def groups(self) -> tuple[int, ...]:

@@ -1,11 +1,14 @@
 """A parameter group: parameters that share dtype, trainability and mesh axes, and everything that belongs to them.
 
     parameters   ``buffer``      the flat parameter buffer: sharded or whole, on its tier
-    gradients    ``gradient``    the accumulator, and the reduction over the ranks
+                 ``second``      the shard of a second, narrower sharding that backward gathers from (ZeRO++ hpZ)
+    gradients    ``gradient``    the buffer of the sum, and the reduction over the ranks
     main         ``main``        this rank's range of the main parameters: what the optimizer updates
     state        ``ranges``      the ranges that the optimizer updates as one tensor, with the optimizer state of each
 
-A frozen group has a buffer only.
+A frozen group has parameters only. Each parameter is a view of its buffer. Reading a view of an emptied storage would
+crash the process, so the data of a sharded parameter is a placeholder: one NaN expanded to the true shape (4 bytes,
+reads as NaN, refuses writes).
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ from typing import Any, Protocol
 
 import torch
 
-from shoal.comm.protocol import Communicator
-from shoal.sharding.gradient import GradientBuffer
-from shoal.sharding.layout import Segment
-from shoal.sharding.parameter_buffer import ParameterBuffer
+from shoal.comm.protocol import Communicator, FinishedWork, Work
+from shoal.sharding.buffer import FlatBuffer
+from shoal.sharding.gradient import Gradient
+from shoal.sharding.layout import Segment, Used
+from shoal.sharding.placement import Placement
+from shoal.sharding.storage import DeviceStorage, placeholder
 from shoal.sharding.table import Row
 
 
@@ -84,6 +89,8 @@ class ParameterGroup:
 
     Args:
         row: where each kind of state is stored.
+        parameters: one for each spec of the buffer's layout.
+        second: on the axis of the second sharding, of the same whole buffer; None: there is none.
         main: this rank's owned range of the main parameters; None where the group is frozen. Shape: [owned numel].
         has_own_main: they have memory of their own; else they are the parameters' memory.
         is_state_offloaded: main parameters and optimizer state are in memory that the device does not compute in.
@@ -94,10 +101,12 @@ class ParameterGroup:
     def __init__(
         self,
         row: Row,
-        buffer: ParameterBuffer,
-        gradient: GradientBuffer | None = None,
+        buffer: FlatBuffer,
+        parameters: Sequence[torch.nn.Parameter],
+        gradient: Gradient | None = None,
         main: torch.Tensor | None = None,
         *,
+        second: FlatBuffer | None = None,
         has_own_main: bool = False,
         is_state_offloaded: bool = False,
         replicas: Sequence[Communicator] = (),
@@ -107,6 +116,11 @@ class ParameterGroup:
         self.parts = parts
         self.replicas = tuple(replicas)
         self.buffer = buffer
+        self.second = second
+        self.parameters = list(parameters)
+        self.placeholders: list[torch.Tensor] = []
+        if buffer.is_sharded:
+            self._make_placeholders()
         self._gradient = gradient
         self._main = main
         self.has_own_main = has_own_main
@@ -129,7 +143,7 @@ class ParameterGroup:
         return self._gradient is not None
 
     @property
-    def gradient(self) -> GradientBuffer:
+    def gradient(self) -> Gradient:
         assert self._gradient is not None, f"{self.label} is frozen"
         return self._gradient
 
@@ -145,7 +159,7 @@ class ParameterGroup:
     @property
     def owned_numel(self) -> int:
         """Elements of this rank's range, padding included."""
-        return self.buffer.end - self.buffer.begin
+        return self.buffer.owned_numel
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -154,6 +168,104 @@ class ParameterGroup:
         for comm in self.replicas:
             index, size = index * comm.size + comm.rank, size * comm.size
         return index, size
+
+    # parameters
+
+    def gather(self, *, from_second: bool = False, used: Used | None = None) -> Work:
+        """Shard -> Replicate. The parameters may be read after ``Work.wait()`` and ``attach_views()``.
+
+        Args:
+            from_second: from the second sharding, if a forward pass has kept it.
+            used: which blocks of the parameters; others are NaN. None: all.
+
+        Communicates: one all-gather on the axis that shards (``from_second``: on that of the second sharding); of
+            blocks, one of the rank's largest part of them, if that is less.
+        Memory: the whole buffer on the device until ``release()``.
+        """
+        ranges = self.buffer.layout.ranges_of(used)
+        if from_second and self.second is not None and self.second.shard.numel() and ranges is None:
+            self.buffer.assume(Placement())
+            self.second.full = self.buffer.full
+            return self.second.redistribute(Placement())
+        return self.buffer.redistribute(Placement(), ranges=ranges)
+
+    def release(self, *, keep_user_views: bool = False) -> None:
+        """Replicate -> Shard: the parameters become placeholders, the whole buffer is freed. Communicates nothing.
+
+        Args:
+            keep_user_views: what the user has made of the parameters without a copy stays valid.
+        """
+        self._hide()
+        self.buffer.release(keep_user_views=keep_user_views)
+        if self.second is not None:
+            self.second.assume(self.second.stored)
+
+    def update_replicas(self) -> Work:
+        """After the optimizer has updated this rank's range of the whole buffer: bring all ranges up to date.
+
+        Communicates: one all-gather where optimizer state is sharded and parameters are not, else nothing.
+        """
+        if self.buffer.is_sharded or self.buffer.comm.size == 1:
+            return FinishedWork(self.buffer.full)
+        self.buffer.assume(self.buffer.owned)
+        return self.buffer.redistribute(Placement())
+
+    def keep_second(self) -> None:
+        """Keep this rank's range of the second sharding for the backward pass, while the buffer is full."""
+        second = self.second
+        if second is None:
+            return
+        if not second.shard.numel():
+            numel = self.buffer.layout.numel // second.comm.size
+            second.storage = DeviceStorage(second.comm.empty(numel, second.dtype, second.device))
+        second.comm.drain()
+        second.full = self.buffer.full
+        second.assume(Placement())
+        second.redistribute(second.stored)
+
+    def drop_second(self) -> None:
+        """Free the second shard, until the next forward pass keeps it again."""
+        if self.second is not None:
+            self.second.storage = DeviceStorage(self.second.shard.new_empty(0))
+
+    def _is_fetched(self, *, from_second: bool) -> bool:
+        return not (from_second and self.second is not None and self.second.shard.numel())
+
+    def start_fetch(self, *, from_second: bool = False, used: Used | None = None) -> None:
+        """Begin to read what ``gather`` with these arguments needs from a disk. Does not block the host."""
+        if self._is_fetched(from_second=from_second):
+            self.buffer.storage.start_fetch(self.buffer.bytes_of(self.buffer.layout.ranges_of(used)))
+
+    def fetch(self, *, from_second: bool = False, used: Used | None = None) -> None:
+        """Wait until it is read. Raises: TierError: it could not be."""
+        if self._is_fetched(from_second=from_second):
+            self.buffer.storage.fetch(self.buffer.bytes_of(self.buffer.layout.ranges_of(used)))
+
+    def attach_views(self) -> None:
+        """Make the parameters views of the whole buffer."""
+        for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
+            parameter.data = view
+
+    def hide(self) -> None:
+        """Make the parameters placeholders, until ``attach_views()``: the buffer is stored whole and written to."""
+        if not self.placeholders:
+            self._make_placeholders()
+        self._hide()
+
+    def _hide(self) -> None:
+        for parameter, substitute in zip(self.parameters, self.placeholders, strict=True):
+            parameter.data = substitute
+
+    def _make_placeholders(self) -> None:
+        buffer = self.buffer
+        self.placeholders = [placeholder(spec.shape, buffer.dtype, buffer.device) for spec in buffer.layout.specs]
+
+    def detach(self) -> None:
+        """Give the parameters tensors of their own and free the buffer's memory (the buffer must be full)."""
+        for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
+            parameter.data = view.clone()
+        self.buffer.drop()
+        self.second = None
 
     # optimizer state
 
@@ -204,4 +316,4 @@ class ParameterGroup:
     def owned_parameters(self) -> torch.Tensor:
         """This rank's owned range of the parameters themselves, after the last step's update. Shape: [owned numel]."""
         self.synchronize()
-        return self.buffer.owned_parameters
+        return self.buffer.shard

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from shoal.sharding.gradient import GradientBuffer, GradientState
+from shoal.sharding.gradient import Gradient, GradientState
 from shoal.sharding.layout import Segment
 from shoal.sharding.sparse_sum import coalesced, exchange_counts, sum_rows
 
 _DENSE = -1  # in place of a number of rows: this rank's gradient is not sparse
 
 
-class SparseGradient(GradientBuffer):
+class SparseGradient(Gradient):
     """The gradient of a parameter group of one embedding.
 
     A row is in the sum if some rank looked it up, also where its gradient is zero: lazy optimizers update such rows.
@@ -47,7 +47,7 @@ class SparseGradient(GradientBuffer):
             return
         self.has_grad[0] = 1
         if self._part is not None:
-            self.accumulator.dtype = self._sum_dtype
+            self.sum.dtype = self._sum_dtype
         new = coalesced(gradient, self._sum_dtype) if gradient.is_sparse else gradient.to(self._sum_dtype)
         self._part = new if self._part is None else _plus(self._part, new)
         if self.state is GradientState.NONE:
@@ -74,7 +74,7 @@ class SparseGradient(GradientBuffer):
 
     @torch.no_grad()
     def _over_ranks(self, part: torch.Tensor | None) -> torch.Tensor | None:
-        device, label = self.buffer.full.device, self.buffer.label
+        device, label = self.buffer.device, self.buffer.label
         policy = self.policy
         sent = policy.reduce_dtype or self.dtype
         count = 0 if part is None else part._nnz() if part.is_sparse else _DENSE
@@ -101,9 +101,9 @@ class SparseGradient(GradientBuffer):
         )
 
     def _empty(self) -> torch.Tensor:
-        full = self.buffer.full
-        values = torch.zeros(0, *self._spec.shape[1:], dtype=self._sum_dtype, device=full.device)
-        return self._sparse(torch.zeros(0, dtype=torch.int64, device=full.device), values)
+        device = self.buffer.device
+        values = torch.zeros(0, *self._spec.shape[1:], dtype=self._sum_dtype, device=device)
+        return self._sparse(torch.zeros(0, dtype=torch.int64, device=device), values)
 
     def wait(self, *, at_step: bool) -> None:
         """Nothing: ``reduce`` has waited."""
@@ -146,14 +146,14 @@ class SparseGradient(GradientBuffer):
     def norm_part(self) -> torch.Tensor:
         total, rank, size = self._total, self._comm.rank, self._comm.size
         if total is None:
-            return torch.empty(0, dtype=self._sum_dtype, device=self.buffer.full.device)
+            return torch.empty(0, dtype=self._sum_dtype, device=self.buffer.device)
         values = total.values() if total.is_sparse else total
         begin, end = (len(values) * number // size for number in (rank, rank + 1))
         return values[begin:end].reshape(-1)
 
     def owned(self) -> torch.Tensor:
         """The gradient in one flat tensor, for the accessors; a copy."""
-        flat = torch.zeros(self.layout.numel, dtype=self._sum_dtype, device=self.buffer.full.device)
+        flat = torch.zeros(self.layout.numel, dtype=self._sum_dtype, device=self.buffer.device)
         held = self._total if self._total is not None else self._part
         if held is not None:
             flat[: self._spec.numel] = (held.to_dense() if held.is_sparse else held).reshape(-1)
@@ -167,7 +167,7 @@ class SparseGradient(GradientBuffer):
     def reset(self) -> None:
         super().reset()
         self._part = self._total = None
-        self.accumulator.dtype = self.policy.accumulate_dtype or self.buffer.dtype
+        self.sum.dtype = self.policy.accumulate_dtype or self.buffer.dtype
 
     # to and from a checkpoint
 
@@ -192,14 +192,14 @@ class SparseGradient(GradientBuffer):
     def restore(self, saved: Mapping[str, Any]) -> None:
         self.reset()
         if saved["is_wide"]:
-            self.accumulator.dtype = self._sum_dtype
+            self.sum.dtype = self._sum_dtype
         self.state = GradientState(saved["state"])
         self.has_grad = bytearray(saved["touched"])
         self._part, self._total = self._unpack(saved["part"]), self._unpack(saved["total"])
         self._show()
 
     def _unpack(self, packed: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        device = self.buffer.full.device
+        device = self.buffer.device
         if "table" in packed:
             return packed["table"].to(device)
         if "indices" in packed:

@@ -7,27 +7,19 @@ not handed out again while peers read it. A shard buffer holds a reduced gradien
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from dataclasses import dataclass
 
 import torch
 
 from shoal.comm.protocol import Communicator, Work
 from shoal.memory.stream_copies import CopyDone
+from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.layout import BufferLayout
+from shoal.sharding.placement import Placement
 from shoal.streams import is_accelerator
 
 MAX_BUFFERS = 4  # of one layout, before a rank waits for a slower one to have read the oldest
 MAX_BUFFERS_ON_ACCELERATOR = 2  # there only the device waits
 MAX_SHARDS = 2  # of one size: while one is copied to the host, the next is reduced into; over ranks, two are
-
-
-@dataclass(eq=False)
-class StagingBuffer:
-    """A flat buffer with one view per parameter of its layout. Gaps and padding are zero, always."""
-
-    flat: torch.Tensor  # [layout.numel]
-    views: list[torch.Tensor]
-    reader: Work | None = None
 
 
 class StagingBuffers:
@@ -44,8 +36,8 @@ class StagingBuffers:
         self._comm = comm
         self._device = device
         self._max_buffers = max_buffers or (MAX_BUFFERS_ON_ACCELERATOR if is_accelerator(device) else MAX_BUFFERS)
-        self._free: dict[object, list[StagingBuffer]] = defaultdict(list)
-        self._all: list[StagingBuffer] = []
+        self._free: dict[object, list[FlatBuffer]] = defaultdict(list)
+        self._all: list[FlatBuffer] = []
         self._num_made: Counter[object] = Counter()
         self._num_users: Counter[object] = Counter()
         self.shards = ShardBuffers(device, MAX_SHARDS + (comm.size > 1))
@@ -54,34 +46,30 @@ class StagingBuffers:
         """One more group of this layout will acquire buffers, one at a time and once in a backward pass."""
         self._num_users[layout.signature] += 1
 
-    def acquire(self, layout: BufferLayout, dtype: torch.dtype) -> StagingBuffer:
-        """A buffer of this layout; its parameters' values are whatever the last user left."""
+    def acquire(self, layout: BufferLayout, dtype: torch.dtype) -> FlatBuffer:
+        """A whole buffer of this layout; its parameters' values are whatever the last user left, gaps are zero."""
         key = (layout.signature, dtype)
         free = self._free[key]
         is_idle = bool(free) and free[0].reader is None
         if is_idle or (free and self._num_made[key] >= min(self._max_buffers, self._num_users[layout.signature])):
             buffer = free.pop(0)  # released longest ago: its reader is the likeliest to be done
-            if buffer.reader is not None:
-                buffer.reader.drain()
-                buffer.reader = None
+            buffer.wait_for_reader()
             return buffer
-        flat = self._comm.empty(layout.numel, dtype, self._device)
-        flat.zero_()
-        views = [flat[spec.offset : spec.offset + spec.numel].view(spec.shape) for spec in layout.specs]
-        buffer = StagingBuffer(flat, views)
+        full = self._comm.empty(layout.numel, dtype, self._device).zero_()
+        buffer = FlatBuffer("staging", layout, dtype, self._device, self._comm, {}, Placement(), full=full)
         self._all.append(buffer)
         self._num_made[key] += 1
         return buffer
 
-    def release(self, layout: BufferLayout, buffer: StagingBuffer, reader: Work | None = None) -> None:
+    def release(self, buffer: FlatBuffer, reader: Work | None = None) -> None:
         """Return a buffer; ``reader``: the collective whose source it is."""
         buffer.reader = reader
-        self._free[layout.signature, buffer.flat.dtype].append(buffer)
+        self._free[buffer.layout.signature, buffer.dtype].append(buffer)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, in use or not."""
-        return sum(buffer.flat.nbytes for buffer in self._all) + self.shards.nbytes
+        return sum(buffer.full.nbytes for buffer in self._all) + self.shards.nbytes
 
     def clear(self) -> None:
         """Free every buffer."""

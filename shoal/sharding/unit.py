@@ -25,9 +25,10 @@ import torch
 from shoal.comm.protocol import Work
 from shoal.errors import PlacementError
 from shoal.memory.stream_copies import CopyDone
-from shoal.sharding.gradient import GradientBuffer
+from shoal.sharding.gradient import Gradient
+from shoal.sharding.layout import Used
 from shoal.sharding.param_group import ParameterGroup
-from shoal.sharding.parameter_buffer import ParameterBuffer, Used
+from shoal.sharding.placement import Tier
 
 
 class UnitState(Enum):
@@ -72,8 +73,8 @@ class Unit:
         self.groups = list(groups)
         self.trained = [group for group in self.groups if group.is_trained]
         self.is_sharded = any(group.buffer.is_sharded for group in self.groups)
-        self.is_on_disk = any(group.buffer.is_on_disk for group in self.groups)
-        self.has_hpz = any(group.row.has_hpz for group in self.groups)
+        self.is_on_disk = any(group.buffer.storage.tier is Tier.DISK for group in self.groups)
+        self.has_second = any(group.second is not None for group in self.groups)
         self.numel = sum(group.buffer.layout.numel for group in self.groups)
         self.used = used
         self._gathered: Used | None = None  # the blocks of the present, or last, gather; None: all
@@ -82,7 +83,7 @@ class Unit:
         self.shared: list[Unit] = []  # other units whose parameters this unit's forward reads
         self._works: list[Work] = []
         self._also = CopyDone()
-        self._hidden: list[ParameterBuffer] = []  # stored whole, and being gathered after a step
+        self._hidden: list[ParameterGroup] = []  # stored whole, and being gathered after a step
         self._updated_late: list[ParameterGroup] = []  # of these, what is gathered after an update on the host
         self._has_grad = bytearray(len(self.trained_parameters))  # in this backward pass
         self.is_reduced = False  # in this backward pass
@@ -95,15 +96,15 @@ class Unit:
     @property
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters, in the order of the buffers."""
-        return (parameter for group in self.groups for parameter in group.buffer.parameters)
+        return (parameter for group in self.groups for parameter in group.parameters)
 
     @property
     def trained_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that have gradients, in the order of ``mark_grad``'s index."""
-        return [parameter for group in self.trained for parameter in group.buffer.parameters]
+        return [parameter for group in self.trained for parameter in group.parameters]
 
     @property
-    def gradients(self) -> Iterator[GradientBuffer]:
+    def gradients(self) -> Iterator[Gradient]:
         return (group.gradient for group in self.trained)
 
     def _move(self, to: UnitState) -> None:
@@ -126,7 +127,7 @@ class Unit:
         """True if these blocks are gathered, or being gathered."""
         return not self.is_released and _union(self._gathered, used) == self._gathered
 
-    def start_fetch(self, *, from_hpz: bool = False, used: Used | None = None) -> None:
+    def start_fetch(self, *, from_second: bool = False, used: Used | None = None) -> None:
         """Begin to read the shard from its disk. Nothing where it is stored elsewhere. Does not block the host.
 
         Args:
@@ -136,13 +137,13 @@ class Unit:
             return
         self._move(UnitState.FETCHING)
         for group in self.groups:
-            group.buffer.start_fetch(from_hpz=from_hpz, used=used)
+            group.start_fetch(from_second=from_second, used=used)
 
     def can_fetch_ahead(self) -> bool:
         """True if there is room to read the shard ahead of its use."""
-        return all(group.buffer.can_fetch_ahead() for group in self.groups)
+        return all(group.buffer.storage.can_fetch_ahead() for group in self.groups)
 
-    def start_gather(self, *, from_hpz: bool = False, used: Used | None = None) -> None:
+    def start_gather(self, *, from_second: bool = False, used: Used | None = None) -> None:
         """Begin to gather. Nothing when it is gathered or on the way.
 
         Args:
@@ -155,20 +156,20 @@ class Unit:
         """
         if self._updated_late:
             self.finish_updates()
-            self._works += [group.buffer.update_replicas() for group in self._updated_late]
+            self._works += [group.update_replicas() for group in self._updated_late]
             self._updated_late = []
         if not self.is_released:
             return
         self.finish_updates()
         if self.state is not UnitState.SHARDED:
-            self.start_fetch(from_hpz=from_hpz, used=used)
+            self.start_fetch(from_second=from_second, used=used)
             for group in self.groups:
-                group.buffer.fetch(from_hpz=from_hpz, used=used)
+                group.fetch(from_second=from_second, used=used)
             self._move(UnitState.SHARDED)
         self._move(UnitState.GATHERING)
         self._gathered = used
         self._works = [
-            group.buffer.gather(from_hpz=from_hpz, used=used) for group in self.groups if group.buffer.is_sharded
+            group.gather(from_second=from_second, used=used) for group in self.groups if group.buffer.is_sharded
         ]
 
     def allocate(self) -> None:
@@ -205,11 +206,11 @@ class Unit:
         self._move(UnitState.GATHERING)
         self._works = [work for _, work in gathers]
         self._updated_late = list(updated_late)
-        self._hidden = [group.buffer for group in (*(group for group, _ in gathers), *updated_late)]
-        for buffer in self._hidden:
-            buffer.hide()
+        self._hidden = [*(group for group, _ in gathers), *updated_late]
+        for group in self._hidden:
+            group.hide()
 
-    def gather(self, *, from_hpz: bool = False, used: Used | None = None) -> None:
+    def gather(self, *, from_second: bool = False, used: Used | None = None) -> None:
         """Make the parameters whole and usable; or some blocks of them, beside those that are gathered.
 
         Args:
@@ -221,7 +222,7 @@ class Unit:
             used = _union(self._gathered, used)
         if self.state is UnitState.FULL:
             return
-        self.start_gather(from_hpz=from_hpz, used=used)
+        self.start_gather(from_second=from_second, used=used)
         self._complete()
 
     def _complete(self) -> None:
@@ -234,8 +235,8 @@ class Unit:
             work.wait()
         self._works = []
         for group in self.groups:
-            if group.buffer.is_sharded or group.buffer in self._hidden:
-                group.buffer.attach_views()
+            if group.buffer.is_sharded or group in self._hidden:
+                group.attach_views()
         self._hidden = []
         self._move(UnitState.FULL)
 
@@ -253,7 +254,7 @@ class Unit:
     def _release(self, *, keep_user_views: bool = False) -> None:
         for group in self.groups:
             if group.buffer.is_sharded:
-                group.buffer.release(keep_user_views=keep_user_views)
+                group.release(keep_user_views=keep_user_views)
         self._move(UnitState.SHARDED)
         if self.is_on_disk:
             self._move(UnitState.ON_DISK)
@@ -269,7 +270,7 @@ class Unit:
 
     @property
     def is_attached(self) -> bool:
-        """Does autograd add the gradients of this pass into the sums (``GradientBuffer.is_attached``)?"""
+        """Does autograd add the gradients of this pass into the sums (``Gradient.is_attached``)?"""
         return all(map(_IS_ATTACHED, self.trained))
 
     @property

@@ -371,7 +371,7 @@ def accumulates(settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list
             engine.step()
         if number % 3 == 2:
             norms.append(engine.get_global_grad_norm())
-    fetches = sum(gradient.accumulator.num_fetches for gradient in gradients)
+    fetches = sum(gradient.offloaded.num_fetches for gradient in gradients if gradient.offloaded is not None)
     values = {n: engine.access.full_parameter(p) for n, p in engine.module.named_parameters() if p.requires_grad}
     nbytes = sum(gradient.nbytes for gradient in gradients)
     engine.destroy()

@@ -22,7 +22,7 @@ from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.held import ExpertsHeld, ExpertUsage, modules_with_experts
 from shoal.parallel.expert.layer import Experts
 from shoal.pipeline.module import PipelineModule
-from shoal.sharding.parameter_buffer import ParameterBuffer
+from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.partition import UnitRules
 from tests.ranks.expert_layers import WIDTH as LAYERS_WIDTH
 from tests.ranks.expert_layers import Layers
@@ -184,18 +184,18 @@ def test_with_2_of_8_experts_used_those_are_read_and_gathered_alone(
 ) -> None:
     read: Counter[tuple[int, str]] = Counter()
     gathered: Counter[tuple[int, str]] = Counter()
-    before_read, before_gather = DiskTier.read, ParameterBuffer.gather
+    before_read, before_gather = DiskTier.read, ParameterGroup.gather
 
     def count_read(tier: DiskTier, extent: Any, tensor: torch.Tensor, offset: int = 0) -> Any:
         read[current_world().rank, extent.name] += tensor.numel()
         return before_read(tier, extent, tensor, offset)
 
-    def count_gather(buffer: ParameterBuffer, **keys: Any) -> Any:
-        gathered[current_world().rank, buffer.label] += 1
-        return before_gather(buffer, **keys)
+    def count_gather(group: ParameterGroup, **keys: Any) -> Any:
+        gathered[current_world().rank, group.label] += 1
+        return before_gather(group, **keys)
 
     monkeypatch.setattr(DiskTier, "read", count_read)
-    monkeypatch.setattr(ParameterBuffer, "gather", count_gather)
+    monkeypatch.setattr(ParameterGroup, "gather", count_gather)
 
     def rank() -> tuple[dict[str, int], dict[str, int]]:
         engine = start_with(make(partial(Model, ep)), settings_of(ep, tmp_path), sgd)
@@ -229,11 +229,11 @@ def test_the_experts_of_a_replaced_list_are_gathered_if_used(
     make_apart(monkeypatch)
     monkeypatch.setattr("shoal.engine.settings.UnitRules", partial(UnitRules, min_block_numel=1))
     gathered: Counter[str] = Counter()
-    before = ParameterBuffer.gather
+    before = ParameterGroup.gather
 
-    def count(buffer: ParameterBuffer, **keys: Any) -> Any:
-        gathered[buffer.label] += 1
-        return before(buffer, **keys)
+    def count(group: ParameterGroup, **keys: Any) -> Any:
+        gathered[group.label] += 1
+        return before(group, **keys)
 
     def rank() -> tuple[list[float], dict[str, torch.Tensor]]:
         settings = settings_of(ep, None, units={"names": ["layers.*"]}, expert_parallel={"enabled": True})
@@ -251,7 +251,7 @@ def test_the_experts_of_a_replaced_list_are_gathered_if_used(
         engine.destroy()
         return losses, values
 
-    monkeypatch.setattr(ParameterBuffer, "gather", count)
+    monkeypatch.setattr(ParameterGroup, "gather", count)
     found, few = ranks(2, rank), gathered.total()
     gathered.clear()
     monkeypatch.setattr(ExpertUsage, "used", lambda self, place: None)

@@ -136,8 +136,8 @@ def storages(engine: shoal.Engine) -> list[StorageWeakRef]:
     assert engine.optimizer is not None
     for state in engine.trained_groups:
         tensors.append(state.main)
-        if not state.gradient.accumulator.is_offloaded:  # an offloaded one takes a staging buffer when it is asked
-            tensors.append(state.gradient.accumulator.memory())
+        if state.gradient.offloaded is None:  # an offloaded one takes a staging buffer when it is asked
+            tensors.append(state.gradient.memory())
         tensors += [
             value
             for piece in state.ranges

@@ -332,7 +332,7 @@ def test_bf16_gradients_accumulate_in_fp32_unless_the_file_says_otherwise() -> N
             sections["data_types"] = {"grad_accum_dtype": dtype}
         engine = start(Plain, config(2, **sections), adamw)
         run_steps(engine, 1)
-        found = {group.gradient.accumulator.memory().dtype for group in engine.trained_groups}
+        found = {group.gradient.memory().dtype for group in engine.trained_groups}
         engine.destroy()
         return found
 

@@ -293,8 +293,8 @@ def test_an_accelerator_updates_ranges_of_at_most_a_sub_group_and_many_units_in_
         step, groups = engine.sharding.step, engine.sharded.trained_groups
         accelerated = ShardedStep(step.optimizer, groups, block_numel=None, sub_group_numel=numel)
         for group in groups:
-            group.gradient.accumulator.memory()
-        has_grad = {group: bytes([1] * len(group.buffer.parameters)) for group in groups}
+            group.gradient.memory()
+        has_grad = {group: bytes([1] * len(group.parameters)) for group in groups}
         calls.clear()
         accelerated.begin()
         with torch.no_grad():

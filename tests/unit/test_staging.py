@@ -33,13 +33,13 @@ def layout_of(name: str, shape: tuple[int, ...] = (3, 5)) -> object:
 def test_a_buffer_has_a_view_for_each_parameter_and_is_zero_between_them() -> None:
     staging = StagingBuffers(SingleCommunicator("dp"), CPU)
     buffer = staging.acquire(layout_of("a"), torch.float32)
-    assert buffer.flat.shape == (128,)
+    assert buffer.full.shape == (128,)
     assert [view.shape for view in buffer.views] == [(3, 5), (5,)]
     for view in buffer.views:
         view.fill_(1.0)
-    assert (buffer.flat[:15] == 1).all()
-    assert (buffer.flat[64:69] == 1).all()
-    assert buffer.flat.sum() == 20
+    assert (buffer.full[:15] == 1).all()
+    assert (buffer.full[64:69] == 1).all()
+    assert buffer.full.sum() == 20
 
 
 def test_what_was_released_is_acquired_by_the_next_that_lies_alike() -> None:
@@ -47,7 +47,7 @@ def test_what_was_released_is_acquired_by_the_next_that_lies_alike() -> None:
     first = staging.acquire(layout_of("a"), torch.float32)
     second = staging.acquire(layout_of("b"), torch.float32)
     assert first is not second
-    staging.release(layout_of("a"), first)
+    staging.release(first)
     assert staging.acquire(layout_of("c"), torch.float32) is first
     assert staging.nbytes == 2 * 128 * 4
 
@@ -55,8 +55,8 @@ def test_what_was_released_is_acquired_by_the_next_that_lies_alike() -> None:
 def test_another_dtype_or_another_layout_gets_another_buffer() -> None:
     staging = StagingBuffers(SingleCommunicator("dp"), CPU)
     buffer = staging.acquire(layout_of("a"), torch.float32)
-    staging.release(layout_of("a"), buffer)
-    assert staging.acquire(layout_of("a"), torch.bfloat16).flat.dtype == torch.bfloat16
+    staging.release(buffer)
+    assert staging.acquire(layout_of("a"), torch.bfloat16).dtype == torch.bfloat16
     assert staging.acquire(layout_of("a", (5, 3)), torch.float32) is not buffer
 
 
@@ -65,7 +65,7 @@ def test_after_four_buffers_the_oldest_is_reused_once_its_reader_is_done() -> No
     buffers = [staging.acquire(layout_of("a"), torch.float32) for _ in range(4)]
     readers = [Reader() for _ in buffers]
     for buffer, reader in zip(buffers, readers, strict=True):
-        staging.release(layout_of("a"), buffer, reader)
+        staging.release(buffer, reader)
     assert [reader.num_drained for reader in readers] == [0, 0, 0, 0]
     assert staging.acquire(layout_of("a"), torch.float32) is buffers[0]
     assert [reader.num_drained for reader in readers] == [1, 0, 0, 0]
@@ -78,7 +78,7 @@ def test_below_four_buffers_a_rank_allocates_a_new_one_instead_of_waiting_for_a_
     buffers, readers = [], [Reader() for _ in range(6)]
     for name, reader in zip("abcdef", readers, strict=True):
         buffers.append(staging.acquire(layout_of(name), torch.float32))
-        staging.release(layout_of(name), buffers[-1], reader)
+        staging.release(buffers[-1], reader)
     assert len({id(buffer) for buffer in buffers}) == 4
     assert buffers[4] is buffers[0]
     assert [reader.num_drained for reader in readers] == [1, 1, 0, 0, 0, 0]
@@ -90,7 +90,7 @@ def test_on_an_accelerator_where_only_the_device_waits_two_are_made() -> None:
         staging.register(layout_of(name))
     for name in "abcd":
         buffer = staging.acquire(layout_of(name), torch.float32)
-        staging.release(layout_of(name), buffer, Reader())
+        staging.release(buffer, Reader())
     assert staging.nbytes == 2 * 128 * 4
 
 
@@ -98,14 +98,14 @@ def test_a_group_whose_layout_is_its_own_has_one_buffer() -> None:
     staging = StagingBuffers(SingleCommunicator("dp"), CPU)
     staging.register(layout_of("a"))
     for _ in range(5):
-        staging.release(layout_of("a"), staging.acquire(layout_of("a"), torch.float32), Reader())
+        staging.release(staging.acquire(layout_of("a"), torch.float32), Reader())
     assert staging.nbytes == 128 * 4
 
 
 def test_clear_frees_everything() -> None:
     staging = StagingBuffers(SingleCommunicator("dp"), CPU)
     buffer = staging.acquire(layout_of("a"), torch.float32)
-    staging.release(layout_of("a"), buffer)
+    staging.release(buffer)
     staging.clear()
     assert staging.nbytes == 0
     assert staging.acquire(layout_of("a"), torch.float32) is not buffer

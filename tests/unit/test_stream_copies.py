@@ -11,8 +11,12 @@ from torch import nn
 from shoal.comm.protocol import FinishedWork
 from shoal.comm.threads import run_ranks
 from shoal.memory.stream_copies import ComputeStream, StreamCopies
+from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.layout import lay_out
-from shoal.sharding.parameter_buffer import ParameterBuffer
+from shoal.sharding.param_group import ParameterGroup
+from shoal.sharding.placement import SHARD, Placement
+from shoal.sharding.storage import HostStorage
+from shoal.sharding.table import row_of_stage
 from tests.fake_streams import GPU, FakeStreams
 from tests.ranks.models import Plain
 from tests.ranks.training import batch, config, sgd, start
@@ -41,24 +45,28 @@ class Ranks:
         return FinishedWork(full)
 
 
-def offloaded_buffer(streams: FakeStreams, size: int) -> ParameterBuffer:
+def offloaded_group(streams: FakeStreams, size: int) -> ParameterGroup:
     parameters = [nn.Parameter(torch.arange(8.0))]
-    buffer = ParameterBuffer(
+    layout, comm = lay_out([("w", (8,), 0)], num_shards=size), Ranks(streams, size)
+    buffer = FlatBuffer(
         "u",
-        lay_out([("w", (8,), 0)], num_shards=size),
+        layout,
         torch.float32,
         torch.device("cpu"),
-        Ranks(streams, size),  # type: ignore[arg-type]
-        parameters,
-        is_sharded=True,
-        host=lambda numel, dtype: torch.empty(numel, dtype=dtype),
+        comm,  # type: ignore[arg-type]
+        {"dp_shard": comm},
+        Placement.of(dp_shard=SHARD),
+        full=torch.zeros(layout.numel),
+        storage=HostStorage(torch.empty(layout.shard_numel)),
         copies=StreamCopies(GPU),
     )
+    buffer.assume(Placement())
+    group = ParameterGroup(row_of_stage(3, "u"), buffer, parameters)
     buffer.views[0].copy_(parameters[0].detach())
     buffer.write_back()
-    buffer.attach_views()
-    buffer.release()
-    return buffer
+    group.attach_views()
+    group.release()
+    return group
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -66,14 +74,14 @@ def test_an_offloaded_shard_is_copied_and_gathered_beside_computing_which_waits_
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams = FakeStreams(monkeypatch)
-    buffer = offloaded_buffer(streams, size)
-    work = buffer.gather()
+    group = offloaded_group(streams, size)
+    work = group.gather()
     # The memory may still be in use by what was computed before; the gather starts after the copy.
     assert streams.log == ["copy 1 waits for compute", "gather issued on copy 1", "event 1 on copy 1"]
     work.wait()
     assert streams.log[3:] == ["compute waits for copy 1 at 1"]
-    buffer.attach_views()
-    assert buffer.parameters[0][:4].tolist() == [0.0, 1.0, 2.0, 3.0]
+    group.attach_views()
+    assert group.parameters[0][:4].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 class Memory:

@@ -10,9 +10,11 @@ from torch import nn
 
 from shoal.comm.fake import SingleCommunicator
 from shoal.errors import PlacementError
+from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.layout import lay_out
 from shoal.sharding.param_group import ParameterGroup
-from shoal.sharding.parameter_buffer import ParameterBuffer
+from shoal.sharding.placement import Placement
+from shoal.sharding.storage import HostStorage
 from shoal.sharding.table import row_of_stage
 from shoal.sharding.unit import Unit, UnitState
 
@@ -30,13 +32,24 @@ LEGAL = {
 def unit_of(stage: int, *, is_sharded: bool) -> Unit:
     parameter = nn.Parameter(torch.ones(4))
     layout = lay_out([("w", (4,), 0)], num_shards=1)
-    bucket = ParameterBuffer(
-        "u", layout, torch.float32, torch.device("cpu"), SingleCommunicator("dp"), [parameter], is_sharded=is_sharded
+    row, comm = row_of_stage(stage, "u"), SingleCommunicator("dp")
+    buffer = FlatBuffer(
+        "u",
+        layout,
+        torch.float32,
+        torch.device("cpu"),
+        comm,
+        {"dp_shard": comm},
+        row.parameter if is_sharded else Placement(),
+        full=torch.zeros(layout.numel),
+        storage=HostStorage(torch.zeros(layout.numel)) if is_sharded else None,
     )
-    bucket.views[0].copy_(parameter.data)
-    bucket.write_back()
-    bucket.attach_views()
-    return Unit("u", 0, [ParameterGroup(row_of_stage(stage, "u"), bucket)])
+    buffer.assume(Placement())
+    group = ParameterGroup(row, buffer, [parameter])
+    buffer.views[0].copy_(parameter.data)
+    buffer.write_back()
+    group.attach_views()
+    return Unit("u", 0, [group])
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations([state.value for state in UnitState], 2)))

@@ -27,7 +27,7 @@ from shoal.errors import NotBuiltError
 from shoal.parallel.expert.dispatch import Compute, run_experts
 from shoal.parallel.expert.grouped import feed_forward, grouped_linear
 from shoal.parallel.expert.held import ExpertsHeld, ListedExperts, SplitDim, Stack
-from shoal.sharding.parameter_buffer import is_placeholder
+from shoal.sharding.storage import is_placeholder
 
 _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed")  # set by Transformers' decorator
 _ROWS = "compute_of_rows"

@@ -48,8 +48,8 @@ from shoal.parallel.tensor.plan import (
 )
 from shoal.parallel.tensor.region import TensorRegion
 from shoal.sharding.layout import ParameterSpec
-from shoal.sharding.parameter_buffer import is_placeholder, placeholder
 from shoal.sharding.parts import cut
+from shoal.sharding.storage import is_placeholder, placeholder
 
 _BEHAVIOURS: Mapping[Kind, type[nn.Module]] = {
     "column": ColumnParallelLinear,

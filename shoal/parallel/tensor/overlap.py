@@ -26,7 +26,7 @@ from shoal.device import in_backward
 from shoal.parallel.saved_tensors import checkpoint_around
 from shoal.parallel.tensor.products import cast_for_autocast, weight_gradient
 from shoal.parallel.tensor.region import SharedByCopies, TensorRegion
-from shoal.sharding.parameter_buffer import is_placeholder
+from shoal.sharding.storage import is_placeholder
 
 NUM_CHUNKS = 4
 

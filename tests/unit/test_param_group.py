@@ -1,4 +1,4 @@
-"""The parameters of a buffer are views of it while it is gathered, and placeholders of the same shape while sharded."""
+"""The parameters of a group are views of its buffer while it is gathered, and placeholders while it is sharded."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from torch import nn
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.mesh import Mesh
+from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.layout import lay_out
-from shoal.sharding.parameter_buffer import ParameterBuffer, placeholder
+from shoal.sharding.param_group import ParameterGroup
+from shoal.sharding.placement import SHARD, Placement
+from shoal.sharding.storage import DeviceStorage, placeholder
+from shoal.sharding.table import row_of_stage
 
 
-def on_two_ranks(job: Callable[[ParameterBuffer, list[nn.Parameter]], Any]) -> list[Any]:
+def on_two_ranks(job: Callable[[ParameterGroup, list[nn.Parameter]], Any]) -> list[Any]:
     """Run ``job`` on a sharded buffer of a 3 x 5 matrix of ones and a vector of twos, gathered, with views attached."""
 
     def run() -> Any:
@@ -24,12 +28,24 @@ def on_two_ranks(job: Callable[[ParameterBuffer, list[nn.Parameter]], Any]) -> l
         parameters = [nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.full((7,), 2.0))]
         layout = lay_out([("w", (3, 5), 0), ("b", (7,), 0)], num_shards=2)
         comm = world.communicator("dp", Mesh.of(world.size))
-        bucket = ParameterBuffer("u", layout, torch.float32, torch.device("cpu"), comm, parameters, is_sharded=True)
-        for view, parameter in zip(bucket.views, parameters, strict=True):
+        buffer = FlatBuffer(
+            "u",
+            layout,
+            torch.float32,
+            torch.device("cpu"),
+            comm,
+            {"dp_shard": comm},
+            Placement.of(dp_shard=SHARD),
+            full=torch.zeros(layout.numel),
+            storage=DeviceStorage(torch.zeros(layout.shard_numel)),
+        )
+        buffer.assume(Placement())
+        group = ParameterGroup(row_of_stage(3, "u"), buffer, parameters)
+        for view, parameter in zip(buffer.views, parameters, strict=True):
             view.copy_(parameter.data)
-        bucket.write_back()
-        bucket.attach_views()
-        return job(bucket, parameters)
+        buffer.write_back()
+        group.attach_views()
+        return job(group, parameters)
 
     return run_ranks(2, run)
 
@@ -45,13 +61,22 @@ def test_a_placeholder_has_shape_and_dtype_reads_as_nan_refuses_writes_and_store
 
 
 def test_releasing_and_gathering_keeps_the_parameter_objects_and_their_values() -> None:
-    def job(bucket: ParameterBuffer, parameters: list[nn.Parameter]) -> list[Any]:
-        seen: list[Any] = [bucket.nbytes_stored]
-        bucket.release()
-        seen.append((bucket.is_full, bucket.full.untyped_storage().nbytes(), bool(parameters[0].isnan().all())))
-        bucket.gather().wait()
-        bucket.attach_views()
-        seen.append((bucket.is_full, bucket.full.untyped_storage().nbytes()))
+    def job(group: ParameterGroup, parameters: list[nn.Parameter]) -> list[Any]:
+        def nbytes() -> int:
+            return group.buffer.full.untyped_storage().nbytes()
+
+        seen: list[Any] = [group.buffer.nbytes_stored]
+        group.release()
+        seen.append(
+            (
+                not group.buffer.placement.is_sharded,
+                group.buffer.full.untyped_storage().nbytes(),
+                bool(parameters[0].isnan().all()),
+            )
+        )
+        group.gather().wait()
+        group.attach_views()
+        seen.append((not group.buffer.placement.is_sharded, nbytes()))
         seen.append([parameters[0].sum().item(), parameters[1].sum().item()])
         return seen
 
@@ -59,12 +84,12 @@ def test_releasing_and_gathering_keeps_the_parameter_objects_and_their_values() 
 
 
 def test_a_view_that_autograd_saved_is_valid_again_after_the_next_gather() -> None:
-    def job(bucket: ParameterBuffer, parameters: list[nn.Parameter]) -> list[float]:
+    def job(group: ParameterGroup, parameters: list[nn.Parameter]) -> list[float]:
         x = torch.ones(2, 5, requires_grad=True)
         y = (x @ parameters[0].t()).square().sum()
-        bucket.release()
-        bucket.gather().wait()
-        bucket.attach_views()
+        group.release()
+        group.gather().wait()
+        group.attach_views()
         y.backward()
         assert x.grad is not None
         assert parameters[0].grad is not None
@@ -75,30 +100,34 @@ def test_a_view_that_autograd_saved_is_valid_again_after_the_next_gather() -> No
 
 
 def test_each_rank_keeps_its_range_and_what_is_written_back_into_it() -> None:
-    def job(bucket: ParameterBuffer, parameters: list[nn.Parameter]) -> list[float]:
+    def job(group: ParameterGroup, parameters: list[nn.Parameter]) -> list[float]:
         with torch.no_grad():
             parameters[0].fill_(3.0)
             parameters[1].fill_(4.0)
-        bucket.write_back()
-        held = bucket.shard.sum().item()
-        bucket.release()
-        bucket.gather().wait()
-        bucket.attach_views()
-        return [held, parameters[0].sum().item(), parameters[1].sum().item()]
+        group.buffer.write_back()
+        shard_sum = group.buffer.shard.sum().item()
+        group.release()
+        group.gather().wait()
+        group.attach_views()
+        return [shard_sum, parameters[0].sum().item(), parameters[1].sum().item()]
 
     assert on_two_ranks(job) == [[45.0, 45.0, 28.0], [28.0, 45.0, 28.0]]
 
 
 def test_gaps_and_padding_are_zero() -> None:
-    def job(bucket: ParameterBuffer, parameters: list[nn.Parameter]) -> list[float]:
-        return [bucket.full[15:64].abs().sum().item(), bucket.full[71:].abs().sum().item(), bucket.full.sum().item()]
+    def job(group: ParameterGroup, parameters: list[nn.Parameter]) -> list[float]:
+        return [
+            group.buffer.full[15:64].abs().sum().item(),
+            group.buffer.full[71:].abs().sum().item(),
+            group.buffer.full.sum().item(),
+        ]
 
     assert on_two_ranks(job) == [[0.0, 0.0, 29.0]] * 2
 
 
 def test_after_detach_the_parameters_have_memory_of_their_own() -> None:
-    def job(bucket: ParameterBuffer, parameters: list[nn.Parameter]) -> list[float]:
-        bucket.detach()
+    def job(group: ParameterGroup, parameters: list[nn.Parameter]) -> list[float]:
+        group.detach()
         return [parameters[0].untyped_storage().nbytes(), parameters[0].sum().item()]
 
     assert on_two_ranks(job) == [[60, 15.0]] * 2

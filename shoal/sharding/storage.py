@@ -1,0 +1,136 @@
+"""Where one rank's shard of a flat buffer is stored: on the device, on the host, or on a disk.
+
+| storage         | ``values``                                  | a fetch                        |
+| --------------- | ------------------------------------------- | ------------------------------ |
+| `DeviceStorage` | memory that the device computes in          | nothing                        |
+| `HostStorage`   | host memory, copied to the device for a use | nothing                        |
+| `DiskStorage`   | a placeholder, except while it is pinned    | a read of the disk into memory |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+import torch
+
+from shoal.memory.disk_store import DiskStore
+from shoal.sharding.placement import Tier
+
+ByteRanges = Sequence[tuple[int, int]]
+
+
+def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The data of what is not in memory: its true shape and dtype, one element of memory, NaN."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+def is_placeholder(data: torch.Tensor) -> bool:
+    """True if ``data`` is one element of memory, expanded to a larger shape."""
+    return data.numel() > 1 and not any(data.stride())
+
+
+class Storage:
+    """What a shard's storage can do. In memory, fetching and pinning do nothing."""
+
+    tier: ClassVar[Tier]
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def start_fetch(self, ranges: ByteRanges | None = None) -> None:
+        """Begin to read ranges of bytes of the shard (None: all of it). Does not block the host."""
+
+    def fetch(self, ranges: ByteRanges | None = None) -> None:
+        """Wait until they are read. Raises: TierError: they could not be."""
+
+    def can_fetch_ahead(self) -> bool:
+        """True if there is memory to read the shard ahead of its use."""
+        return True
+
+    def pin(self, *, is_overwritten: bool = False, ranges: ByteRanges | None = None) -> None:
+        """Keep the shard in memory until ``unpin()``.
+
+        Args:
+            is_overwritten: the caller overwrites all of it, so it is not read, and zero.
+            ranges: bytes of it that the caller reads; None: all.
+
+        Raises: TierError: it could not be read.
+        """
+
+    def unpin(self, *, is_read_only: bool = False) -> None:
+        """Store the shard, unless it was only read. Raises: TierError."""
+
+    @contextmanager
+    def resident(
+        self, *, is_overwritten: bool = False, is_read_only: bool = False, ranges: ByteRanges | None = None
+    ) -> Iterator[None]:
+        """Keep the shard in memory inside the block; changes are stored, unless ``is_read_only``."""
+        self.pin(is_overwritten=is_overwritten, ranges=ranges)
+        try:
+            yield
+        finally:
+            self.unpin(is_read_only=is_read_only)
+
+
+class DeviceStorage(Storage):
+    """A shard in memory that the device computes in."""
+
+    tier = Tier.DEVICE
+
+
+class HostStorage(Storage):
+    """A shard in host memory, which is copied before the device computes with it."""
+
+    tier = Tier.HOST
+
+
+class DiskStorage(Storage):
+    """A shard on a disk. In memory, and zero, until ``unpin()`` is called for the first time."""
+
+    tier = Tier.DISK
+
+    def __init__(self, store: DiskStore, label: str, numel: int, dtype: torch.dtype) -> None:
+        self._store = store
+        self._numel, self._dtype = numel, dtype
+        self._nbytes = numel * dtype.itemsize
+        self._buffer = store.allocate(label, self._nbytes)
+        self._buffer.pin_count = 1
+        self._is_changed = False  # since it was read
+        super().__init__(self._in_memory())
+
+    def _in_memory(self) -> torch.Tensor:
+        if self._buffer.memory is None:  # this rank owns nothing
+            return torch.empty(0, dtype=self._dtype)
+        return self._buffer.memory[: self._nbytes].view(self._dtype)
+
+    def start_fetch(self, ranges: ByteRanges | None = None) -> None:
+        self._store.start_fetch(self._buffer, ranges)
+
+    def fetch(self, ranges: ByteRanges | None = None) -> None:
+        self._store.fetch(self._buffer, ranges)
+
+    def can_fetch_ahead(self) -> bool:
+        return self._store.can_fetch_ahead(self._nbytes)
+
+    def pin(self, *, is_overwritten: bool = False, ranges: ByteRanges | None = None) -> None:
+        if is_overwritten and not self._buffer.pin_count:
+            self._store.zero(self._buffer)
+        else:
+            self._store.fetch(self._buffer, ranges)
+        self._buffer.pin_count += 1
+        self.values = self._in_memory()
+
+    def unpin(self, *, is_read_only: bool = False) -> None:
+        self._buffer.pin_count -= 1
+        self._is_changed |= not is_read_only
+        if self._buffer.pin_count:
+            return
+        self.values = placeholder((self._numel,), self._dtype, torch.device("cpu"))
+        is_changed, self._is_changed = self._is_changed, False
+        if is_changed:
+            self._store.store(self._buffer)
+        else:
+            self._store.discard(self._buffer)

@@ -87,7 +87,16 @@ def _run(full: Case) -> Outcome:
         try:
             start = models.build(full["model"], lora=full["lora"])
             expected = alone(full, start)
-            return compare(full, start, over_ranks(full, start, folder), expected)
+            found = over_ranks(full, start, folder)
+            outcome = compare(full, start, found, expected)
+            if (
+                outcome.kind == "wrong"
+                and full["precision"] != "fp32"
+                and expected.parameters.keys() == found.parameters.keys()
+            ):
+                exact = alone({**full, "precision": "fp32"}, start)
+                return outcome if _is_less_exact(found, expected, exact) else Outcome("equal", "as far from fp32")
+            return outcome
         except ShoalError as error:
             text = f"{error.code}: {error}"
             # A pipeline tells every rank what one of them raised, which need not be an error of Shoal's.
@@ -373,6 +382,25 @@ def compare(case: Case, start: nn.Module, found: reference.Trained, expected: re
     if worst > slack * MOVEMENT[precision]:
         return Outcome("wrong", f"{worst_name} is {worst:.2g} of its movement away")
     return Outcome("equal", f"{worst:.1g}")
+
+
+def _is_less_exact(found: reference.Trained, expected: reference.Trained, exact: reference.Trained) -> bool:
+    """True if a 16-bit run is more than twice as far from fp32 as plain PyTorch's run in these 16 bits.
+
+    Some shapes lose more in 16 bits than the bounds allow, whoever computes them.
+    """
+    for what in ("losses", "norms"):
+        far, plain = (
+            max(abs(a - b) / abs(b) for a, b in zip(getattr(run, what), getattr(exact, what), strict=True))
+            for run in (found, expected)
+        )
+        if not far <= 2 * plain:
+            return True
+    far, plain = (
+        sum((run.parameters[name] - value).square().sum().item() for name, value in exact.parameters.items())
+        for run in (found, expected)
+    )
+    return not far <= 4 * plain
 
 
 def _text(values: list[float]) -> str:

@@ -90,6 +90,7 @@ class FlatBuffer:
         self.axes = axes
         self.stored = stored
         self.owned = stored if owned is None else owned
+        self.is_sharded = stored.is_sharded  # each rank stores its range only
         self.placement = stored
         self.begin, self.end = layout.owned(comm.rank) if self.owned.is_sharded else (0, layout.numel)
         self.full = torch.empty(0, dtype=dtype, device=device)
@@ -102,11 +103,6 @@ class FlatBuffer:
         self._staged: torch.Tensor | None = None  # on the device, for the next gather of an offloaded shard
 
     # what it is
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if each rank stores its range only."""
-        return self.stored.is_sharded
 
     @property
     def is_offloaded(self) -> bool:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache, cached_property
 
 from shoal.errors import PlacementError
 
@@ -32,6 +33,8 @@ class Spread(Enum):
     REPLICATE = "Replicate"
     SHARD = "Shard"
     PARTIAL = "Partial"
+
+    __hash__ = object.__hash__  # in C: placements are looked up in each collective
 
 
 REPLICATE, SHARD, PARTIAL = Spread.REPLICATE, Spread.SHARD, Spread.PARTIAL
@@ -80,12 +83,12 @@ class Placement:
         """The same spread on another tier."""
         return replace(self, tier=tier)
 
-    @property
+    @cached_property
     def is_sharded(self) -> bool:
         """True if each rank along some axis holds only a range."""
         return any(spread is SHARD for _, spread in self.axes)
 
-    @property
+    @cached_property
     def is_partial(self) -> bool:
         """True if a sum over some axis is still due."""
         return any(spread is PARTIAL for _, spread in self.axes)
@@ -108,6 +111,7 @@ class Move:
     collective: str
 
 
+@cache
 def moves(source: Placement, target: Placement) -> tuple[Move, ...]:
     """The collectives that lead from one placement to another, in the order in which they are issued.
 

@@ -38,6 +38,8 @@ class UnitState(Enum):
     GATHERING = "GATHERING"
     FULL = "FULL"
 
+    __hash__ = object.__hash__  # in C: states are looked up in each move
+
 
 _MOVES: dict[UnitState, frozenset[UnitState]] = {
     UnitState.ON_DISK: frozenset({UnitState.FETCHING}),

@@ -66,7 +66,7 @@ def plan_file(entries: Sequence[TensorEntry], metadata: Mapping[str, str] | None
     """Lay entries out, the widest dtypes first, so that all are aligned.
 
     Args:
-        metadata: text that the header holds beside the tensors.
+        metadata: text that the header has in addition to the tensors.
     """
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     table: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}

@@ -5,7 +5,7 @@
     3  all      exchange name, size and checksums of their files; if one is missing, the save fails
     4  rank 0   writes and flushes manifest.json, flushes the folder
     5  rank 0   renames TAG.tmp-XXXX to TAG and flushes the parent: the checkpoint is valid from here on
-    6  rank 0   writes ``latest`` beside it and renames it into place
+    6  rank 0   writes ``latest`` next to it and renames it into place
     7  rank 0   removes old checkpoints, releases the lock
 
 Before step 5 the older checkpoints are the valid ones; after it the new one is the newest, and a later failure is

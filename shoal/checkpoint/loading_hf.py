@@ -299,7 +299,7 @@ def _library_renaming(model: nn.Module, names: Sequence[str]) -> Callable[[str],
 
 
 def _experts_elsewhere(model: nn.Module) -> Callable[[str], bool]:
-    """Whether a name in the folder is of an expert in a list whose other experts this rank holds."""
+    """True for a name in the folder of an expert in a list whose other experts this rank holds."""
     lists = {name: held for name, _, held in modules_with_experts(model) if held.form == "listed"}
 
     def is_elsewhere(name: str) -> bool:

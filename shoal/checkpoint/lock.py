@@ -11,11 +11,15 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from shoal.errors import CheckpointError
 from shoal.process import FileOwner, open_owner, read_owner, sign, try_lock
+
+T = TypeVar("T")
 
 NAME = ".shoal-lock"
 BEAT_SECONDS = 5.0
@@ -85,14 +89,7 @@ class FolderLock:
 
     def _read(self) -> FileOwner | None:
         """The process that holds the lock; None: the lock is gone, or names none."""
-        try:
-            fd = open_owner(str(self._path))
-        except OSError:
-            return None
-        try:
-            return read_owner(fd)
-        finally:
-            os.close(fd)
+        return self._ask(read_owner)
 
     def _is_still(self) -> bool:
         """Watch the lock of a process that this kernel does not know. True: nothing touches it, or it is gone."""
@@ -105,13 +102,19 @@ class FolderLock:
         return True
 
     def _changed(self) -> int | None:
+        return self._ask(lambda fd: os.fstat(fd).st_mtime_ns)
+
+    def _ask(self, read: Callable[[int], T]) -> T | None:
+        """What the open lock file says; None: it cannot be opened.
+
+        A network file system asks its server when a file is opened, not when it is named.
+        """
         try:
-            # A network file system asks its server when a file is opened, not when it is named.
             fd = open_owner(str(self._path))
         except OSError:
             return None
         try:
-            return os.fstat(fd).st_mtime_ns
+            return read(fd)
         finally:
             os.close(fd)
 
@@ -125,10 +128,10 @@ class FolderLock:
         except FileNotFoundError:
             return
         except OSError:  # a folder, a link: no job of ours has put it there
-            aside = self._path.with_name(f"{NAME}.stale-{self._owner.job}")
+            stale = self._path.with_name(f"{NAME}.stale-{self._owner.job}")
             with suppress(FileNotFoundError):
-                os.rename(self._path, aside)
-                aside.unlink(missing_ok=True)
+                os.rename(self._path, stale)
+                stale.unlink(missing_ok=True)
             return
         try:
             try_lock(fd, fcntl.LOCK_EX)  # some network file systems have no locks

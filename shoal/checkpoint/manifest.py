@@ -166,7 +166,7 @@ def parse(data: bytes, where: str, tensor_bytes: int = 0) -> Manifest:
     """Check and read a manifest's bytes.
 
     Args:
-        tensor_bytes: of the files that lie beside it: what describes much may be large.
+        tensor_bytes: of the files that it describes: what describes much may be large.
 
     Raises: CheckpointError: it is damaged, of a newer format, or says something that cannot be.
     Memory: what it says, and a few dozen megabytes if it is hostile.
@@ -222,7 +222,7 @@ def collecting_nothing() -> Iterator[None]:
 def refuse_oversized(data: bytes, tensor_bytes: int, where: str) -> None:
     """Check a manifest before it is written: one that ``parse`` would refuse is an error now.
 
-    Raises: CheckpointError: the state beside the tensors is too large for JSON.
+    Raises: CheckpointError: the state that is no tensor is too large for JSON.
     """
     if (problem := _size_problem(data, tensor_bytes)) is not None:
         raise CheckpointError(

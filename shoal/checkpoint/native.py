@@ -127,14 +127,14 @@ def manifest_of(source: Source, tag: str, created: str) -> tuple[Manifest, dict[
         for kind in source.kinds()
         for name, info in source.tensors(kind).items()
     ]
-    aside: dict[str, torch.Tensor] = {}
+    extra: dict[str, torch.Tensor] = {}
     values = {"counters": about.counters, "schedule": about.schedule, "loss_scale": about.loss_scale}
-    engine = tree.encode(values, aside, "engine", what="the engine's state")
-    groups = tree.encode([dict(group) for group in about.groups], aside, "groups", what="the optimizer's groups")
-    client_state = tree.encode(about.client_state, aside, "client_state")
+    engine = tree.encode(values, extra, "engine", what="the engine's state")
+    groups = tree.encode([dict(group) for group in about.groups], extra, "groups", what="the optimizer's groups")
+    client_state = tree.encode(about.client_state, extra, "client_state")
     tensors += [
         TensorRecord(kind=EXTRA, name=name, dtype=tree.name_of(value.dtype), shape=tuple(value.shape), chunks=[])
-        for name, value in aside.items()
+        for name, value in extra.items()
     ]
     position = {name: index for index, name in enumerate(about.group_of)}
     parameters = [
@@ -163,7 +163,7 @@ def manifest_of(source: Source, tag: str, created: str) -> tuple[Manifest, dict[
         engine={**engine, "ranks": []},
         client_state=client_state,
     )
-    return manifest, aside
+    return manifest, extra
 
 
 def write_shoal(
@@ -184,11 +184,11 @@ def write_shoal(
     Memory: one tensor.
     """
     tag = tag if tag is not None else f"global_step{source.about.counters.get('global_steps', 0)}"
-    manifest, aside = manifest_of(source, tag, datetime.now(UTC).isoformat(timespec="microseconds"))
+    manifest, extra = manifest_of(source, tag, datetime.now(UTC).isoformat(timespec="microseconds"))
     storage = open_storage(folder)
 
     def read(kind: str, name: str) -> tuple[torch.Tensor]:
-        return ((aside[name] if kind == EXTRA else source.read(kind, name)).reshape(-1),)
+        return ((extra[name] if kind == EXTRA else source.read(kind, name)).reshape(-1),)
 
     entries: list[TensorEntry] = []
     owner: dict[str, int] = {}
@@ -228,7 +228,7 @@ class SourceReader:
     def __init__(self, source: Source, tag: str) -> None:
         self._source = source
         self.notes: Sequence[str] = tuple(source.about.notes)
-        described, self._aside = manifest_of(source, tag, "")
+        described, self._extra = manifest_of(source, tag, "")
         # Instead of a time: a value that is the same on all ranks that see the same files.
         stamp = hashlib.sha256(described.model_dump_json().encode()).hexdigest()[:16]
         self.manifest: Manifest = described.model_copy(update={"created": stamp})
@@ -258,8 +258,8 @@ class SourceReader:
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
         """One tensor, whole, on the host. Raises: CheckpointError: there is none, or it is damaged."""
-        if kind == EXTRA and name in self._aside:
-            return self._aside[name].clone()
+        if kind == EXTRA and name in self._extra:
+            return self._extra[name].clone()
         if self.manifest.find(kind, name) is None:
             raise damaged(f"the checkpoint has no tensor {name!r} of kind {kind!r}.", self.manifest.tag)
         return self._source.read(kind, name)

@@ -297,7 +297,7 @@ class _LocalSink:
 
 
 def _set_direct(fd: int, *, is_direct: bool) -> bool:
-    """Returns: did the file system allow it?"""
+    """Returns: True if the file system allows it."""
     flag = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:

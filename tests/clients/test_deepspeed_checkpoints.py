@@ -32,8 +32,8 @@ from tests.fixtures.deepspeed.make import CASES as CONFIGS
 from tests.fixtures.deepspeed.make_experts import EXPERT_CASES, WithExperts
 from tests.fixtures.deepspeed.model import build_model, groups_of, tokens_of
 from tests.ranks.test_checkpoint_from_deepspeed import go_on
-from tests.ranks.test_checkpoint_of_expert_slices import go_on as experts_go_on
-from tests.ranks.test_checkpoint_of_experts_of_deepspeed import split_groups
+from tests.ranks.test_checkpoint_of_divided_deepspeed import Layout, slices, split_groups
+from tests.ranks.test_checkpoint_of_divided_deepspeed import go_on as experts_go_on
 from tests.unit.deepspeed_made import MADE, everything, made
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
@@ -228,7 +228,9 @@ def test_tensor_parallel_runs_with_experts_that_deepspeed_saves_now_go_on(
     run = json.loads((tmp_path / case / "run.json").read_text())["losses"][3:]
     for tp, ep_size, stage in ((1, 2, 3), (2, 1, 1)):
         is_split = tp > 1 and "split" in case
-        for rank, each in enumerate(run_ranks(2, experts_go_on, case, tp, ep_size, stage, is_split, True, tmp_path)):
+        layout = Layout(2, stage, ep_size, tp, has_own_groups=True, is_split=is_split)
+        folder = tmp_path / case / "checkpoint"
+        for rank, each in enumerate(run_ranks(2, experts_go_on, slices, case, layout, folder)):
             assert each["losses"] == [pytest.approx(losses[rank // tp :: 2 // tp], abs=1e-5) for losses in run]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +20,78 @@ from shoal.errors import CheckpointError, NotBuiltError
 from tests.unit.deepspeed_made import MADE, everything
 
 
-def test_missing_optimizer_files_are_named(deepspeed_copy: Any) -> None:
-    folder = deepspeed_copy("stage2-bf16")
-    (folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"1 of 2 ranks are missing: bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    ):
-        DeepSpeedSource(folder)
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_missing_model_files_of_stage_3_are_named(rank: int, deepspeed_copy: Any) -> None:
-    folder = deepspeed_copy("stage3-fp32")
-    (folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match=f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"):
-        DeepSpeedSource(folder)
-
-
-def test_a_rank_of_any_number_takes_no_time(deepspeed_copy: Any) -> None:
-    folder = deepspeed_copy("stage3-fp32")
+def with_rank_of_any_number(folder: Path) -> None:
     file = folder / "zero_pp_rank_1_mp_rank_00_model_states.pt"
     file.rename(folder / "zero_pp_rank_99999999999999_mp_rank_00_model_states.pt")
-    with pytest.raises(CheckpointError, match=r"99999999999998 model files are missing: zero_pp_rank_1_.* and others"):
+
+
+def with_two_saves(folder: Path) -> None:
+    prefixed = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(prefixed, folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+
+
+def with_another_models_file(folder: Path) -> None:
+    other = MADE / "stage3-bf16-sub-groups" / "checkpoint" / "global_step3"
+    shutil.copy(
+        other / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    )
+
+
+def without_a_module(folder: Path) -> None:
+    model = folder / "mp_rank_00_model_states.pt"
+    torch.save(torch.load(model, weights_only=True) | {"module": None}, model)
+
+
+def with_few_bytes_that_claim_to_be_many(folder: Path) -> None:
+    model = folder / "mp_rank_00_model_states.pt"
+    state = torch.load(model, weights_only=True)
+    state["module"]["gain"] = torch.ones(1).expand(1 << 40)
+    torch.save(state, model)
+
+
+def with_a_file(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).touch()
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "kind", "words"),
+    [
+        ("stage2-bf16", without("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"), CheckpointError,
+         ["1 of 2 ranks are missing: bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"]),
+        ("stage3-fp32", without("zero_pp_rank_0_mp_rank_00_model_states.pt"), CheckpointError,
+         ["zero_pp_rank_0_mp_rank_00_model_states.pt"]),
+        ("stage3-fp32", without("zero_pp_rank_1_mp_rank_00_model_states.pt"), CheckpointError,
+         ["zero_pp_rank_1_mp_rank_00_model_states.pt"]),
+        ("stage3-fp32", with_rank_of_any_number, CheckpointError,
+         ["99999999999998 model files are missing: zero_pp_rank_1_", " and others"]),
+        ("stage2-bf16", with_two_saves, CheckpointError, ["are both of rank 1"]),
+        ("stage3-fp32", with_another_models_file, CheckpointError,
+         ["4 flat groups, and the model file speaks of 2"]),
+        ("stage2-fp32", with_a_file("expert_3_mp_rank_00_model_states.pt"), NotBuiltError,
+         ["with mixture-of-experts layers in files without the layer's number", " cannot be read yet",
+          "expert_3_mp_rank_00_model_states.pt"]),
+        ("stage2-fp32", with_a_file("layer_03-seq_00-model_00-model_states.pt"), NotBuiltError,
+         ["with pipeline parallelism over other axes", " cannot be read yet",
+          "layer_03-seq_00-model_00-model_states.pt"]),
+        ("stage2-fp32", with_a_file("offloaded_tensors"), NotBuiltError,
+         ["with state offloaded to NVMe", " cannot be read yet", "offloaded_tensors"]),
+        ("stage2-fp32", without_a_module, NotBuiltError, ["pipeline parallelism and without files of layers"]),
+        ("stage2-fp32", with_few_bytes_that_claim_to_be_many, CheckpointError,
+         ["gain is 4398046511104 bytes, of which the file holds 4"]),
+    ],
+)  # fmt: skip
+def test_what_is_missing_mixed_up_not_built_or_too_large_is_named(
+    case: str, change: Callable[[Path], None], kind: type[Exception], words: list[str], deepspeed_copy: Any
+) -> None:
+    folder = deepspeed_copy(case)
+    change(folder)
+    with pytest.raises(kind) as caught:
         DeepSpeedSource(folder)
+    assert all(each in str(caught.value) for each in words)
 
 
 FILES = [
@@ -104,57 +154,7 @@ def test_files_of_an_older_save_with_more_ranks_are_left_out(case: str, deepspee
     assert torch.equal(source.read(MODEL, "norm.bias"), held["model/norm.bias"])
 
 
-def test_two_saves_mixed_under_one_tag_are_an_error(deepspeed_copy: Any) -> None:
-    folder = deepspeed_copy("stage2-bf16")
-    prefixed = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    shutil.copy(prefixed, folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    with pytest.raises(CheckpointError, match="are both of rank 1"):
-        DeepSpeedSource(folder)
-
-
-def test_the_files_of_another_model_are_an_error(deepspeed_copy: Any) -> None:
-    folder = deepspeed_copy("stage3-fp32")
-    other = MADE / "stage3-bf16-sub-groups" / "checkpoint" / "global_step3"
-    shutil.copy(
-        other / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    )
-    with pytest.raises(CheckpointError, match="4 flat groups, and the model file speaks of 2"):
-        DeepSpeedSource(folder)
-
-
-# What is not built, or asks for too much
-
-
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("expert_3_mp_rank_00_model_states.pt", "mixture-of-experts layers in files without the layer's number"),
-        ("layer_03-seq_00-model_00-model_states.pt", "pipeline parallelism over other axes"),
-        ("offloaded_tensors", "state offloaded to NVMe"),
-    ],
-)
-def test_parts_that_are_not_built_yet_are_named(name: str, what: str, deepspeed_copy: Any) -> None:
-    folder = deepspeed_copy("stage2-fp32")
-    (folder / name).touch()
-    with pytest.raises(NotBuiltError, match=f"with {what}.* cannot be read yet") as caught:
-        DeepSpeedSource(folder)
-    assert name in str(caught.value)
-
-
-def test_a_model_file_of_a_part_that_is_not_built_is_refused(deepspeed_copy: Any) -> None:
-    model = deepspeed_copy("stage2-fp32") / "mp_rank_00_model_states.pt"
-    torch.save(torch.load(model, weights_only=True) | {"module": None}, model)
-    with pytest.raises(NotBuiltError, match="pipeline parallelism and without files of layers"):
-        DeepSpeedSource(model.parent)
-
-
-def test_a_few_bytes_that_claim_to_be_a_large_tensor_are_refused(deepspeed_copy: Any) -> None:
-    model = deepspeed_copy("stage2-fp32") / "mp_rank_00_model_states.pt"
-    state = torch.load(model, weights_only=True)
-    state["module"]["gain"] = torch.ones(1).expand(1 << 40)
-    torch.save(state, model)
-    with pytest.raises(CheckpointError, match="gain is 4398046511104 bytes, of which the file holds 4"):
-        DeepSpeedSource(model.parent)
+# What asks for too much
 
 
 JUNK: list[Any] = [None, "x", -1, 10**30, 1.5, [], {}, [None], {"a": 1}, torch.tensor(0.0), torch.ones(2, 2), True]

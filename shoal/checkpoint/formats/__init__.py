@@ -1,6 +1,6 @@
 """Checkpoints and weights of other programs, each read as a ``Source``, and recognised by the names in a folder.
 
-In one folder a checkpoint may lie beside exported weights (``save_16bit_model``, ``Trainer``). The first row that fits
+In one folder a checkpoint may lie next to exported weights (``save_16bit_model``, ``Trainer``). The first row that fits
 is read, so the checkpoint is:
 
     in the folder                                   format

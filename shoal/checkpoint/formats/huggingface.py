@@ -177,8 +177,14 @@ class SafetensorsWeights:
         self._open = ExitStack()
         self._opened: tuple[str, Reader] | None = None
         names, index = ([split(text)[1]], None) if is_file else self._files()
-        headers = {name: self._header(name) for name in names}
-        self.file_of = self._by_index(index, headers) if index is not None else self._by_file(headers)
+        headers: dict[str, Header] = {}
+        for name in names:
+            with self._folder.open(name) as file:
+                headers[name] = read_header(file, f"{self.url}/{name}")
+        if index is not None:
+            self.file_of = self._by_index(index, headers)
+        else:
+            self.file_of = {name: file for file, header in headers.items() for name in header.tensors}
         self.tensors = {name: headers[file].tensors[name] for name, file in self.file_of.items()}
         self.aliases = self._aliases(headers)
 
@@ -224,7 +230,7 @@ class SafetensorsWeights:
         return table
 
     def config(self) -> dict[str, Any]:
-        """The ``config.json`` beside the files; empty: there is none.
+        """The ``config.json`` in the folder; empty: there is none.
 
         Raises: CheckpointError: it cannot be read.
         """
@@ -235,13 +241,6 @@ class SafetensorsWeights:
         except (ValueError, RecursionError) as error:
             raise damaged_copy(f"{_CONFIG} cannot be read: {type(error).__name__}: {error}.", self.url) from error
         return content if isinstance(content, dict) else {}
-
-    def _header(self, name: str) -> Header:
-        with self._folder.open(name) as file:
-            return read_header(file, f"{self.url}/{name}")
-
-    def _by_file(self, headers: Mapping[str, Header]) -> dict[str, str]:
-        return {name: file for file, header in headers.items() for name in header.tensors}
 
     def _by_index(self, index: dict[str, str], headers: Mapping[str, Header]) -> dict[str, str]:
         missing = [name for name, file in index.items() if name not in headers[file].tensors]

@@ -52,7 +52,8 @@ class PlainSource(WeightsSource):
         notes: list[str] = []
         for file in _files(path):
             for name, tensor in _state_dict(load(file), str(file), notes).items():
-                same = first.setdefault(_identity(tensor), name) if tensor.numel() else name
+                identity = tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+                same = first.setdefault(identity, name) if tensor.numel() else name
                 if same != name:
                     aliases[same] = (*aliases.get(same, ()), name)
                 else:
@@ -63,10 +64,6 @@ class PlainSource(WeightsSource):
     def read(self, kind: str, name: str) -> torch.Tensor:
         assert kind == MODEL, kind
         return self._tensors[name].contiguous()
-
-
-def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _files(path: str | os.PathLike[str]) -> list[Path]:

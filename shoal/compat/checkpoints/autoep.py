@@ -92,7 +92,7 @@ def layers_of(state: Mapping[str, Any], file: str, num_parts: int) -> list[AutoE
         num_parts: the tensor-parallel ranks.
 
     Raises: CheckpointError: the metadata lacks an entry, or its entries contradict each other. NotBuiltError: ranks
-        have different numbers of experts, or there are layers of ``moe.layer.MoE`` beside them.
+        have different numbers of experts, or there are layers of ``moe.layer.MoE`` too.
     """
     found = next((state[key] for key in _KEYS if state.get(key) is not None), ())
     if not isinstance(found, list | tuple):

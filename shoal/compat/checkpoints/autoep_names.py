@@ -283,7 +283,7 @@ class _Attributes:
         return "shared_expert" if has_gate else "shared_experts"
 
     def _correction_bias(self) -> str:
-        """The bias of the choice, which a model has in its router, or beside it."""
+        """The bias of the choice, which a model has in its router, or next to it."""
         found = [name for name in self.here if name.endswith(_BIAS)]
         return found[0] if len(found) == 1 else f"{self.router}.{_BIAS}"
 
@@ -300,7 +300,7 @@ class _Attributes:
 
 
 def _fit(made: Mapping[str, MadeTensor], tensors: Mapping[str, TensorInfo], model: Shapes | None) -> bool:
-    """Whether the model's tensors have these shapes."""
+    """True if the model's tensors have these shapes."""
     return all(
         all(part in tensors for part in each.parts[0]) and (model or {}).get(name) == each.info(tensors).shape
         for name, each in made.items()

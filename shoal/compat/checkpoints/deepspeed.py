@@ -92,7 +92,7 @@ class DeepSpeedSource:
         rank, size: of several processes that open it together each compares its share of the files.
         model: the tensors of the model that it is for, by name; it says how experts of AutoEP lay in the model.
 
-    Memory: what a file holds beside its tensors; those are mapped, and read when needed.
+    Memory: what a file has in addition to its tensors; those are mapped, and read when needed.
 
     Raises:
         CheckpointError: it is missing, damaged, or asks for a class that a checkpoint of DeepSpeed's does not need.
@@ -209,7 +209,8 @@ class _RankFiles:
             self.whole_experts = experts.keys() if files.elsewhere else frozenset()
         self.module = ModelFile(state, file, is_stage_3=files.is_stage_3, aliases=aliases, experts=experts)
         if layers:
-            self.own_names = ModelNames(layers, state.get("ds_config"), _infos_of(self.module.tensors), model, file)
+            infos = {name: TensorInfo(each.dtype, tuple(each.shape)) for name, each in self.module.tensors.items()}
+            self.own_names = ModelNames(layers, state.get("ds_config"), infos, model, file)
         self._compare_number(num_parts)
         size = self.size = int(state.get("dp_world_size") or max(1, len(files.optimizer)))
         if size < 1:
@@ -255,10 +256,6 @@ class _RankFiles:
         if self._frozen is not None and name in self._frozen.shapes:
             return self._frozen.read(kind, name)
         return self.module.tensors[name].detach().clone(memory_format=torch.contiguous_format)
-
-
-def _infos_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
-    return {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def _placeholders(state: Mapping[str, Any], layers: Sequence[AutoEpLayer]) -> dict[str, torch.Tensor]:

@@ -78,7 +78,7 @@ def read_experts(
 
 
 def is_experts(name: str) -> bool:
-    """Whether it is a parameter of ``moe.layer.MoE``'s experts."""
+    """True for a parameter of ``moe.layer.MoE``'s experts."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -94,7 +94,7 @@ def holders_of(
 
     Args:
         names_on: of each of so many expert-parallel ranks, the global names of its parameters by those that it has.
-        is_expert: whether a name is one of experts.
+        is_expert: True for the name of experts' parameters.
         size: the ranks that saved.
         counts: of each group, into how many parts it is cut.
         data_first: ranks that hold the same experts are neighbours (``use_data_before_expert_parallelism``).

@@ -7,13 +7,14 @@ configuration decides it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
 from shoal.checkpoint.formats.torch_file import ClassInstance
+from shoal.checkpoint.portable import About
 from shoal.errors import CheckpointError
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
@@ -76,13 +77,11 @@ class DeepSpeedSettings:
         return ClassInstance(_SCALERS, "DynamicLossScaler", attributes)
 
 
-def settings_of(
-    config: Mapping[str, Any], stage: int | None, num_ranks: int, trained: Iterable[torch.dtype]
-) -> DeepSpeedSettings:
+def settings_of(config: Mapping[str, Any], stage: int | None, num_ranks: int, about: About) -> DeepSpeedSettings:
     """Args:
         config: the run's, as JSON has it. What it leaves out has DeepSpeed's default.
         stage: None: the configuration's.
-        trained: the dtypes of the trained parameters, for a configuration that does not name one.
+        about: the source. The dtype is that of its trained parameters where the configuration does not name one.
 
     Raises: CheckpointError: a value that such a checkpoint cannot have.
     """
@@ -94,7 +93,8 @@ def settings_of(
         )
     if num_ranks < 1:
         raise _wrong(f"{num_ranks} ranks cannot load it.", "--ranks")
-    dtype = _precision(config, set(trained))
+    trained = {about.parameters[name].dtype for name in about.group_of if name in about.parameters}
+    dtype = _precision(config, trained)
     clip = _value(config, "gradient_clipping", None)
     alignment = 16 // math.gcd(16, dtype.itemsize) if _value(zero, "parameter_alignment", False) else 1
     return DeepSpeedSettings(

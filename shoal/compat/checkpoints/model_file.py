@@ -97,7 +97,7 @@ class ModelFile:
         return found | {name: info for name, info in elsewhere.items() if name not in found}
 
     def about(self, infos: Mapping[str, TensorInfo], trained: NamedState | None, scale: Any) -> About:
-        """All that is known beside the tensors."""
+        """All that is known in addition to the tensors."""
         state = self.state
         for key, what in _NOT_KEPT.items():
             if state.get(key) is not None:

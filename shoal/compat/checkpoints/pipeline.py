@@ -14,7 +14,6 @@ tensor of a tied layer that several stages have is read from the first one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
 from typing import Any, TypeVar
@@ -247,11 +246,11 @@ class _StageSearch:
             tied = [name for key in keys for name in self._tied[key]]
             members = {name: self._parameters[name] for name in dict.fromkeys([*tied, *own])}
             state = self._fit(stage, members)
-            if state is not None and set(tied) <= set(state.group_of) | self._not_trained(tied):
+            if state is None:
+                continue
+            untrained = set() if self._trained is None else set(tied) - self._trained
+            if set(tied) <= set(state.group_of) | untrained:
                 yield state
-
-    def _not_trained(self, names: Iterable[str]) -> set[str]:
-        return set() if self._trained is None else set(names) - self._trained
 
     def _fit(self, stage: int, parameters: Mapping[str, torch.Tensor]) -> FlatState | None:
         state, file = dict(self._states[stage]["optimizer"]), self._files[stage]
@@ -262,7 +261,9 @@ class _StageSearch:
                 most = sum(name in self._trained for name in parameters)
             if number > most or (self._trained is not None and number < most):
                 return None
-        elif sum(flat.numel() for flat in state["fp32_groups_flat"]) > sum(map(_numel, parameters.values())):
+        elif sum(flat.numel() for flat in state["fp32_groups_flat"]) > sum(
+            tensor.numel() for tensor in parameters.values()
+        ):
             return None
         names = None if self._names is None else [[n for n in parameters if n in set(group)] for group in self._names]
         try:
@@ -270,7 +271,3 @@ class _StageSearch:
         except CheckpointError as error:
             self._problem = error
             return None
-
-
-def _numel(tensor: torch.Tensor) -> int:
-    return math.prod(tensor.shape)

@@ -35,7 +35,7 @@ Flat = dict[str, torch.Tensor]  # by kind: MODEL for the weights, "optimizer/KEY
 # Of a group and its members: some of them, and the ranks that hold them, in the order of their parts.
 Holders = Callable[[int, Mapping[str, Sequence[int]]], Iterable[tuple[Mapping[str, Sequence[int]], Sequence[int]]]]
 _MAX_REPEATED_BYTES = 64 << 20  # of a buffer that was expanded
-# What a group holds beside hyperparameters: its members, and how, not what, its optimizer computes.
+# What a group has in addition to hyperparameters: its members, and how, not what, its optimizer computes.
 _NO_HYPERPARAMETERS = ("params", "param_names", "step", "foreach", "fused", "capturable", "differentiable")
 
 

@@ -250,8 +250,7 @@ def write_deepspeed_universal(
     """
     about = source.about
     chosen = dict(about.config if config is None else config)
-    dtypes = (about.parameters[name].dtype for name in about.group_of if name in about.parameters)
-    files = _UniversalFiles(source, settings_of(chosen, stage, 1, dtypes), chosen, row_parallel)
+    files = _UniversalFiles(source, settings_of(chosen, stage, 1, about), chosen, row_parallel)
     files.save(folder, tag, LATEST_UNIVERSAL)
     return files.notes
 
@@ -281,10 +280,10 @@ class _UniversalFiles(DeepSpeedFiles):
         optimizer = config.get("optimizer") or {}
         # DeepSpeed assigns the step as it is: its own optimizers need an integer, PyTorch's a tensor.
         self._is_own = bool(optimizer) and not (optimizer.get("params") or {}).get("torch_adam", False)
-        beside = [name for name in self._weights if name not in self._trained]
-        if beside:
+        untrained = [name for name in self._weights if name not in self._trained]
+        if untrained:
             self.notes.append(
-                f"DeepSpeed restores trained parameters only from this format: {listed(beside, 4)} are in the model"
+                f"DeepSpeed restores trained parameters only from this format: {listed(untrained, 4)} are in the model"
                 " file's 'module', for the script to load."
             )
         numbers = [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
@@ -362,7 +361,7 @@ class UniversalResult:
 
 
 def make_universal(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> UniversalResult:
-    """Make ``target`` of ``source``, and let ``latest_universal`` beside it name it.
+    """Make ``target`` of ``source``, and let ``latest_universal`` next to it name it.
 
     Args:
         source: a tag's folder, or the folder around it, whose newest is taken.
@@ -403,10 +402,10 @@ def _twin(source: ShoalSource, storage: Storage, name: str) -> UniversalResult:
     if folder.resolve() == (storage.root / name).resolve():
         raise CheckpointError(
             f"{folder} is both the input and the output.",
-            do=f"name another output, as {folder.name}_universal beside it.",
+            do=f"name another output, as {folder.name}_universal next to it.",
             code="checkpoint-target",
         )
-    files = [*(folder / record.name for record in source.manifest.files), *_beside(folder)]
+    files = [*(folder / record.name for record in source.manifest.files), *_of_deepspeed(folder)]
     commit = Commit(storage, name)
     try:
         storage.make_folder("")
@@ -425,7 +424,7 @@ def _twin(source: ShoalSource, storage: Storage, name: str) -> UniversalResult:
     return UniversalResult("shoal", linked, len(files) - linked)
 
 
-def _beside(folder: Path) -> Iterable[Path]:
+def _of_deepspeed(folder: Path) -> Iterable[Path]:
     """Files of DeepSpeed's layout in a checkpoint's folder."""
     return (path for path in sorted(folder.iterdir()) if DEEPSPEED.file.fullmatch(path.name) and path.is_file())
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,30 +36,18 @@ from shoal.errors import CheckpointError
 _MAX_STATES = 20_000
 
 
-class UnnamedGroup(Protocol):
-    """A group's tensors in order, without names. A position is where the next parameter's begins."""
-
-    end: int
-
-    def fits(self, position: int, tensor: torch.Tensor, *, by_value: bool) -> int | None:
-        """The next position, if a parameter with the weights ``tensor`` can be the one here; None: it cannot."""
-        ...
-
-    def fewest(self, position: int) -> int:
-        """How many parameters are still to come at least."""
-        ...
-
-    def place(self, position: int, tensor: torch.Tensor) -> FlatRange: ...
-
-
 class _SeparateTensors:
-    """One tensor for each parameter; ``first`` is the number of the first one."""
+    """A group's tensors in order, one for each parameter; ``first`` is the number of the first one.
+
+    A position is where the next parameter's begins.
+    """
 
     def __init__(self, first: int, flats: list[Flat]) -> None:
         self._first, self._flats = first, flats
         self.end = len(flats)
 
     def fits(self, position: int, tensor: torch.Tensor, *, by_value: bool) -> int | None:
+        """The next position, if a parameter with the weights ``tensor`` can be the one here; None: it cannot."""
         flats = self._flats[position]
         if any(flat.shape != tensor.shape for flat in flats.values()):
             return None
@@ -68,6 +56,7 @@ class _SeparateTensors:
         return position + 1
 
     def fewest(self, position: int) -> int:
+        """How many parameters are still to come at least."""
         return self.end - position
 
     def place(self, position: int, tensor: torch.Tensor) -> FlatRange:
@@ -95,6 +84,9 @@ class _FlatGroup:
         return FlatRange(0, self._index, position, tensor.numel())
 
 
+_UnnamedGroup = _SeparateTensors | _FlatGroup
+
+
 def read_unnamed(
     state: dict[str, Any],
     parameters: Mapping[str, torch.Tensor],
@@ -116,7 +108,7 @@ def read_unnamed(
     trained = FlatState([[]], [file])
     flats = trained.flats[0]
     scalars: list[dict[str, Any]] = []
-    rows: list[UnnamedGroup] = []
+    rows: list[_UnnamedGroup] = []
     for index, group in enumerate(groups):
         first = len(flats)
         for position, number in enumerate(group["params"]):
@@ -146,7 +138,7 @@ def _said(groups: list[dict[str, Any]]) -> list[list[str]] | None:
 
 
 def _follow(
-    names: Sequence[Sequence[str]], rows: Sequence[UnnamedGroup], parameters: Mapping[str, torch.Tensor], file: str
+    names: Sequence[Sequence[str]], rows: Sequence[_UnnamedGroup], parameters: Mapping[str, torch.Tensor], file: str
 ) -> dict[str, tuple[int, FlatRange]]:
     found = {}
     if len(names) != len(rows):
@@ -167,7 +159,7 @@ def _follow(
 
 
 def _search(
-    rows: Sequence[UnnamedGroup], parameters: Mapping[str, torch.Tensor], file: str
+    rows: Sequence[_UnnamedGroup], parameters: Mapping[str, torch.Tensor], file: str
 ) -> dict[str, tuple[int, FlatRange]]:
     """The one way to give each tensor a name, in the model's order."""
     end = tuple(row.end for row in rows)

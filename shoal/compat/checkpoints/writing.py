@@ -72,14 +72,10 @@ def write_deepspeed(
     Memory: one tensor.
     """
     about = source.about
-    settings = settings_of(
-        about.config if config is None else config,
-        stage,
-        num_ranks if num_ranks is not None else about.num_ranks or 1,
-        (about.parameters[name].dtype for name in about.group_of if name in about.parameters),
-    )
-    files = DeepSpeedFiles(source, settings, dict(about.config if config is None else config))
-    if keys := parallel_keys(about.config if config is None else config):
+    chosen = dict(about.config if config is None else config)
+    settings = settings_of(chosen, stage, num_ranks if num_ranks is not None else about.num_ranks or 1, about)
+    files = DeepSpeedFiles(source, settings, chosen)
+    if keys := parallel_keys(chosen):
         files.notes.append(
             f"the files are for data-parallel ranks: leave {listed(keys)} out of the configuration that loads them, or"
             " convert to deepspeed_universal."

@@ -120,12 +120,12 @@ class Commit:
         storage = self.storage
         if _HINT_STAGING.fullmatch(name):
             return not storage.is_folder(name)
-        found = STAGING.fullmatch(name)
-        if found is None or not storage.is_folder(name):
+        match = STAGING.fullmatch(name)
+        if match is None or not storage.is_folder(name):
             return False
         if storage.names(name) and not is_ours(storage, name) and only_foreign(storage, name) is None:
             return False
-        return found["what"] == "tmp" or _is_whole(storage, found["tag"])
+        return match["what"] == "tmp" or _is_whole(storage, match["tag"])
 
     def _refuse_other_files(self) -> None:
         """Raises: CheckpointError: the tag is the name of something that is no checkpoint; only those are replaced."""

@@ -59,8 +59,8 @@ def list_checkpoints(storage: Storage) -> list[FoundCheckpoint]:
     """
     with _reading(storage):
         names = storage.names()
-    found = [entry for name in names if (entry := _inspect_entry(storage, name)) is not None]
-    return sorted(found, key=lambda entry: entry.order, reverse=True)
+    checkpoints = [entry for name in names if (entry := _inspect_entry(storage, name)) is not None]
+    return sorted(checkpoints, key=lambda entry: entry.order, reverse=True)
 
 
 def _inspect_entry(storage: Storage, name: str) -> FoundCheckpoint | None:
@@ -230,11 +230,11 @@ def _universal(storage: Storage) -> str | None:
 
 
 def _resumable(storage: Storage) -> list[str]:
-    found = list_checkpoints(storage)
-    for entry in found:
+    checkpoints = list_checkpoints(storage)
+    for entry in checkpoints:
         if entry.problem is not None:
             logger.warning("%s is skipped: %s", entry.folder, entry.problem.what)
-    whole = [entry for entry in found if entry.manifest is not None]
+    whole = [entry for entry in checkpoints if entry.manifest is not None]
     meant = [entry for entry in whole if entry.manifest is not None and entry.manifest.is_for_resuming] or whole
     if (theirs := foreign_tag(storage)) is not None:
         folder, saved_as = theirs
@@ -248,7 +248,7 @@ def _resumable(storage: Storage) -> list[str]:
             )
         return [folder]
     if not meant:
-        damaged = [entry.folder for entry in found]
+        damaged = [entry.folder for entry in checkpoints]
         raise CheckpointError(
             f"no complete checkpoint in {storage.url}"
             + (f" (damaged or unfinished: {', '.join(damaged[:5])})." if damaged else "."),
@@ -267,7 +267,7 @@ def _resumable(storage: Storage) -> list[str]:
             meant[0].folder,
             hinted,
         )
-    elif hinted is not None and hinted not in names | {entry.folder for entry in found}:
+    elif hinted is not None and hinted not in names | {entry.folder for entry in checkpoints}:
         logger.warning("%s names %r, which is not there: %s is loaded.", LATEST, hinted, meant[0].folder)
     return [entry.folder for entry in meant]
 

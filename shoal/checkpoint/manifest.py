@@ -129,11 +129,11 @@ class Manifest(_Model):
 
     @property
     def by_key(self) -> dict[tuple[str, str], TensorRecord]:
-        found = self.__dict__.get("_by_key")
-        if found is None:
-            found = {(tensor.kind, tensor.name): tensor for tensor in self.tensors}
-            self.__dict__["_by_key"] = found
-        return found
+        records = self.__dict__.get("_by_key")
+        if records is None:
+            records = {(tensor.kind, tensor.name): tensor for tensor in self.tensors}
+            self.__dict__["_by_key"] = records
+        return records
 
     @property
     def nbytes(self) -> int:
@@ -171,11 +171,11 @@ def parse(data: bytes, where: str, tensor_bytes: int = 0) -> Manifest:
     Raises: CheckpointError: it is damaged, of a newer format, or says something that cannot be.
     Memory: what it says, and a few dozen megabytes if it is hostile.
     """
-    found = _FIRST_LINE.match(data)
-    if found is None:
+    match = _FIRST_LINE.match(data)
+    if match is None:
         raise _unreadable(where, "it does not begin with its checksum")
-    rest = memoryview(data)[found.end() :]
-    expected, actual = found.group(1).decode(), checksum(rest)
+    rest = memoryview(data)[match.end() :]
+    expected, actual = match.group(1).decode(), checksum(rest)
     if actual != expected:
         raise _unreadable(where, f"its checksum is {actual}, and {expected} was written")
     if (problem := _size_problem(data, tensor_bytes)) is not None:

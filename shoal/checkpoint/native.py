@@ -82,12 +82,12 @@ class ShoalSource:
         return self._reader.tensor(EXTRA, name)
 
     def kinds(self) -> Iterable[str]:
-        found = sorted({t.kind for t in self.manifest.tensors if t.kind.startswith(OPTIMIZER)})
-        return [MODEL, *found]
+        kinds = sorted({t.kind for t in self.manifest.tensors if t.kind.startswith(OPTIMIZER)})
+        return [MODEL, *kinds]
 
     def tensors(self, kind: str) -> Mapping[str, TensorInfo]:
-        found = {t.name: TensorInfo(tree.dtype_of(t.dtype), t.shape) for t in self.manifest.tensors if t.kind == kind}
-        return found if kind != MODEL else {**found, **self._without_elements()}
+        stored = {t.name: TensorInfo(tree.dtype_of(t.dtype), t.shape) for t in self.manifest.tensors if t.kind == kind}
+        return stored if kind != MODEL else {**stored, **self._without_elements()}
 
     def _without_elements(self) -> dict[str, TensorInfo]:
         """Parameters of 0 elements, which are in no file."""

@@ -93,14 +93,14 @@ def rectangles(shape: tuple[int, ...], begin: int, end: int) -> tuple[Rectangle,
     first, last = -(-begin // row), end // row  # whole rows
     if first > last:  # within one row
         return _in_row(shape, last, begin - last * row, end - last * row)
-    found: tuple[Rectangle, ...] = ()
+    parts: tuple[Rectangle, ...] = ()
     if begin < first * row:
-        found += _in_row(shape, first - 1, begin - (first - 1) * row, row)
+        parts += _in_row(shape, first - 1, begin - (first - 1) * row, row)
     if first < last:
-        found += (Rectangle((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])),)
+        parts += (Rectangle((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])),)
     if end > last * row:
-        found += _in_row(shape, last, 0, end - last * row)
-    return found
+        parts += _in_row(shape, last, 0, end - last * row)
+    return parts
 
 
 def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> tuple[Rectangle, ...]:

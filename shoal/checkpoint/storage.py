@@ -152,10 +152,10 @@ class LocalStorage(Storage):
         return self._at(path).is_dir() and not self._at(path).is_symlink()
 
     def size(self, path: str) -> int:
-        found = os.lstat(self._at(path))
-        if not stat.S_ISREG(found.st_mode):
+        status = os.lstat(self._at(path))
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a plain file", str(self._at(path)))
-        return found.st_size
+        return status.st_size
 
     def make_folder(self, path: str) -> None:
         missing = [place for place in (self.root, *self.root.parents) if not place.exists()]
@@ -178,10 +178,10 @@ class LocalStorage(Storage):
         # Non-blocking: a pipe in place of a file must not block the reader.
         fd = os.open(self._at(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "not a plain file", str(self._at(path)))
-            yield _LocalReader(fd, found.st_size)
+            yield _LocalReader(fd, status.st_size)
         finally:
             os.close(fd)
 
@@ -345,10 +345,10 @@ class ObjectStorage(Storage):
     def names(self, folder: str = "") -> list[str]:
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(self._at(folder), detail=False)
+            entries = self._fs.ls(self._at(folder), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted({str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in found})
+        return sorted({str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries})
 
     def exists(self, path: str) -> bool:
         return bool(self._fs.exists(self._at(path)))

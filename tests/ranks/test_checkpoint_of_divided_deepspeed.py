@@ -62,7 +62,6 @@ class Run(NamedTuple):
     num_batches: int
     num_sequences: int = 3
     rates: list[float] | None = None
-    client_keys: tuple[str, ...] = ("epoch",)
 
 
 def autoep(name: str, layout: Layout) -> Run:
@@ -113,7 +112,7 @@ def tensor_parallel(case: str, layout: Layout) -> Run:
         partition = {"use_default_specs": False, "layer_specs": LAYERS}
         config["tensor_parallel"] = {"autotp_size": layout.tp, "partition_config": partition}
     num_batches = 2 if case in ("tp2-stage2", "tp2-stage3") else 1
-    return Run(model, config, groups_of(model), num_batches, client_keys=("epoch", "best"))
+    return Run(model, config, groups_of(model), num_batches)
 
 
 def split_groups(groups: list[dict[str, Any]]) -> Any:
@@ -149,7 +148,7 @@ def go_on(start: Callable[[str, Layout], Run], case: str, layout: Layout, folder
     optimizer = None if run.groups is None else torch.optim.AdamW(run.groups, lr=1.0)
     engine = shoal.initialize(model=run.model, optimizer=optimizer, config=config)[0]
     _, client_state = engine.load_checkpoint(folder)
-    assert client_state["epoch"] == 2 and set(client_state) == set(run.client_keys)
+    assert client_state == {"epoch": 2}
     if run.rates is not None:
         assert [group["lr"] for group in engine.optimizer.param_groups] == run.rates
     full = engine.module_state_dict()

@@ -44,8 +44,8 @@ def detect(path: str | os.PathLike[str], tag: str | None = None) -> Format:
     if text.endswith(".safetensors"):
         return "huggingface"
     storage = open_storage(text)
-    found = _of_folder(storage, tag)
-    if found is None:
+    result = _of_folder(storage, tag)
+    if result is None:
         names = storage.names()
         programs = " or ".join(["Shoal", *(each.program for each in foreign.FORMATS)])
         raise CheckpointError(
@@ -55,7 +55,7 @@ def detect(path: str | os.PathLike[str], tag: str | None = None) -> Format:
             " file of torch.save.",
             code="checkpoint-format",
         )
-    return found
+    return result
 
 
 def _of_file(path: Path) -> Format:
@@ -76,13 +76,13 @@ def _of_file(path: Path) -> Format:
 
 
 def _of_folder(storage: Storage, tag: str | None) -> Format | None:
-    if tag is not None and directory.is_name(tag) and (found := _of_checkpoint(storage, tag)) is not None:
-        return found
+    if tag is not None and directory.is_name(tag) and (result := _of_checkpoint(storage, tag)) is not None:
+        return result
     names = storage.names()
     if ".metadata" in names:
         return "dcp"
-    if (found := _of_checkpoint(storage, "")) is not None:
-        return found
+    if (result := _of_checkpoint(storage, "")) is not None:
+        return result
     if (theirs := directory.foreign_tag(storage)) is not None:
         return theirs[1].name
     tags = {_of_checkpoint(storage, name) for name in names if storage.is_folder(name)} - {None}
@@ -125,25 +125,25 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None, format: Fo
 
     Raises: CheckpointError: it is of no format that Shoal knows, damaged, or asks for more than data.
     """
-    found = format if format is not None else detect(path, tag)
-    theirs = next((each for each in foreign.FORMATS if each.name == found), None)
-    if tag is not None and found != "shoal" and theirs is None:
+    chosen = format if format is not None else detect(path, tag)
+    theirs = next((each for each in foreign.FORMATS if each.name == chosen), None)
+    if tag is not None and chosen != "shoal" and theirs is None:
         raise CheckpointError(
-            f"tag {tag!r} was given, and {os.fspath(path)} is {found}, which has none.",
+            f"tag {tag!r} was given, and {os.fspath(path)} is {chosen}, which has none.",
             do="leave the tag out.",
             code="checkpoint-format",
         )
-    if found == "shoal":
+    if chosen == "shoal":
         from shoal.checkpoint.native import ShoalSource
 
         return ShoalSource(path, tag)
     if theirs is not None:
         return theirs.opening()(path, tag)
-    if found == "huggingface":
+    if chosen == "huggingface":
         from shoal.checkpoint.formats.huggingface import HuggingFaceSource
 
         return HuggingFaceSource(path)
-    if found == "dcp":
+    if chosen == "dcp":
         from shoal.checkpoint.formats.dcp import DcpSource
 
         return DcpSource(path)

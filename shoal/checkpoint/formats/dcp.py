@@ -183,8 +183,8 @@ class _MetadataReader:
 
     def _is(self, value: Any, name: str) -> Built:
         if not isinstance(value, Built) or value.name != name:
-            found = value.name if isinstance(value, Built) else type(value).__name__
-            raise self._unsafe(f"there is a {found} where a {name} belongs")
+            actual = value.name if isinstance(value, Built) else type(value).__name__
+            raise self._unsafe(f"there is a {actual} where a {name} belongs")
         return value
 
     def _unsafe(self, what: str) -> CheckpointError:
@@ -314,9 +314,9 @@ class DcpSource:
         value = self._load(part)
         shape, dtype = part.rectangle.shape, _dtype(item)
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
-            found = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            actual = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise damaged_copy(
-                f"byte {part.offset} of {part.file} holds a {found}, and .metadata says {dtype} {list(shape)}.",
+                f"byte {part.offset} of {part.file} holds a {actual}, and .metadata says {dtype} {list(shape)}.",
                 self._folder.url,
             )
         return value

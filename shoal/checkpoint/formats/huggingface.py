@@ -89,7 +89,7 @@ def read_header(file: Reader, where: str) -> Header:
 
 
 def _places(table: dict[str, Any], data: int, nbytes: int, where: str) -> dict[str, StoredTensor]:
-    found: dict[str, StoredTensor] = {}
+    result: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int, str]] = []
     for name, entry in table.items():
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
@@ -107,7 +107,7 @@ def _places(table: dict[str, Any], data: int, nbytes: int, where: str) -> dict[s
         if offsets[1] - offsets[0] != stored.numel * stored.dtype.itemsize:
             raise _damaged(where, f"{name[:200]!r} of shape {shape} and dtype {dtype} has offsets {offsets}")
         spans.append((offsets[0], offsets[1], name))
-        found[name] = stored
+        result[name] = stored
     position = 0
     for begin, end, name in sorted(spans):
         if begin != position:
@@ -115,7 +115,7 @@ def _places(table: dict[str, Any], data: int, nbytes: int, where: str) -> dict[s
         position = end
     if data + position != nbytes:
         raise _damaged(where, f"it has {nbytes} bytes, and its header speaks of {data + position}")
-    return found
+    return result
 
 
 def _are_counts(values: Any) -> bool:
@@ -255,12 +255,12 @@ class SafetensorsWeights:
 
     def _aliases(self, headers: Mapping[str, Header]) -> dict[str, tuple[str, ...]]:
         """Tied weights as ``safetensors.torch.save_model`` notes them: {other name: the name that is written}."""
-        found: dict[str, tuple[str, ...]] = {}
+        result: dict[str, tuple[str, ...]] = {}
         for header in headers.values():
             for other, name in header.metadata.items():
                 if name in self.tensors and other not in self.tensors:
-                    found[name] = (*found.get(name, ()), other)
-        return found
+                    result[name] = (*result.get(name, ()), other)
+        return result
 
     def info(self) -> dict[str, TensorInfo]:
         return {name: TensorInfo(stored.dtype, stored.shape) for name, stored in self.tensors.items()}

@@ -88,14 +88,14 @@ class DequantizedWeights:
 
     def _add_mxfp4(self, name: str, shape: tuple[int, ...]) -> None:
         values, scales = f"{name}_blocks", f"{name}_scales"
-        found = self._weights.tensors.get(scales)
+        stored = self._weights.tensors.get(scales)
         if (
             len(shape) != 4
             or shape[-1] != 16
-            or found is None
-            or (found.dtype, found.shape) != (torch.uint8, shape[:-1])
+            or stored is None
+            or (stored.dtype, stored.shape) != (torch.uint8, shape[:-1])
         ):
-            theirs = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+            theirs = "missing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
             raise _refused(
                 f"{values!r} is uint8 {list(shape)}, and {scales!r} is {theirs}; mxfp4 has uint8 [E, R, C / 32, 16] and"
                 " uint8 [E, R, C / 32].",
@@ -180,8 +180,8 @@ class DequantizedWeights:
 def quantization_of(config: dict[str, Any]) -> dict[str, Any]:
     """``quantization_config`` of a ``config.json``, or of its text model; empty: there is none."""
     text = config.get("text_config")
-    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
-    return found if isinstance(found, dict) else {}
+    section = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    return section if isinstance(section, dict) else {}
 
 
 def _block_size(section: dict[str, Any], url: str) -> tuple[int, int] | None:
@@ -293,8 +293,8 @@ class ExpertWeights:
         """Put stacked tensors, of those that the model has, in the place of their parts."""
         counts: dict[str, int] = {}
         for name in self._names:
-            if found := _PART.fullmatch(name):
-                counts[found["prefix"]] = max(counts.get(found["prefix"], 0), int(found["expert"]) + 1)
+            if match := _PART.fullmatch(name):
+                counts[match["prefix"]] = max(counts.get(match["prefix"], 0), int(match["expert"]) + 1)
         for prefix, num_experts in counts.items():
             for stack, weights in _STACKS:
                 parts = tuple(f"{prefix}.{e}.{weight}.weight" for e in range(num_experts) for weight in weights)

@@ -82,11 +82,11 @@ def _files(path: str | os.PathLike[str]) -> list[Path]:
             raise damaged_copy(f"{INDEX} cannot be read: {type(error).__name__}: {error}.", str(place)) from error
     else:
         named = [SINGLE]
-    found = []
+    result = []
     for name in named:
         with folder.open(name):  # it is there, and no link out of the folder
-            found.append((place / name).resolve())
-    return found
+            result.append((place / name).resolve())
+    return result
 
 
 def _state_dict(content: Any, where: str, notes: list[str]) -> dict[str, torch.Tensor]:
@@ -98,12 +98,12 @@ def _state_dict(content: Any, where: str, notes: list[str]) -> dict[str, torch.T
                     notes.append(f"the file holds {', '.join(map(repr, left))} beside {key!r}; left out.")
                 content = content[key]
                 break
-        found = {name: value for name, value in content.items() if isinstance(name, str) and _is_tensor(value)}
-        if found:
-            left = [str(name) for name in content if name not in found]
+        result = {name: value for name, value in content.items() if isinstance(name, str) and _is_tensor(value)}
+        if result:
+            left = [str(name) for name in content if name not in result]
             if left:
                 notes.append(f"{', '.join(map(repr, left[:5]))} in the state_dict: not a plain tensor; left out.")
-            return found
+            return result
     raise CheckpointError(
         f"there is no state_dict in it, but a {type(content).__name__}"
         + (f" with {', '.join(repr(key) for key in list(content)[:5])}" if isinstance(content, Mapping) else "")

@@ -94,14 +94,14 @@ def layers_of(state: Mapping[str, Any], file: str, num_parts: int) -> list[AutoE
     Raises: CheckpointError: the metadata lacks an entry, or its entries contradict each other. NotBuiltError: ranks
         have different numbers of experts, or there are layers of ``moe.layer.MoE`` too.
     """
-    found = next((state[key] for key in _KEYS if state.get(key) is not None), ())
-    if not isinstance(found, list | tuple):
-        raise damaged(f"the metadata of AutoEP is a {type(found).__name__}, not a list", file)
-    numbered = {_integer(each, "moe_layer_id", file): _layer(each, file, num_parts) for each in found}
-    if sorted(numbered) != list(range(len(found))):
-        numbers = sorted(_integer(each, "moe_layer_id", file) for each in found)
-        raise damaged(f"AutoEP's layers have the numbers {numbers}, not 0 to {len(found) - 1}", file)
-    layers = [numbered[number] for number in range(len(found))]
+    metadata = next((state[key] for key in _KEYS if state.get(key) is not None), ())
+    if not isinstance(metadata, list | tuple):
+        raise damaged(f"the metadata of AutoEP is a {type(metadata).__name__}, not a list", file)
+    numbered = {_integer(each, "moe_layer_id", file): _layer(each, file, num_parts) for each in metadata}
+    if sorted(numbered) != list(range(len(metadata))):
+        numbers = sorted(_integer(each, "moe_layer_id", file) for each in metadata)
+        raise damaged(f"AutoEP's layers have the numbers {numbers}, not 0 to {len(metadata) - 1}", file)
+    layers = [numbered[number] for number in range(len(metadata))]
     if len({layer.path for layer in layers}) < len(layers):
         raise damaged("two of AutoEP's layers have the same module_path", file)
     if len({(layer.ep_size, layer.ep_rank) for layer in layers}) > 1:
@@ -239,9 +239,9 @@ def spread_holders(
         for number, ranks in enumerate(wanted):
             for at, rank in enumerate(ranks):
                 group = _partition(states[rank], index, files[rank])
-                found = tuple(_integer(group, key, files[rank]) for key in ("partition_count", "partition_rank"))
-                if found != (len(ranks), at):
-                    what = f"flat group {index} is part {found[1]} of {found[0]}, expected part {at} of {len(ranks)}"
+                part = tuple(_integer(group, key, files[rank]) for key in ("partition_count", "partition_rank"))
+                if part != (len(ranks), at):
+                    what = f"flat group {index} is part {part[1]} of {part[0]}, expected part {at} of {len(ranks)}"
                     raise damaged(what, files[rank])
             own = names[number] if is_experts == {True} else {name: name for name in members}
             yield {own[name]: shape for name, shape in members.items()}, ranks
@@ -251,10 +251,10 @@ def spread_holders(
 
 def _partition(state: Mapping[str, Any], index: int, file: str) -> Any:
     groups = entry(state, "ds_zero_partition_groups", file)
-    found = next((each for each in groups if entry(each, "sub_group", file) == index), None)
-    if found is None:
+    partition = next((each for each in groups if entry(each, "sub_group", file) == index), None)
+    if partition is None:
         raise damaged(f"entry 'ds_zero_partition_groups' lacks flat group {index}", file)
-    return found
+    return partition
 
 
 def split_into_experts(state: FlatState, layers: Sequence[AutoEpLayer], file: str) -> None:

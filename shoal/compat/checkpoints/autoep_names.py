@@ -149,16 +149,16 @@ class ModelNames:
 
         Raises: CheckpointError: those of some experts are missing, or are of another shape than those of others.
         """
-        found: dict[str, TensorInfo] = {}
+        result: dict[str, TensorInfo] = {}
         for name, info in infos.items():
             own = self._own_of.get(name, name)
-            if own in found:
+            if own in result:
                 if own not in self._made:
                     raise damaged(f"two tensors are {own}", self._file)
                 continue
             made = self._made.get(own)
-            found[own] = info if made is None else self._checked(own, made, infos)
-        return found
+            result[own] = info if made is None else self._checked(own, made, infos)
+        return result
 
     def _checked(self, own: str, made: MadeTensor, infos: Mapping[str, TensorInfo]) -> TensorInfo:
         missing = [name for name in made.names if name not in infos]
@@ -199,12 +199,12 @@ class ModelNames:
         about.notes.extend(note for note in self.notes if note not in about.notes)
 
     def _same(self, what: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
-        found: dict[str, _Value] = {}
+        result: dict[str, _Value] = {}
         for name, value in values.items():
             own = self._own_of.get(name, name)
-            if found.setdefault(own, value) != value:
+            if result.setdefault(own, value) != value:
                 raise damaged(f"{name} has other {what} than other parts of {own}", self._file)
-        return found
+        return result
 
 
 @dataclass(frozen=True)
@@ -275,17 +275,17 @@ class _Attributes:
         given = self._given("shared_experts_pattern") or _SHARED.get(str(self.section.get("preset_model")))
         if given is not None:
             return given
-        found = {name.partition(".")[0] for name in self.here} & set(_SHARED.values())
-        if len(found) == 1:
-            return found.pop()
+        names = {name.partition(".")[0] for name in self.here} & set(_SHARED.values())
+        if len(names) == 1:
+            return names.pop()
         # Without a name in the configuration it is a preset's, and Qwen's alone have a gate.
         has_gate = any(name.startswith(f"{under(self.layer.path)}shared_experts_gate.") for name in self.tensors)
         return "shared_expert" if has_gate else "shared_experts"
 
     def _correction_bias(self) -> str:
         """The bias of the choice, which a model has in its router, or next to it."""
-        found = [name for name in self.here if name.endswith(_BIAS)]
-        return found[0] if len(found) == 1 else f"{self.router}.{_BIAS}"
+        names = [name for name in self.here if name.endswith(_BIAS)]
+        return names[0] if len(names) == 1 else f"{self.router}.{_BIAS}"
 
     def _listed(self, weight: str) -> str | None:
         """A weight's name in the experts of the model's list: a parameter, or a module with one."""

@@ -261,14 +261,14 @@ class _RankFiles:
 def _placeholders(state: Mapping[str, Any], layers: Sequence[AutoEpLayer]) -> dict[str, torch.Tensor]:
     """Tensors without memory, of the router's dtype, in place of AutoEP's experts, which are in no model file."""
     shapes = {name: shape for members in state.get("param_shapes") or () for name, shape in members.items()}
-    found = {}
+    result = {}
     for layer in layers:
         router = state["module"].get(f"{under(layer.path)}router.gate.weight")
         for tensor in layer.tensors:
             if tensor in shapes and isinstance(router, torch.Tensor):
                 empty = torch.empty(tuple(shapes[tensor])[1:], dtype=router.dtype, device="meta")
-                found.update({of_expert(tensor, expert): empty for expert in layer.experts})
-    return found
+                result.update({of_expert(tensor, expert): empty for expert in layer.experts})
+    return result
 
 
 def _joins(parts: list[_RankFiles], turns: Turns) -> dict[str, PartJoin]:
@@ -288,20 +288,20 @@ def _joins(parts: list[_RankFiles], turns: Turns) -> dict[str, PartJoin]:
         if not any(layout.describes(of_first_expert(name)) for name in names):
             what = f"experts are split over {len(parts)} tensor-parallel ranks, and no pattern or map fits {names[0]}"
             raise undescribed(what, module.file)
-    found = {}
+    joins = {}
     for name in in_order_of_experts(dict.fromkeys(name for part in parts for name in part.infos[MODEL])):
         if name in owners:
-            found[name] = layout.whole_on(owners[name], parts[owners[name]].infos[MODEL][name].shape)
+            joins[name] = layout.whole_on(owners[name], parts[owners[name]].infos[MODEL][name].shape)
             continue
         shapes = [part.infos[MODEL][name].shape for part in parts]
         if name in module.buffers:  # not described; each rank saves its own
-            found[name] = layout.replicated(name, shapes)
+            joins[name] = layout.replicated(name, shapes)
         else:
-            found[name] = layout.join_of(_described(of_first_expert(name), layout, module), shapes)
+            joins[name] = layout.join_of(_described(of_first_expert(name), layout, module), shapes)
     for names in split.values():
         if turns.take():
-            _check_copies(parts, [name for name in names if {block.rank for block in found[name].blocks} == {0}])
-    return found
+            _check_copies(parts, [name for name in names if {block.rank for block in joins[name].blocks} == {0}])
+    return joins
 
 
 def _described(name: str, layout: TensorParallelLayout, module: ModelFile) -> str:
@@ -439,17 +439,17 @@ def _of_experts(
     own_names: ModelNames | None,
 ) -> tuple[FlatState, Any]:
     """Stage 0: the state of all expert-parallel ranks' optimizers, and the first one's loss scale."""
-    found = sorted(files.experts_optimizer)
-    paths = [files.experts_optimizer[rank] for rank in found]
+    ep_ranks = sorted(files.experts_optimizer)
+    paths = [files.experts_optimizer[rank] for rank in ep_ranks]
     states = [entry(open_file(path, verify=turns.take()), "optimizer", str(path)) for path in paths]
     sizes = ep_sizes(states[0].get("optimizer_state_dict", states[0]).get("param_groups", ()))
     if len(sizes) > 1:
         raise not_built("MoE layers of several expert-parallel sizes at stage 0", str(paths[0]))
-    size = max(sizes, default=found[-1] + 1)
+    size = max(sizes, default=ep_ranks[-1] + 1)
     step = module.num_parts if files.elsewhere else 1
-    expected = list(range(found[0] % step, size, step))
-    if found != expected:
-        what = f"the optimizers of expert-parallel ranks {found} are here, not of {size if step == 1 else expected}"
+    expected = list(range(ep_ranks[0] % step, size, step))
+    if ep_ranks != expected:
+        what = f"the optimizers of expert-parallel ranks {ep_ranks} are here, not of {size if step == 1 else expected}"
         raise damaged(what, str(files.folder))
     dense = {name: tensor for name, tensor in module.parameters().items() if name not in module.experts}
     where = [str(path) for path in paths]

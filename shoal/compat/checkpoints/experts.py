@@ -61,7 +61,7 @@ def read_experts(
             names = [f"layer_{layer}_expert_{expert}_mp_rank_{of_rank}_model_states.pt" for expert in absent[:4]]
             what = f"files of {len(absent)} experts of layer {layer} are missing: {', '.join(names)}."
             raise damaged_copy(what, str(files.folder))
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for (layer, expert), path in sorted(files.experts.items()):
         if layer >= len(counts) or expert >= int(counts[layer]):
             raise damaged(f"the model has no expert {expert} in layer {layer}", str(path))
@@ -73,8 +73,8 @@ def read_experts(
             if not is_known or not isinstance(tensor, torch.Tensor):
                 raise not_built(f"{name[:200]!r} as a parameter of expert {expert}", str(path))
             check_stored(name, tensor, str(path))
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def is_experts(name: str) -> bool:

@@ -158,9 +158,9 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> list[Checkpoi
     place = _tag_folder(storage.root, tag)
     names = sorted(entry.name for entry in place.iterdir())
     for what, pattern in _NOT_BUILT.items():
-        found = [name for name in names if pattern.fullmatch(name)]
-        if found:
-            raise not_built(what, f"{place}/{found[0]}")
+        unread = [name for name in names if pattern.fullmatch(name)]
+        if unread:
+            raise not_built(what, f"{place}/{unread[0]}")
     universal = place / UNIVERSAL if UNIVERSAL in names else None
     parts = {int(match["mp"]) for match in map(_MODEL.fullmatch, names) if match is not None}
     if not parts:
@@ -336,22 +336,22 @@ def is_inside(name: str) -> bool:
 
 
 def _tags(root: Path) -> str:
-    found = sorted(path.parent.name for path in root.glob("*/*mp_rank_00_model_states.pt")) if root.is_dir() else []
-    return f"Tags in it: {', '.join(list(dict.fromkeys(found))[:8])}." if found else "No tag is in it."
+    tags = sorted(path.parent.name for path in root.glob("*/*mp_rank_00_model_states.pt")) if root.is_dir() else []
+    return f"Tags in it: {', '.join(list(dict.fromkeys(tags))[:8])}." if tags else "No tag is in it."
 
 
 def _by_rank(place: Path, names: Iterable[str], pattern: re.Pattern[str], part: int) -> dict[int | None, Path]:
     """The files of one tensor-parallel rank by data-parallel rank."""
-    found: dict[int | None, Path] = {}
+    paths: dict[int | None, Path] = {}
     for match in _matches(names, pattern, part):
         name = match[0]
         if match["more"]:
             raise not_built("pipeline parallelism over other axes", str(place / name))
         rank = None if match["rank"] is None else int(match["rank"])
-        if rank in found:
-            raise _of_two_saves(f"{found[rank].name} and {name} are both of rank {rank}.", place)
-        found[rank] = place / name
-    return found
+        if rank in paths:
+            raise _of_two_saves(f"{paths[rank].name} and {name} are both of rank {rank}.", place)
+        paths[rank] = place / name
+    return paths
 
 
 def _matches(names: Iterable[str], pattern: re.Pattern[str], part: int) -> list[re.Match[str]]:

@@ -86,10 +86,10 @@ def settings_of(config: Mapping[str, Any], stage: int | None, num_ranks: int, ab
     Raises: CheckpointError: a value that such a checkpoint cannot have.
     """
     zero = config.get("zero_optimization") or {}
-    found = stage if stage is not None else _value(zero, "stage", 0)
-    if found not in (1, 2, 3):
+    stage_of_run = stage if stage is not None else _value(zero, "stage", 0)
+    if stage_of_run not in (1, 2, 3):
         raise _wrong(
-            f"the ZeRO stage is {found!r}, and DeepSpeed's files are written for stages 1, 2 and 3.", "--stage"
+            f"the ZeRO stage is {stage_of_run!r}, and DeepSpeed's files are written for stages 1, 2 and 3.", "--stage"
         )
     if num_ranks < 1:
         raise _wrong(f"{num_ranks} ranks cannot load it.", "--ranks")
@@ -98,7 +98,7 @@ def settings_of(config: Mapping[str, Any], stage: int | None, num_ranks: int, ab
     clip = _value(config, "gradient_clipping", None)
     alignment = 16 // math.gcd(16, dtype.itemsize) if _value(zero, "parameter_alignment", False) else 1
     return DeepSpeedSettings(
-        stage=int(found),
+        stage=int(stage_of_run),
         num_ranks=num_ranks,
         dtype=dtype,
         sub_group_size=int(_value(zero, "sub_group_size", 10**9)),
@@ -112,14 +112,14 @@ def settings_of(config: Mapping[str, Any], stage: int | None, num_ranks: int, ab
 
 def parallel_keys(config: Mapping[str, Any]) -> list[str]:
     """The keys of a configuration that ask for tensor- or pipeline-parallel ranks."""
-    found = []
+    result = []
     for path in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "parallel.tp", "parallel.pp"):
         value: Any = config
         for name in path.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None
         if isinstance(value, int) and value > 1:
-            found.append(path)
-    return found
+            result.append(path)
+    return result
 
 
 def _precision(config: Mapping[str, Any], trained: set[torch.dtype]) -> torch.dtype:
@@ -191,14 +191,14 @@ class FlatLayout:
 
     def addresses(self, rank: int) -> dict[str, tuple[int, int]]:
         """Of each parameter that a rank has a part of, where it begins there and how many elements it has."""
-        found = {}
+        addresses = {}
         at = 0
         for piece in self.pieces:
             if piece.rank == rank:
                 if piece.name is not None:
-                    found[self.local_names.get(piece.name, piece.name)] = at, piece.numel
+                    addresses[self.local_names.get(piece.name, piece.name)] = at, piece.numel
                 at += piece.numel
-        return found
+        return addresses
 
 
 def partitioned(
@@ -283,12 +283,12 @@ def in_given_order(group_of: Mapping[str, int], num_ranks: int) -> dict[str, int
     >>> list(in_given_order({"a": 0, "c": 0, "b": 0}, 2))
     ['a', 'b', 'c']
     """
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for group in dict.fromkeys(group_of.values()):
         names = [name for name, at in group_of.items() if at == group]
         places = _dealt(range(len(names)), num_ranks)
-        found |= {name: group for _, name in sorted(zip(places, names, strict=True))}
-    return found
+        result |= {name: group for _, name in sorted(zip(places, names, strict=True))}
+    return result
 
 
 def _dealt(names: Sequence[T], num_ranks: int) -> list[T]:
@@ -327,12 +327,12 @@ def spread_one(name: str, numel: int, num_ranks: int) -> list[FlatPiece]:
 
 
 def _sub_groups(shapes: Mapping[str, tuple[int, ...]], num_ranks: int, size: int) -> Sequence[list[str]]:
-    found: list[list[str]] = [[]]
+    groups: list[list[str]] = [[]]
     held = 0
     for name, shape in shapes.items():
         if held >= size:
-            found.append([])
+            groups.append([])
             held = 0
-        found[-1].append(name)
+        groups[-1].append(name)
         held += -(-math.prod(shape) // num_ranks)
-    return found
+    return groups

@@ -84,17 +84,17 @@ class ModelFile:
 
         Raises: CheckpointError: stage 3, and a weight is in no file.
         """
-        found = {}
+        infos = {}
         for name, tensor in self.tensors.items():
             if name in self._other_names:
                 continue
             if name in elsewhere:
-                found[name] = elsewhere[name]
+                infos[name] = elsewhere[name]
             elif self.is_stage_3 and name not in self.buffers:
                 raise damaged(f"the weights of {name} are in no file", self.file)
             else:
-                found[name] = TensorInfo(tensor.dtype, tuple(tensor.shape))
-        return found | {name: info for name, info in elsewhere.items() if name not in found}
+                infos[name] = TensorInfo(tensor.dtype, tuple(tensor.shape))
+        return infos | {name: info for name, info in elsewhere.items() if name not in infos}
 
     def about(self, infos: Mapping[str, TensorInfo], trained: NamedState | None, scale: Any) -> About:
         """All that is known in addition to the tensors."""
@@ -126,7 +126,7 @@ class ModelFile:
     def _tied(self) -> dict[str, tuple[str, ...]]:
         """The other names of tied weights."""
         said = self.state.get("shared_params")
-        found: dict[str, tuple[str, ...]] = {}
+        aliases: dict[str, tuple[str, ...]] = {}
         if said is None and not self.is_stage_3:
             seen: dict[Any, str] = {}
             for name, tensor in self.tensors.items():
@@ -134,16 +134,16 @@ class ModelFile:
                     continue
                 key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
                 if key in seen:
-                    found[seen[key]] = (*found.get(seen[key], ()), name)
+                    aliases[seen[key]] = (*aliases.get(seen[key], ()), name)
                 seen.setdefault(key, name)
-            return found
+            return aliases
         for other, name in (said or {}).items():
             first, second = self.tensors.get(name), self.tensors.get(other)
             # Below stage 3 DeepSpeed calls all parameters without elements one and the same.
             is_empty = first is not None and not first.numel() and not self.is_stage_3
             if not is_empty and first is not None and second is not None and first.shape == second.shape:
-                found[name] = (*found.get(name, ()), other)
-        return found
+                aliases[name] = (*aliases.get(name, ()), other)
+        return aliases
 
     def _counters(self) -> dict[str, int]:
         counters = {key: int(self.state[key]) for key in _COUNTERS if isinstance(self.state.get(key), int)}

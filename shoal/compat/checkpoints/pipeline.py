@@ -208,14 +208,14 @@ class _StageSearch:
 
     def find(self) -> list[FlatState]:
         """Raises: CheckpointError: no layers fit, or there are several ways."""
-        found = self._from(0, 0)
-        if len(found) == 1:
-            return found[0]
-        if not found and self._problem is not None and len(self._states) == 1:
+        ways = self._from(0, 0)
+        if len(ways) == 1:
+            return ways[0]
+        if not ways and self._problem is not None and len(self._states) == 1:
             raise self._problem
         raise CheckpointError(
             "at stage 0 DeepSpeed saves the optimizer's state without names, and"
-            f" {'several' if found else 'no'} ways to give the pipeline stages their layers fit it.",
+            f" {'several' if ways else 'no'} ways to give the pipeline stages their layers fit it.",
             where=self._files[0],
             do="load it into an engine with the same parameter groups, which give the names; or leave the state out:"
             " load_optimizer_states=False.",
@@ -227,14 +227,14 @@ class _StageSearch:
         if stage == len(self._states):
             return [[]] if start == len(self._layers) else []
         if (stage, start) not in self._found:
-            found: dict[str, list[FlatState]] = {}
+            result: dict[str, list[FlatState]] = {}
             ends = range(start, len(self._layers) + 1) if stage < len(self._states) - 1 else [len(self._layers)]
             for end in ends:
                 for own in self._fitting(stage, start, end):
                     for rest in self._from(stage + 1, end):
                         states = [own, *rest]
-                        found.setdefault(repr([sorted(each.group_of.items()) for each in states]), states)
-            self._found[stage, start] = list(found.values())
+                        result.setdefault(repr([sorted(each.group_of.items()) for each in states]), states)
+            self._found[stage, start] = list(result.values())
         return self._found[stage, start]
 
     def _fitting(self, stage: int, start: int, end: int) -> Iterable[FlatState]:

@@ -122,9 +122,9 @@ class FlatState(NamedState):
     ) -> None:
         """Raises: CheckpointError: the parts are not the whole, or not in the files."""
         numel = math.prod(shape)
-        found = 0
+        num_stored = 0
         for place in places:
-            found += place.numel
+            num_stored += place.numel
             for kind, flat in self.flats[place.rank][place.flat].items():
                 if place.start < 0 or place.start + place.numel > flat.numel():
                     raise damaged(
@@ -133,8 +133,8 @@ class FlatState(NamedState):
                         self.files[place.rank],
                     )
                 check_stored(f"{kind} of group {place.flat}", flat, self.files[place.rank])
-        if found != numel:
-            raise damaged(f"{found} of the {numel} elements of {name} are in the files", ", ".join(self.files[:4]))
+        if num_stored != numel:
+            raise damaged(f"{num_stored} of the {numel} elements of {name} are in the files", ", ".join(self.files[:4]))
         if name in self.shapes:
             raise damaged(f"{name} is in two groups", self.files[0])
         self.shapes[name] = tuple(shape)
@@ -238,8 +238,8 @@ def read_spread(
     def numels(rank: int, index: int) -> tuple[int, ...]:
         ranks = next(ranks for _, ranks in shares[index] if rank in ranks)
         needed = sum(-(-math.prod(shape) // len(ranks)) for shape in shapes[index].values())
-        if (found := weights[rank][index].numel()) != needed:
-            raise damaged(f"flat group {index} has {found} elements, expected {needed}", files[rank])
+        if (result := weights[rank][index].numel()) != needed:
+            raise damaged(f"flat group {index} has {result} elements, expected {needed}", files[rank])
         return (needed,)
 
     trained, scalars = _collected(weights, base, len(shapes), numels, files)
@@ -361,12 +361,12 @@ def _is_number(value: Any) -> bool:
 def _state_of(base: Any, index: int, file: str) -> Mapping[str, Any]:
     """The optimizer's entries for one flat tensor; none before the first step."""
     if isinstance(base, list):
-        found = base[index] if index < len(base) else {}
+        state = base[index] if index < len(base) else {}
     else:
-        found = entry(base, "state", file).get(index, {})
-    if not isinstance(found, Mapping):
-        raise damaged(f"the optimizer's state of group {index} is a {type(found).__name__}", file)
-    return found
+        state = entry(base, "state", file).get(index, {})
+    if not isinstance(state, Mapping):
+        raise damaged(f"the optimizer's state of group {index} is a {type(state).__name__}", file)
+    return state
 
 
 def _lined_up(
@@ -395,17 +395,17 @@ def _lined_up(
     part = parts.pop()
     if len(gaps) != len(members):
         raise damaged(f"{len(gaps)} paddings for the {len(members)} parameters of group {group}", files[0])
-    found: dict[str, list[FlatRange]] = {}
+    ranges: dict[str, list[FlatRange]] = {}
     at = 0
     for (name, shape), gap in zip(members.items(), gaps, strict=True):
         end = at + math.prod(shape)
         if end > part * len(sizes):
             raise damaged(f"group {group} ends before {name}", files[-1])
-        found[name] = []
+        ranges[name] = []
         while at < end:
             rank, start = divmod(at, part)
             numel = min(end - at, part - start)
-            found[name].append(FlatRange(rank, group, start, numel))
+            ranges[name].append(FlatRange(rank, group, start, numel))
             at += numel
         at += gap
-    return found
+    return ranges

@@ -162,8 +162,8 @@ def read_universal(
     # At stage 3 a group is cut into flat tensors, and its entries name them; before it a group is one.
     of_flat = {int(flat): index for index, group in enumerate(settings) for flat in group["params"]}
     of_layer = {tensor: layer for layer in layers for tensor in layer.tensors}
-    found = NamedState()
-    found.groups, steps = hyperparameters({"param_groups": settings}, len(settings), found.notes)
+    trained = NamedState()
+    trained.groups, steps = hyperparameters({"param_groups": settings}, len(settings), trained.notes)
     inner = state.get("optimizer_state_dict")
     counted = inner.get("state", {}) if isinstance(inner, Mapping) else {}
     for index, members in enumerate(shapes):
@@ -175,10 +175,12 @@ def read_universal(
             layer, is_part = of_layer.get(name), module.num_parts > 1
             size = tuple(shape) if layer is None else (layer.num_experts, *shape[1:])
             counts = numbers if math.prod(shape) else {}
-            _add(found, folder / name, name, size, group, counts, turns, layer=layer, is_part=is_part and layer is None)
+            _add(
+                trained, folder / name, name, size, group, counts, turns, layer=layer, is_part=is_part and layer is None
+            )
     if module.num_parts > 1:
-        _refuse_parts(module, found)
-    return found, state.get("loss_scaler")
+        _refuse_parts(module, trained)
+    return trained, state.get("loss_scaler")
 
 
 def _refuse_parts(module: ModelFile, found: NamedState) -> None:
@@ -373,16 +375,16 @@ def make_universal(source: str | os.PathLike[str], target: str | os.PathLike[str
     storage = open_storage(root)
     if not name or not directory.is_name(name):
         raise CheckpointError(f"{os.fspath(target)!r} does not name a folder.", code="checkpoint-target")
-    found = detect(source)
-    if found == "shoal":
+    source_format = detect(source)
+    if source_format == "shoal":
         made = _twin(ShoalSource(source), storage, name)
-    elif found == "deepspeed":
-        opened = open_source(source, format=found)
+    elif source_format == "deepspeed":
+        opened = open_source(source, format=source_format)
         write_shoal(opened, root, name, is_for_resuming=False)
-        made = UniversalResult(found, notes=tuple(opened.about.notes))
+        made = UniversalResult(source_format, notes=tuple(opened.about.notes))
     else:
         raise CheckpointError(
-            f"{os.fspath(source)} is {found}, not a checkpoint.",
+            f"{os.fspath(source)} is {source_format}, not a checkpoint.",
             do="name a tag's folder of a checkpoint; `shoal convert` takes other formats.",
             code="checkpoint-format",
         )

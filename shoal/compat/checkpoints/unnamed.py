@@ -123,8 +123,8 @@ def read_unnamed(
         )
     trained.groups, steps = hyperparameters(base, len(groups), trained.notes)
     said = names if names is not None else _said(groups)
-    found = _follow(said, rows, parameters, file) if said is not None else _search(rows, parameters, file)
-    for name, (index, place) in found.items():
+    places = _follow(said, rows, parameters, file) if said is not None else _search(rows, parameters, file)
+    for name, (index, place) in places.items():
         shape = tuple(parameters[name].shape)
         trained.add(name, shape, index, [place], {**steps[index], **scalars[place.flat]})
     return trained
@@ -140,7 +140,7 @@ def _said(groups: list[dict[str, Any]]) -> list[list[str]] | None:
 def _follow(
     names: Sequence[Sequence[str]], rows: Sequence[_UnnamedGroup], parameters: Mapping[str, torch.Tensor], file: str
 ) -> dict[str, tuple[int, FlatRange]]:
-    found = {}
+    places = {}
     if len(names) != len(rows):
         raise unclear(f"{len(names)} groups were named, and the optimizer has {len(rows)}", file)
     for index, (group, row) in enumerate(zip(names, rows, strict=True)):
@@ -151,11 +151,11 @@ def _follow(
             after = row.fits(position, parameters[name], by_value=False) if position < row.end else None
             if after is None:
                 raise unclear(f"{name} is not the tensor at {position} of group {index}", file)
-            found[name] = (index, row.place(position, parameters[name]))
+            places[name] = (index, row.place(position, parameters[name]))
             position = after
         if position != row.end:
             raise unclear(f"group {index} has more tensors than names", file)
-    return found
+    return places
 
 
 def _search(
@@ -189,14 +189,14 @@ def _search(
     ways = steps[-1][end].ways if end in steps[-1] else 0
     if ways != 1:
         raise unclear(f"{ways or 'no'} assignments of names to its tensors fit", file)
-    found: dict[str, tuple[int, FlatRange]] = {}
+    places: dict[str, tuple[int, FlatRange]] = {}
     positions = end
     for (name, tensor), reached in zip(reversed(list(parameters.items())), reversed(steps), strict=False):
         how = reached[positions]
         positions = how.before
         if how.taken is not None:
-            found[name] = (how.taken, rows[how.taken].place(positions[how.taken], tensor))
-    return {name: found[name] for name in parameters if name in found}
+            places[name] = (how.taken, rows[how.taken].place(positions[how.taken], tensor))
+    return {name: places[name] for name in parameters if name in places}
 
 
 @dataclass(frozen=True)
@@ -250,21 +250,21 @@ def read_replaced(
     starts = tuple(f"{under(layer.path)}router." for layer in layers)
     number = len(entry(state.get("optimizer_state_dict", state), "param_groups", file))
     said = None if names is None else _groups(names, number, dense, own, layers, own_names)
-    found: list[FlatState] = []
+    fitting: list[FlatState] = []
     problem: CheckpointError | None = None
     for is_moved in (False, True):
         parameters = _ordered({**dense, **own}, starts, is_moved=is_moved)
         groups = said and [list(_ordered(dict.fromkeys(group), starts, is_moved=is_moved)) for group in said]
         try:
-            found.append(read_unnamed(state, parameters, groups, file))
+            fitting.append(read_unnamed(state, parameters, groups, file))
         except CheckpointError as error:
             problem = problem or error
-    if not found:
+    if not fitting:
         assert problem is not None
         raise problem
-    if len(found) > 1 and found[0].places != found[1].places:
+    if len(fitting) > 1 and fitting[0].places != fitting[1].places:
         raise unclear("AutoEP's routers may have two places in its groups", file)
-    return found[0]
+    return fitting[0]
 
 
 def _ordered(values: Mapping[str, _Value], starts: tuple[str, ...], *, is_moved: bool) -> dict[str, _Value]:

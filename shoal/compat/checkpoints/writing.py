@@ -311,8 +311,8 @@ class DeepSpeedFiles:
         """The optimizer's ``state_dict()``: it has one parameter for each flat tensor."""
         state = {}
         for index, (layout, numbers) in enumerate(zip(self._layouts, self._steps, strict=True)):
-            found = [kind for kind in self._kinds if layout.shapes.keys() & self._source.tensors(kind).keys()]
-            tensors = {kind.removeprefix(OPTIMIZER): self._flat(kind, layout, rank) for kind in found}
+            kinds = [kind for kind in self._kinds if layout.shapes.keys() & self._source.tensors(kind).keys()]
+            tensors = {kind.removeprefix(OPTIMIZER): self._flat(kind, layout, rank) for kind in kinds}
             if numbers or tensors:
                 state[index] = {**numbers, **tensors}
         groups = []

@@ -46,8 +46,8 @@ from shoal.data import (
     tokenize,
 )
 from shoal.device import Device
+from shoal.engine.parts.save_on_signal import StopSignal
 from shoal.engine.pipeline import PipelineEngine
-from shoal.engine.stop_signal import StopSignal
 from shoal.errors import NonFiniteError, ShoalError
 from shoal.models import GPT, GPTConfig
 from shoal.observe.expert_load import load_events
@@ -60,7 +60,7 @@ from shoal.sharding.table import HEADERS
 from shoal.text import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from shoal.engine.engine import Engine
+    from shoal import Engine
 
 _VALIDATION_FRACTION = 0.05
 _VALIDATION_SEQUENCES = 64

@@ -22,11 +22,16 @@ from shoal.compat.optimizer import DeepSpeedShardedOptimizer
 from shoal.config import Config
 from shoal.data import Loader
 from shoal.data.curriculum import CurriculumScheduler
+from shoal.engine.parts.experts import ExpertBalance
+from shoal.engine.parts.sequence import SequenceRanks
+from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.settings import dtype_of
 from shoal.models.layer_drop import ProgressiveLayerDrop
+from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.monitor import Monitor
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.layer import MOELayer, TopKGate
+from shoal.parallel.sequence.context import SequenceContext
 from shoal.running.hook_switch import ParameterOffload
 from shoal.running.optimizer import ShardedOptimizer
 
@@ -218,6 +223,11 @@ class DeepSpeedEngine(DeepSpeedGradients):
         """Writes values by step: ``monitor.write_events([(name, value, samples)])``. Rank 0 writes."""
         return self._progress.monitor if self._progress.monitor is not None else Monitor()
 
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        """The ``FlopsProfiler`` of the config's section; None without it."""
+        return self.timers.profiler if isinstance(self.timers, ProfilingTimers) else None
+
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of the last step by phase, under DeepSpeed's names, with ``wall_clock_breakdown``."""
         names = {"fwd": "forward", "bwd": "backward", "bwd_allreduce": "reduce", "step": "step"}
@@ -264,6 +274,22 @@ class DeepSpeedEngine(DeepSpeedGradients):
             f"ep_size_{size}": None if is_alone else self.world.process_group(axis, replace(mesh, ep=size))
             for size in sizes
         }
+
+    def expert_load(self) -> dict[str, list[int]]:
+        """The tokens that each expert got in the last step, by layer: of all micro-batches and ranks. Every rank calls.
+
+        Communicates: one all-reduce of a number for each expert. Order: blocks the host.
+        """
+        balance = self.part(ExpertBalance)
+        return {} if balance is None else balance.load()
+
+    # sequences
+
+    @property
+    def sequence_context(self) -> SequenceContext | None:
+        """How sequences are spread over ``sp`` and ``cp`` ranks; None without them."""
+        ranks = self.part(SequenceRanks)
+        return None if ranks is None else ranks.context
 
     # data
 

@@ -28,7 +28,7 @@ from shoal import zero
 from shoal.access.engine_parameters import EngineParameters
 from shoal.access.gathered import GatheredParameters
 from shoal.comm.world import process_group
-from shoal.engine.clipping import CLIPPING
+from shoal.engine.parts.clipping import CLIPPING
 from shoal.errors import UsageError
 from shoal.running.parameter_owner import OWNERS, ParameterOwner, ParameterState
 from shoal.running.sharded_at_init import ShardedAtInit

@@ -77,6 +77,7 @@ class Checkpointing:
         self.on_phase: Callable[[str], None] = lambda phase: None
         self.beside: Beside | None = None
         self.allows_missing = False  # loading from a folder without a checkpoint is no error
+        self.folder: str | os.PathLike[str] | None = None  # of the last save or load
         self.loaded_size: int | None = None  # ranks of the run that saved the checkpoint loaded last
         self._in_flight: Save | None = None
         self._has_warned_open = False
@@ -97,6 +98,7 @@ class Checkpointing:
         exclude_frozen: bool,
     ) -> bool:
         """Save. Returns: was it saved? (False only with ``checkpoint.on_save_error`` ``"warn"``.)"""
+        self.folder = folder
         self.finish()
         self._sharding.model.finish_backward()
         storage = open_storage(folder)
@@ -334,6 +336,7 @@ class Checkpointing:
 
         Under ``allows_missing`` both are None where the folder names no checkpoint and holds none.
         """
+        self.folder = folder
         try:
             return self._load(folder, tag, **wishes)
         except CheckpointError as error:

@@ -4,62 +4,40 @@ from __future__ import annotations
 
 import math
 import os
-import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from shoal.checkpoint import tree
-from shoal.config.batch import MICRO
 from shoal.device import in_backward, in_transform
 from shoal.engine.accumulation import Accumulation, NumTokens, check_for_backward, check_for_scale
-from shoal.engine.attention_check import AttentionCheck
 from shoal.engine.checkpointing import Checkpointing
-from shoal.engine.clipping import CLIPPING
 from shoal.engine.compiled import CompiledModel
-from shoal.engine.expert_balance import ExpertBalance
-from shoal.engine.inputs import (
-    batch_size_note,
-    cast,
-    explain_mismatch,
-    explain_mixed_formats,
-    explain_split_module,
-)
-from shoal.engine.log import logger, say_on_rank_0
+from shoal.engine.inputs import cast, explain_mismatch, explain_mixed_formats
 from shoal.engine.nonfinite import NonFinite
 from shoal.engine.offload_states import Offloaded, OffloadStates
-from shoal.engine.profiling import ProfilingTimers
+from shoal.engine.parts.part import Part, PartCalls
+from shoal.engine.parts.save_on_signal import SaveOnSignal
 from shoal.engine.progress import Progress, StepNumbers
 from shoal.engine.properties import Properties
 from shoal.engine.run_state import RunState
-from shoal.engine.same_inputs import SameInputs
-from shoal.engine.saved_activations import SavedActivations
 from shoal.engine.sharding import Sharding
-from shoal.engine.stop_signal import StopSignal
 from shoal.engine.weights import Weights
-from shoal.engine.whole_gradients import WholeGradients
 from shoal.errors import NoOptimizerError, NotBuiltError, OutOfMemoryError, ShoalError, UsageError
-from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.ledger import Ledger
 from shoal.observe.timers import StepTimers
-from shoal.parallel.sequence.context import (
-    SequenceContext,
-    drop_sequence_context,
-    take_sequence_context,
-    use_sequence_context,
-)
-from shoal.parallel.sequence.whole_sequence import balance_whole_sequences, follow_longest_sequence
-from shoal.parallel.tensor.hooks import SplitTensors
 from shoal.running.optimizer import ShardedOptimizer
 from shoal.running.parameter_owner import OWNERS
 from shoal.running.status import GlobalStatus
 from shoal.sharding.param_group import ParameterGroup
-from shoal.simulation.check import LastingCheck
+from shoal.sharding.placement import Tier
 from shoal.text import did_you_mean
+
+AnyPart = TypeVar("AnyPart", bound=Part)
 
 
 @cache
@@ -81,6 +59,7 @@ class Engine(nn.Module):
         sharding         parameters, gradients, optimizer state
         run_state        schedule, data loader, curriculum                      what a checkpoint saves beside tensors
         checkpointing, weights, offloaded                                       what moves the state elsewhere
+        parts            what joins its steps: techniques, checks, the script's own
     """
 
     optimizer_class: type[ShardedOptimizer] = ShardedOptimizer  # of what ``initialize`` returns
@@ -93,7 +72,7 @@ class Engine(nn.Module):
         accumulation: Accumulation,
         offloaded: Offloaded,
         run: RunState,
-        activations: SavedActivations,
+        parts: Sequence[Part],
         timers: StepTimers,
         progress: Progress,
     ) -> None:
@@ -110,8 +89,8 @@ class Engine(nn.Module):
         self.sharded = sharding.model
         self.access = sharding.access
         self.access.engine = self
+        self.parts = tuple(parts)
         self.timers = timers
-        self.flops_profiler: FlopsProfiler | None = timers.profiler if isinstance(timers, ProfilingTimers) else None
         self.on_step: list[Callable[[Any], None]] = []  # called with this engine
         self.client_optimizer: Any = None if sharding.step is None else sharding.step.optimizer
         self.sharded_optimizer: ShardedOptimizer | None = None
@@ -128,46 +107,20 @@ class Engine(nn.Module):
         self.checkpointing = Checkpointing(
             sharding, properties, accumulation, run, self.weights, self.sharded_optimizer
         )
+        self.client_state_on_signal: Callable[[], Mapping[str, Any]] | None = None  # for ``checkpoint.save_on_signal``
+        self.compiled = CompiledModel(sharding.module, properties)
+        self._calls = PartCalls(self.parts)
+        self._save_on_signal = self.part(SaveOnSignal)
         self._offload_states = OffloadStates(sharding, properties, offloaded)
         self._nonfinite = NonFinite(properties, sharding, accumulation.loss_scale)
-        self._activations = activations
         self._progress = progress
         if timers.is_on:
             self.sharded.reducer.timed = partial(timers.phase, "reduce")
         self._norm: float | None = None
         self._was_step_applied = self._has_stepped = False
         self._is_destroyed = False
-        self.stream_check: LastingCheck | None = None
-        self.compiled = CompiledModel(sharding.module, properties)
-        self._is_batch_checked = False
-        self._same_inputs = SameInputs(properties.axes.tp)
-        self._split_tensors = SplitTensors(sharding.module)
-        self._whole_gradients = WholeGradients(
-            sharding.groups,
-            properties.axes,
-            {id(parameter): name for name, parameter in sharding.module.named_parameters()},
-            splits_sequence=properties.config.parallel.tp_sequence_parallel,
-        )
-        self._attention_check = AttentionCheck(properties.axes, properties.world.recorder)
-        self._expert_balance = ExpertBalance(sharding, properties)
-        self._stop_signal = StopSignal() if properties.config.checkpoint.save_on_signal else None
-        self._stop_number = 0  # of the signal that ends the run after this step
-        self._checkpoint_folder: str | os.PathLike[str] | None = None  # of the last save or load
-        self.client_state_on_signal: Callable[[], Mapping[str, Any]] | None = None  # for ``checkpoint.save_on_signal``
-        self.sequence_context: SequenceContext | None = None
-        if properties.axes.sp is not None or properties.axes.cp is not None:
-            self.sequence_context = SequenceContext(sp=properties.axes.sp, cp=properties.axes.cp)
-        # What the script has set for attention, in register_with_transformers for example, is for one engine.
-        registered = take_sequence_context()
-        self._attention_context = self.sequence_context or registered
-        use_sequence_context(self._attention_context)
-        self._rotary = []
-        if self._attention_context is not None:
-            self._rotary = follow_longest_sequence(self.module)
-            balance_whole_sequences(self.module)
         for parameter in self.module.parameters():
             OWNERS.put(parameter, self.access)
-        CLIPPING.add(self.access, accumulation, trains=sharding.step is not None)
 
     if not TYPE_CHECKING:  # a type checker would take every misspelt name for an attribute of the model
 
@@ -207,15 +160,9 @@ class Engine(nn.Module):
         self._check_alive()
         self.sharded.reads.stop()
         self.offloaded.require("forward()")
-        use_sequence_context(self._attention_context)
         is_transformed = in_transform()  # by torch.func: the engine gets no gradient, and parameters may be replaced
         if not is_transformed:
             self._check_model()
-        if self.module.training and not is_transformed:
-            kwargs = self.run_state.curriculum.into(kwargs, self.global_steps)
-            inputs = self._inputs_of_all(args, kwargs)
-            self._same_inputs.check(inputs, where=self.properties.where(self.global_steps))
-            self._check_batch_size(inputs)
         if self.plan.input_dtype is not None:
             args, kwargs = cast(args, self.plan.input_dtype), cast(kwargs, self.plan.input_dtype)
         autocast = (
@@ -225,40 +172,27 @@ class Engine(nn.Module):
         )
         if is_transformed:
             with autocast:
+                args, kwargs = self._before_forward(args, kwargs)
                 return self.module(*args, **kwargs)
-        watching = self._attention_check.watching(is_training=self.module.training)
         with self._failing("forward", (args, kwargs)), self.timers.phase("forward"), autocast:
-            self._attention_check.before(self.module, args, kwargs, self._pass_aside, self.sharding.recover)
-            with self.sharded.searching(), watching:
+            args, kwargs = self._before_forward(args, kwargs)
+            with self.sharded.searching():
                 output = self.module(*args, **kwargs)
+            for call in self._calls.after_forward:
+                call(output)
         self.sharding.check.after_forward()
         return output
 
-    @contextmanager
-    def _pass_aside(self) -> Iterator[None]:
-        """A pass before the script's first, in which reads outside of units are looked for nevertheless."""
-        with torch.no_grad():
-            with self.sharded.searching():
-                yield
-            self.sharded.search_again()
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for call in self._calls.before_forward:
+            changed = call(args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        return args, kwargs
 
     def _check_model(self) -> None:
         """Raises: ModelError: the model was changed."""
         self.sharding.check.check()
-
-    def _check_batch_size(self, inputs: Any) -> None:
-        """Warn where the first batch is not of the size that the config gives."""
-        if self._is_batch_checked:
-            return
-        self._is_batch_checked = True
-        is_given = self.properties.config.origin(MICRO) in ("user", "deprecated alias", "derived")
-        note = batch_size_note(inputs, self.accumulation.micro_batch) if is_given else None
-        if note is not None and self.global_rank == 0:
-            logger.warning(note)
-
-    def _inputs_of_all(self, args: Any, kwargs: Any) -> Any:
-        """Of the arguments of ``forward``, what all ranks of a tensor-parallel group have alike."""
-        return args, kwargs
 
     # backward
 
@@ -271,7 +205,7 @@ class Engine(nn.Module):
         Raises: AssertedUsageError: the loss is not one number with a graph behind it.
         """
         check_for_scale(loss)
-        self._split_tensors.refuse(loss)
+        self._before_backward(loss)
         return self.accumulation.scaled(loss, "scaled", num_tokens=num_tokens)
 
     def backward(
@@ -303,14 +237,17 @@ class Engine(nn.Module):
         if self.sharded_optimizer is None:
             raise NoOptimizerError("backward() needs an optimizer, and this engine was made without one.")
         check_for_backward(loss)
-        self._split_tensors.refuse(loss)
-        use_sequence_context(self._attention_context)
+        self._before_backward(loss)
         with self._failing("backward"), self.timers.phase("backward"):
             scaled = self.accumulation.scaled(loss, "engine", is_averaged=scale_wrt_gas, num_tokens=num_tokens)
             self.sharded.begin_backward(creates_graph=bool(kwargs.get("create_graph")))
             scaled.backward(retain_graph=retain_graph, **kwargs)
             self.sharded.finish_backward()
         return loss
+
+    def _before_backward(self, loss: torch.Tensor) -> None:
+        for call in self._calls.before_backward:
+            call(loss)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True if the optimizer steps after the current micro-batch."""
@@ -360,32 +297,11 @@ class Engine(nn.Module):
 
     def _report_step(self) -> None:
         """Log the step and write its events, once its samples are counted and its times are known."""
-        counters = self.accumulation.counters
         numbers = StepNumbers(self.get_lr(), self.accumulation.mean_loss, self._norm, self.loss_scale)
-        self._progress.after_step(counters, numbers)
-        events = self._expert_balance.events(counters.global_steps, counters.global_samples)
-        if self._progress.monitor is not None and events:
-            self._progress.monitor.write_events(events)
+        self._progress.after_step(self.accumulation.counters, numbers)
         self.sharded.watch_reads()
-        if self._stop_number:
-            self._save_and_stop(self._stop_number)
-
-    def _save_and_stop(self, number: int) -> None:
-        """``checkpoint.save_on_signal``: save, then let the signal take its course."""
-        name, folder = signal.Signals(number).name, self._checkpoint_folder
-        self._stop_number = 0
-        if folder is None:
-            say_on_rank_0(
-                self.global_rank,
-                f"{name}: nothing is saved: no folder is known before a save_checkpoint() or load_checkpoint().",
-            )
-        else:
-            state = self.client_state_on_signal() if self.client_state_on_signal is not None else None
-            self.save_checkpoint(folder, client_state=state)
-            self.checkpointing.finish()
-            say_on_rank_0(self.global_rank, f"{name}: step {self.global_steps} is saved in {os.fspath(folder)}.")
-        assert self._stop_signal is not None
-        self._stop_signal.deliver(number)
+        for call in self._calls.after_step:
+            call()
 
     def _step_now(self) -> None:
         """``optimizer.step()``: a step even between two boundaries."""
@@ -399,6 +315,8 @@ class Engine(nn.Module):
         status = self._reduce_for_step("step()")
         accumulation.mean_loss = self._mean_loss(status)
         self._norm = status.norm * accumulation.gradient_scale()
+        for call in self._calls.before_step:
+            call()
         sharding.refuse_unused(status, self.global_steps)
         sharding.warn_without_gradients(status, self.global_steps)
         self._was_step_applied = False
@@ -418,20 +336,15 @@ class Engine(nn.Module):
         if self._was_step_applied:
             self.run_state.step_schedule(lr_kwargs or {}, self.global_rank)
         counters.global_steps += 1
-        self.run_state.curriculum.go_to(self.global_steps)
         self._end_step()
-        self._expert_balance.after_step(self.global_steps, was_applied=self._was_step_applied)
+        for at_step in self._calls.at_step:
+            at_step(self._was_step_applied)
         self.checkpointing.poll()
         if not self._has_stepped:
             self._has_stepped = True
-            if self._stop_signal is not None and self.client_state_on_signal is not None:
-                tree.encode(self.client_state_on_signal(), {}, "client_state")  # or raises now, and not at the signal
             if self.sharded_optimizer is not None:
                 # Torch's schedules warn if they are stepped before optimizer.step(), which engine.step() replaces.
                 self.sharded_optimizer.__dict__["_opt_called"] = True
-            note = self._activations.after_first_step(self.axes.world)
-            if note is not None:
-                say_on_rank_0(self.global_rank, note)
         for callback in self.on_step:
             callback(self)
 
@@ -449,14 +362,14 @@ class Engine(nn.Module):
             )
         accumulation, sharding = self.accumulation, self.sharding
         accumulation.refuse_mixed(self.sharded.num_plain_passes)
-        self._whole_gradients.compare()
         sharding.reduce_all()
         status = sharding.synchronize_status(
             accumulation.compute_mean_loss(),
             accumulation.count_tokens(self.device),
-            None if self._stop_signal is None else self._stop_signal.number,
+            None if self._save_on_signal is None else self._save_on_signal.number,
         )
-        self._stop_number = status.signal
+        if self._save_on_signal is not None:
+            self._save_on_signal.agreed = status.signal
         accumulation.set_step_tokens(status.num_tokens)
         return status
 
@@ -534,6 +447,10 @@ class Engine(nn.Module):
         return bool(self.compiled)
 
     # properties
+
+    def part(self, kind: type[AnyPart]) -> AnyPart | None:
+        """The part of this class; None: there is none."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -685,16 +602,12 @@ class Engine(nn.Module):
         """The factor of losses under fp16; 1 otherwise."""
         return 1.0 if self.accumulation.loss_scale is None else self.accumulation.loss_scale.scale
 
-    def expert_load(self) -> dict[str, list[int]]:
-        """The tokens that each expert got in the last step, by layer: of all micro-batches and ranks. Every rank calls.
-
-        Communicates: one all-reduce of a number for each expert. Order: blocks the host.
-        """
-        return self._expert_balance.load()
-
     def memory_report(self) -> Ledger:
         """Bytes by kind, tier and unit, and the allocator's figures."""
-        return self.sharding.ledger(self._activations.bytes_by_tier(), self.offloaded.ledger_kinds)
+        saved: Counter[Tier] = Counter()
+        for call in self._calls.saved_nbytes:
+            saved.update(call())
+        return self.sharding.ledger(saved, self.offloaded.ledger_kinds)
 
     # checkpoints
 
@@ -721,7 +634,6 @@ class Engine(nn.Module):
         Memory: one block of 4 MiB on the host; with ``checkpoint.async_save`` this rank's share of the state.
         """
         self._be_ready()
-        self._checkpoint_folder = save_dir
         return self.checkpointing.save(
             save_dir, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
         )
@@ -752,7 +664,6 @@ class Engine(nn.Module):
         Memory: one block of 4 MiB on the host; of DeepSpeed's checkpoints one parameter.
         """
         self._be_ready("loading")
-        self._checkpoint_folder = load_dir
         return self.checkpointing.load(
             load_dir,
             tag,
@@ -920,11 +831,9 @@ class Engine(nn.Module):
             self._explain_out_of_memory(error, phase)
             explain_mismatch(error, self.sharded.sharded)
             if phase == "forward":
-                self._split_tensors.explain(error)
                 explain_mixed_formats(error, self.module, self.plan.precision.parameter, inputs)
-                if self.axes.tp is not None:
-                    explain_split_module(error, self.module)
-                self.run_state.curriculum.explain(error)
+                for explain in self._calls.explain:
+                    explain(error)
             raise
 
     def _explain_out_of_memory(self, error: Exception, phase: str) -> None:
@@ -950,31 +859,26 @@ class Engine(nn.Module):
         sharded again. Every rank calls. After a failed step, or a failed disk, nothing is gathered: what was sharded
         reads as NaN.
 
-        Idempotent. Raises: StreamError: ``debug.check_streams`` has found something; the engine is destroyed.
+        Idempotent. Raises: StreamError: ``debug.check_streams`` has found something; the engine is destroyed. What a
+        part raises when it ends: the engine is destroyed, too.
         """
         if self._is_destroyed:
             return
         try:
             self.checkpointing.close()
             self.sharding.wait()
-            self._expert_balance.restore()
         finally:
-            self._tear_down()
-            if self.stream_check is not None:
-                self.stream_check.end()
+            with ExitStack() as ending:  # the last one first, each of them also when another one raises
+                for call in self._calls.after_destroy:
+                    ending.callback(call)
+                ending.callback(self._tear_down)
+                for call in self._calls.before_destroy:
+                    ending.callback(call)
 
     def _tear_down(self) -> None:
-        self.sharding.stop_host_updates()
-        self._activations.remove()
-        self.compiled.undo()
-        self._whole_gradients.remove()
-        for hook in self._rotary:
-            hook.remove()
         self._is_destroyed = True
-        if self._stop_signal is not None:
-            self._stop_signal.restore()
-        CLIPPING.remove(self.access)
-        drop_sequence_context(self._attention_context)
+        self.sharding.stop_host_updates()
+        self.compiled.undo()
         if self._progress.monitor is not None:
             self._progress.monitor.close()
         self.sharding.detach()

@@ -9,7 +9,7 @@ import os
 import pathlib
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,7 +33,6 @@ from shoal.engine.client_optimizer import (
     refuse_untrained,
     schedule_notes,
 )
-from shoal.engine.curriculum import Curriculum
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible, say_on_rank_0
 from shoal.engine.low_precision import lower_precision_parameters
@@ -41,12 +40,21 @@ from shoal.engine.model_parts import parts_of, with_experts
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
 from shoal.engine.over_stages import from_stages
+from shoal.engine.parts.activations import SavedActivations
+from shoal.engine.parts.clipping import CheckClipping
+from shoal.engine.parts.curriculum import Curriculum
+from shoal.engine.parts.experts import ExpertBalance
+from shoal.engine.parts.inputs import FirstInputs
+from shoal.engine.parts.part import Part
+from shoal.engine.parts.save_on_signal import SaveOnSignal
+from shoal.engine.parts.sequence import AttentionCheck, SequenceRanks
+from shoal.engine.parts.stream_check import CheckStreams
+from shoal.engine.parts.tensor import TensorParallel
 from shoal.engine.pipeline_parts import of_own_units, recomputed_blocks, stages_of
 from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.progress import Progress
 from shoal.engine.properties import Properties
 from shoal.engine.run_state import RunState
-from shoal.engine.saved_activations import SavedActivations
 from shoal.engine.settings import Plan, flat, loss_scale_of, plan_of, state_dtype_of
 from shoal.engine.sharding import Sharding
 from shoal.errors import ConfigError, ModelError
@@ -54,7 +62,7 @@ from shoal.host_heap import HostHeap
 from shoal.launch.environment import heap_is_set, schedulers_elasticity
 from shoal.mesh import Mesh, factor_axis
 from shoal.observe.collectives import TimedCommunicator, collective_log
-from shoal.observe.monitor import make_monitor
+from shoal.observe.monitor import Monitor, make_monitor
 from shoal.observe.timers import StepTimers
 from shoal.optim.host_rules import host_note
 from shoal.optim.variants import FP32States
@@ -99,12 +107,14 @@ def initialize(
     lr_scheduler: Any = None,
     degrees: Mapping[str, int] | None = None,
     pipeline_class: Callable[..., AnyEngine],
+    parts: Sequence[Part] = (),
 ) -> AnyEngine:
     """Shard a model that ``check_model`` accepted. The arguments are those of ``shoal.initialize``.
 
     Args:
         degrees: by axis, what the script gives beside the config.
         pipeline_class: of the engine of a model in pipeline stages.
+        parts: the script's own, called after the others.
     """
     given = {"optimizer": optimizer, "scheduler": lr_scheduler}
     replaced = [section for section, value in given.items() if value is not None]
@@ -119,18 +129,16 @@ def initialize(
         split = {"expert_tensor_parallel_size": model_degrees(settings).get("tp", 1)}
         settings = settings.model_copy(update={"expert_parallel": settings.expert_parallel.model_copy(update=split)})
     start = partial(
-        _start, engine_class, model, settings, world, optimizer, model_parameters, lr_scheduler, pipeline_class
+        _start, engine_class, model, settings, world, optimizer, model_parameters, lr_scheduler, pipeline_class, parts
     )
     if not settings.debug.check_streams or simulation() is not None:
         return start()
     check = LastingCheck()
     try:
-        engine = start()
+        return start(CheckStreams(check))
     except BaseException as error:
         check.give_up(error)
         raise
-    engine.stream_check = check
-    return engine
 
 
 def _start(
@@ -142,7 +150,14 @@ def _start(
     model_parameters: Iterable[Any] | None,
     lr_scheduler: Any,
     pipeline_class: Callable[..., AnyEngine],
+    given_parts: Sequence[Part],
+    *checks: Part,
 ) -> AnyEngine:
+    """
+    Args:
+        given_parts: the script's own.
+        checks: what lasts until everything else has ended.
+    """
     if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
         check_scheduler(settings.elasticity, planned)
     plan = plan_of(settings, world.size)
@@ -209,10 +224,18 @@ def _start(
         try:
             step = _make_step(made, sharded, properties, offload.num_ranks_here)
             sharding = Sharding(model, sharded, step, properties, accumulation)
-            run = RunState(sharding, properties, accumulation, Curriculum(settings), schedule)
             more = recomputed_blocks(model, settings) if isinstance(model, StageModule) else []
             blocks = model.own_blocks if isinstance(model, StageModule) else []
-            activations = SavedActivations(model, settings, world, axes.pp, more, blocks)
+            activations = SavedActivations(model, settings, world, axes, more, blocks)
+            curriculum = Curriculum(settings, model, accumulation.counters)
+            monitor = make_monitor(settings, world.rank)
+            joining = [
+                *checks,
+                activations,
+                *_parts(sharding, properties, accumulation, curriculum, monitor),
+                *given_parts,
+            ]
+            run = RunState(sharding, properties, accumulation, curriculum, schedule, parts=joining)
             timers = (
                 ProfilingTimers(model, properties, accumulation, activations.num_recomputed)
                 if settings.flops_profiler.enabled
@@ -222,10 +245,11 @@ def _start(
                     reads_memory=bool(settings.memory_breakdown),
                 )
             )
-            monitor = make_monitor(settings, world.rank)
             progress = Progress(settings, world.rank, timers, monitor, activations.recompute)
             make_engine = pipeline_class if isinstance(model, StageModule) else engine_class
-            engine = make_engine(sharding, properties, accumulation, offloaded, run, activations, timers, progress)
+            engine = make_engine(sharding, properties, accumulation, offloaded, run, joining, timers, progress)
+            for part in joining:
+                part.prepare(engine)
         except BaseException:
             sharded.disks.close()
             raise
@@ -247,6 +271,31 @@ def _start(
         engine.on_step.append(device.heap.after_step)
     _report(engine, notes)
     return engine
+
+
+def _parts(
+    sharding: Sharding,
+    properties: Properties,
+    accumulation: Accumulation,
+    curriculum: Curriculum,
+    monitor: Monitor | None,
+) -> Iterator[Part]:
+    """What joins the steps of an engine, as the config and the mesh ask for it."""
+    axes, model = properties.axes, sharding.module
+    if curriculum:
+        yield curriculum
+    yield FirstInputs(model, properties, accumulation, 2 if isinstance(model, StageModule) else None)
+    yield SequenceRanks(sharding, properties)
+    if axes.sp is not None or axes.cp is not None:
+        yield AttentionCheck(sharding, properties)
+    if axes.tp is not None:
+        yield TensorParallel(sharding, properties)
+    balance = ExpertBalance(sharding, properties, accumulation.counters, monitor)
+    if balance.is_needed:
+        yield balance
+    yield CheckClipping(sharding, accumulation)
+    if properties.config.checkpoint.save_on_signal:
+        yield SaveOnSignal()
 
 
 def _experts_of(model: nn.Module, world: World) -> tuple[int, bool]:

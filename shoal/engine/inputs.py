@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.errors import CommError, ShoalError
+from shoal.errors import CommError
 from shoal.sharding.unit import Unit
 
 
@@ -25,19 +24,6 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(cast(item, dtype) for item in value)
     return value
-
-
-def batch_size_note(inputs: Any, micro_batch: int) -> str | None:
-    """A warning where no tensor has ``micro_batch`` samples along dim 0, or along dim 1 as in [sequence, batch]."""
-    shapes = [leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.ndim]
-    if not shapes or any(micro_batch in shape[:2] for shape in shapes):
-        return None
-    found = sorted({shape[0] for shape in shapes})
-    return (
-        f"the first batch has {' or '.join(map(str, found))} samples, and train_micro_batch_size_per_gpu is"
-        f" {micro_batch}: engine.global_samples, train_batch_size and rates by samples count {micro_batch}. Give the"
-        " DataLoader batch_size=engine.train_micro_batch_size_per_gpu(), or change the config."
-    )
 
 
 def explain_mixed_formats(error: Exception, model: nn.Module, parameter: torch.dtype | None, inputs: Any) -> None:
@@ -66,32 +52,6 @@ def explain_mixed_formats(error: Exception, model: nn.Module, parameter: torch.d
             f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}. If the model mixes them with activations, cast"
             ' them there (buffer.to(x.dtype)), or set "data_types": {"buffer_dtype": "..."} in the config.'
         )
-
-
-def explain_split_module(error: Exception, model: nn.Module) -> None:
-    """Add a note to an error inside of a module of which layers are split over tensor-parallel ranks.
-
-    What the module has for every head or element, beside those layers, is whole, and does not fit them.
-    """
-    if not isinstance(error, RuntimeError | ValueError | IndexError) or isinstance(error, ShoalError):
-        return
-    frames = traceback.walk_tb(error.__traceback__)
-    selves = [frame.f_locals.get("self") for frame, _ in frames]
-    names = {id(module): name for name, module in model.named_modules()}
-    for module in reversed(selves):
-        if not isinstance(module, nn.Module) or id(module) not in names:
-            continue
-        inner = {name: part for name, part in module.named_modules() if name}
-        split = [name for name, part in inner.items() if hasattr(part, "tensor_split")]
-        if split:
-            if not any(isinstance(part, nn.ModuleList) for part in inner.values()):  # a layer or less
-                error.add_note(
-                    f"shoal: of {names[id(module)]} ({type(module).__name__}) {', '.join(split)} are split over"
-                    " tensor-parallel ranks. If one rank (parallel.tp 1) does not raise this, the module has something"
-                    ' beside them that fits all heads or elements only: leave these layers whole ("skip") in'
-                    " parallel.tp_plan; shoal.parallel.tensor.plan_for(model) returns the plan that was used."
-                )
-            return
 
 
 def _short(dtypes: Iterable[torch.dtype]) -> str:

@@ -16,10 +16,11 @@ from torch import nn
 
 from shoal.device import is_fake
 from shoal.engine.engine import Engine
+from shoal.engine.parts.activations import SavedActivations
+from shoal.engine.parts.sequence import AttentionCheck
 from shoal.engine.pipeline_data import check_length, endless, exchange_rows, next_batches
 from shoal.errors import NoOptimizerError, UsageError
 from shoal.parallel.loss import count_tokens
-from shoal.parallel.sequence.context import use_sequence_context
 from shoal.parallel.targets import targets_of
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.run import Failure, MicroBatch, PipelineRun
@@ -60,6 +61,7 @@ class PipelineEngine(Engine):
         self._virtual_stages = module.num_stages // mesh.pp
         self._schedules: dict[tuple[bool, int], tuple[PipelineSchedule, tuple[Action, ...]]] = {}
         self._compute = _EngineCompute(self)
+        self._attention_check = self.part(AttentionCheck)
         for group in self.sharded.trained_groups:
             group.gradient.adds_in_place = True  # no script sees parameter.grad between micro-batches
         self._stage_ranks = self.schedule().stage_ranks
@@ -79,7 +81,8 @@ class PipelineEngine(Engine):
         )
         # A backward that is split would recompute twice.
         interval = getattr(module, "activation_checkpoint_interval", 0)
-        self._runner.splits_backward = self._activations.num_recomputed == 0 and not interval
+        activations = self.part(SavedActivations)
+        self._runner.splits_backward = not interval and (activations is None or not activations.num_recomputed)
         self._iterator: Iterator[Any] | None = None
         self._grid: PipelineParallelGrid | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
@@ -135,9 +138,6 @@ class PipelineEngine(Engine):
     def _check_model(self) -> None:
         if self._compute.is_first_forward:
             super()._check_model()
-
-    def _inputs_of_all(self, args: Any, kwargs: Any) -> Any:
-        return args[2]  # with sequence parallelism, what a stage received is a part of the sequence
 
     # training
 
@@ -296,14 +296,15 @@ class PipelineEngine(Engine):
         schedule = f"{self._name} {self._num_pipeline_ranks} {self._virtual_stages} {num_micro}"
         arguments: dict[str, Any] = {}
         if self.module.training:  # before the batches: an iterator may read the curriculum's place
-            arguments = self.run_state.curriculum.into(arguments, self.global_steps)
+            arguments = self.run_state.curriculum.arguments()
         checked = partial(self._checked, arguments.get("curriculum_seqlen"))
         return next_batches(source, checked, num_micro, schedule, arguments, self.axes.pp, self.device)
 
     def _checked(self, longest: int | None, batch: Any) -> Any:
         """A micro-batch as the stages get it. Raises: UsageError: no stage could run it."""
         batch = batch if self._batch_fn is None else self._batch_fn(batch)
-        self._attention_check.of_stages(self.module.loss_model, batch)
+        if self._attention_check is not None:
+            self._attention_check.of_stages(self.module.loss_model, batch)
         if self.axes.tp is not None and self.properties.config.parallel.tp_sequence_parallel:
             check_length(batch, self.axes.tp.size, None if isinstance(self.module, PipelineModule) else longest)
         return batch
@@ -436,7 +437,7 @@ class _EngineCompute:
         loss = engine.module.loss(output, batch)
         if not torch.is_grad_enabled():
             return loss
-        engine._split_tensors.refuse(loss)
+        engine._before_backward(loss)
         num_tokens = self.count_targets(batch) if engine.accumulation.counts_tokens else None
         return engine.accumulation.scaled(loss, "engine", num_tokens=num_tokens)
 
@@ -446,7 +447,6 @@ class _EngineCompute:
     def backward(self, run: Callable[[], None], stage: int, *, is_weight_pass: bool = False) -> None:
         engine = self._engine
         with engine._failing("backward"), engine.timers.phase("backward"):
-            use_sequence_context(engine._attention_context)
             engine.sharded.begin_backward()
             if is_weight_pass:
                 with engine.sharded.gathered([unit for unit in self._units[stage] if unit.is_sharded]):

@@ -7,7 +7,7 @@ differ between ranks, gradients of an unfinished step.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,8 +22,9 @@ from shoal.comm.protocol import Communicator
 from shoal.data.loading import Loader
 from shoal.device import Device
 from shoal.engine.accumulation import Accumulation
-from shoal.engine.curriculum import Curriculum
 from shoal.engine.log import logger
+from shoal.engine.parts.curriculum import Curriculum
+from shoal.engine.parts.part import Part, stateful
 from shoal.engine.properties import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import UsageError
@@ -35,6 +36,7 @@ class RunState:
     Args:
         schedule: of the learning rate; None: the engine steps none.
         loader: of the training data; None: the script has its own.
+        parts: of the engine; those with a state are saved by their names.
     """
 
     def __init__(
@@ -45,10 +47,12 @@ class RunState:
         curriculum: Curriculum,
         schedule: Any = None,
         loader: Any = None,
+        parts: Sequence[Part] = (),
     ) -> None:
         self.lr_scheduler = schedule
         self.training_dataloader = loader
         self.curriculum = curriculum
+        self._parts = stateful(parts)
         self._sharding = sharding
         self._module = sharding.module
         self._accumulation = accumulation
@@ -118,7 +122,8 @@ class RunState:
             "schedule_class": _schedule_class(self.lr_scheduler),
             "loss_scale": scale.state_dict() if scale is not None else None,
             "data": loader.state_dict() if is_stateful else None,
-            "by_step": self.curriculum.state(),
+            "by_step": self.curriculum.by_section(),
+            **({"parts": {name: dict(part.state()) for name, part in self._parts.items()}} if self._parts else {}),
             "excludes_frozen": exclude_frozen,
             "layout": open_gradients.layout_of(self._sharding.groups),
             "extra_state": {name: part.get_extra_state() for name, part in _with_extra_state(self._module).items()},
@@ -162,6 +167,8 @@ class RunState:
                 problems.append(f"its data set has {num_samples} samples, this run's has {here}")
         if "by_step" in saved:
             notes += self.curriculum.changes(saved["by_step"] or {})
+        if lost := sorted(set(saved.get("parts") or {}) - set(self._parts)):
+            notes.append(f"the checkpoint has the state of parts that this run has not: {', '.join(lost)}.")
         gone = sorted(set(saved.get("extra_state") or {}) - set(_with_extra_state(self._module)))
         if gone:
             text = f"modules with a state of their own are gone: {', '.join(gone[:8])}"
@@ -199,6 +206,9 @@ class RunState:
         if saved.get("data") is not None and hasattr(self.training_dataloader, "load_state_dict"):
             self.training_dataloader.load_state_dict(saved["data"])
         self.curriculum.restore(saved.get("by_step") or {}, counters.global_steps)
+        for part_name, part in self._parts.items():
+            if part_name in (saved.get("parts") or {}):
+                part.load_state(saved["parts"][part_name])
         accumulation.reset()
         accumulation.micro_in_step = int(saved.get("micro_in_step", 0))
         self.begin_step()
@@ -228,7 +238,7 @@ def check(saved: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
     for name, value in dict(saved.get("counters", {})).items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"counter {name!r} is {value!r}")
-    for name in ("schedule", "loss_scale", "data", "extra_state", "by_step"):
+    for name in ("schedule", "loss_scale", "data", "extra_state", "by_step", "parts"):
         if not isinstance(saved.get(name), dict | None):
             raise TypeError(f"{name} is {type(saved[name]).__name__}")
     for part in dict(saved.get("by_step") or {}).values():

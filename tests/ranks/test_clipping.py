@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.engine.clipping import _REPLACED, CLIPPING
+from shoal.engine.parts.clipping import _REPLACED, CLIPPING
 from shoal.errors import ShoalError, UsageError
 from shoal.zero import safe_get_full_grad, safe_set_full_grad
 from tests.ranks.models import Plain

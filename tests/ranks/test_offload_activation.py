@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.comm.threads import run_ranks
+from shoal.engine.parts.activations import SavedActivations
 from shoal.errors import UsageError
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.activations import HostActivations
@@ -217,7 +218,7 @@ def test_a_pipeline_stage_of_one_block_offloads_the_block_and_not_a_list_inside_
         engine: Any = start_with(model, made)
         rows = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
         loss = float(engine.train_batch(iter([tuple(rows)])))
-        offloaded = engine._activations.offloaded
+        offloaded = engine.part(SavedActivations).offloaded
         peak = offloaded.peak_saved_bytes if offloaded is not None else 0
         return loss, engine.module_state_dict(), peak
 

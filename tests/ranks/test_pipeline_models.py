@@ -10,6 +10,7 @@ import torch
 
 import shoal
 from shoal.comm.threads import run_ranks
+from shoal.engine.parts.activations import SavedActivations
 from shoal.errors import ModelError, NotBuiltError, UsageError
 from tests.ranks.test_tensor_parallel_engine import (
     GPT,
@@ -106,7 +107,8 @@ def test_an_interval_recomputes_so_many_blocks_at_a_time(interval: int, stage: i
             "pipeline": {"schedule": "zb_h1", "activation_checkpoint_interval": interval},
         }
         engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=settings)[0]
-        assert bool(engine._activations.num_recomputed) == (interval == 1)
+        activations = engine.part(SavedActivations)
+        assert activations is not None and bool(activations.num_recomputed) == (interval == 1)
         calls = [0]
         first = next(iter(engine.module.whole_model.blocks._modules.values()))
         first.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))

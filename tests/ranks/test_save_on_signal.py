@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.engine.stop_signal import StopSignal
+from shoal.engine.parts.save_on_signal import StopSignal
 from shoal.errors import CheckpointError
 
 SCRIPT = """
@@ -119,7 +119,7 @@ def test_a_signal_that_a_launcher_passes_on_counts_once_and_a_later_one_takes_it
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         assert (stop.number, came) == (signal.SIGINT, [])
-        monkeypatch.setattr("shoal.engine.stop_signal._SAME_SECONDS", 0.0)
+        monkeypatch.setattr("shoal.engine.parts.save_on_signal._SAME_SECONDS", 0.0)
         os.kill(os.getpid(), signal.SIGINT)
         assert came == [signal.SIGINT]
     finally:

@@ -14,6 +14,7 @@ import shoal
 from shoal.checkpoint.blocks import Snapshot
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.engine.parts.stream_check import CheckStreams
 from shoal.errors import CommError, ShoalError, StreamError, UsageError
 from shoal.memory.stream_copies import CopyDone, StreamCopies
 from shoal.mesh import Mesh
@@ -261,11 +262,12 @@ def test_the_config_key_checks_from_initialize_to_destroy(monkeypatch: pytest.Mo
     def run() -> int:
         made = settings(3, "cpu", debug={"check_streams": True})
         engine = start(Plain, made, adamw)
-        assert engine.stream_check is not None
+        check = engine.part(CheckStreams)
+        assert check is not None
         run_steps(engine, 2)
         engine.destroy()
         assert simulation() is None
-        return engine.stream_check.num_operations
+        return check.num_operations
 
     assert min(run_ranks(2, run)) > 250
     monkeypatch.setattr(CopyDone, "block", lambda copied: None)

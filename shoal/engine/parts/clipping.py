@@ -27,6 +27,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.access.engine_parameters import EngineParameters
 from shoal.engine.accumulation import Accumulation
+from shoal.engine.parts.part import Part
+from shoal.engine.sharding import Sharding
 from shoal.errors import UsageError
 from shoal.running.parameter_owner import OWNERS, ParameterOwner
 
@@ -149,3 +151,14 @@ class ClippingCheck:
 
 
 CLIPPING = ClippingCheck()
+
+
+class CheckClipping(Part):
+    """Checks torch's clipping from the start to the end of an engine."""
+
+    def __init__(self, sharding: Sharding, accumulation: Accumulation) -> None:
+        self._owner = sharding.access
+        CLIPPING.add(self._owner, accumulation, trains=sharding.step is not None)
+
+    def before_destroy(self) -> None:
+        CLIPPING.remove(self._owner)

@@ -10,6 +10,8 @@ from torch import nn
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import World
 from shoal.config import Config
+from shoal.engine.log import say_on_rank_0
+from shoal.engine.parts.part import Part
 from shoal.parallel.activations import HostActivations
 from shoal.parallel.recompute import (
     Recompute,
@@ -22,17 +24,17 @@ from shoal.parallel.recompute import (
     uninstall,
 )
 from shoal.parallel.recompute_blocks import BudgetedRecompute, matches_a_module
+from shoal.sharding.axes import Axes
 from shoal.sharding.placement import Tier
 from shoal.text import parse_bytes
 
 
-class SavedActivations:
+class SavedActivations(Part):
     """Recomputation and offload of one engine's activations.
 
     ``shoal.checkpointing.configure()`` of the script takes precedence over a config that leaves the section out.
 
     Args:
-        pp: the ranks that hold other layers.
         more: modules to recompute beside those of the section.
         blocks: of this pipeline stage, whose activations are offloaded; empty: those that the model shows.
     """
@@ -42,10 +44,13 @@ class SavedActivations:
         model: nn.Module,
         config: Config,
         world: World,
-        pp: Communicator | None = None,
+        axes: Axes,
         more: Sequence[str] = (),
         blocks: Sequence[str] = (),
     ) -> None:
+        pp = axes.pp
+        self._comm = axes.world
+        self._has_stepped = False
         section = config.activation_checkpointing
         settings = RecomputeSettings.of(section)
         self._world = world
@@ -77,17 +82,21 @@ class SavedActivations:
         """Modules that the config has recomputed."""
         return 0 if self.blocks is None else len(self.blocks)
 
-    def after_first_step(self, comm: Communicator) -> str | None:
-        """A line for rank 0, or None. Every rank calls. Communicates: with ``memory_budget``, what was measured."""
-        return self.recompute.unused_note() if self._budget is None else self._budget.decide(comm)
+    def at_step(self, was_applied: bool) -> None:
+        """After the first step: log what it has shown. Communicates: with ``memory_budget``, what was measured."""
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        note = self.recompute.unused_note() if self._budget is None else self._budget.decide(self._comm)
+        if note is not None:
+            say_on_rank_0(self._comm.rank, note)
 
-    def bytes_by_tier(self) -> Counter[Tier]:
-        """Bytes that are kept for backward now."""
-        found = Counter(self.recompute.saved_bytes_by_tier())
-        found.update({} if self.offloaded is None else self.offloaded.saved_bytes_by_tier())
-        return found
+    def saved_nbytes(self) -> Counter[Tier]:
+        nbytes = Counter(self.recompute.saved_bytes_by_tier())
+        nbytes.update({} if self.offloaded is None else self.offloaded.saved_bytes_by_tier())
+        return nbytes
 
-    def remove(self) -> None:
+    def before_destroy(self) -> None:
         """Restore the model's own forwards."""
         if self.offloaded is not None:
             self.offloaded.remove()

@@ -1,27 +1,62 @@
-"""Parameters that tensor-parallel ranks hold whole: in the first step their gradients are compared over these ranks.
+"""Tensor-parallel ranks: losses that read split tensors, errors of split modules, gradients of what is whole.
 
-Outside of the split regions every rank computes the same gradient. Inside, each computes a summand, and the step sums
-them. Which of the two holds follows from the plan, which does not know every model: a bias that a split module returns
-beside its output is added outside of the region. Then the gradient would be counted once for each rank, or the ranks'
-copies would drift apart, without an error.
+In the first step the gradients of parameters that all of these ranks hold whole are compared. Outside of the split
+regions every rank computes the same gradient. Inside, each computes a summand, and the step sums them. Which of the two
+holds follows from the plan, which does not know every model: a bias that a split module returns next to its output is
+added outside of the region. Then the gradient would be counted once for each rank, or the ranks' copies would drift
+apart, without an error.
 """
 
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.device import is_fake
 from shoal.engine.log import logger
+from shoal.engine.parts.part import Part
+from shoal.engine.properties import Properties
+from shoal.engine.sharding import Sharding
+from shoal.errors import ShoalError
+from shoal.parallel.tensor.hooks import SplitTensors
 from shoal.sharding.axes import Axes
 from shoal.sharding.param_group import ParameterGroup
 
 _DIFFERS = 1e-2  # of the sum of absolute values; sums in another order differ by less
 _IS_SAME = 1e-6
+
+
+class TensorParallel(Part):
+    """Refuses a loss that reads split tensors, explains errors of split modules, and compares gradients once."""
+
+    def __init__(self, sharding: Sharding, properties: Properties) -> None:
+        self._module = sharding.module
+        self._split_tensors = SplitTensors(sharding.module)
+        self._whole_gradients = WholeGradients(
+            sharding.groups,
+            properties.axes,
+            {id(parameter): name for name, parameter in sharding.module.named_parameters()},
+            splits_sequence=properties.config.parallel.tp_sequence_parallel,
+        )
+
+    def before_backward(self, loss: torch.Tensor) -> None:
+        self._split_tensors.refuse(loss)
+
+    def before_step(self) -> None:
+        self._whole_gradients.compare()
+
+    def before_destroy(self) -> None:
+        self._whole_gradients.remove()
+
+    def explain(self, error: Exception) -> None:
+        self._split_tensors.explain(error)
+        explain_split_module(error, self._module)
 
 
 class WholeGradients:
@@ -107,3 +142,29 @@ _DRIFTS = (
     " copies drift apart. It is used inside of a split region: give its module the style replicate_sum_gradient in"
     " parallel.tp_plan, or skip the module around it."
 )
+
+
+def explain_split_module(error: Exception, model: nn.Module) -> None:
+    """Add a note to an error inside of a module of which layers are split over tensor-parallel ranks.
+
+    What the module has for every head or element, beside those layers, is whole, and does not fit them.
+    """
+    if not isinstance(error, RuntimeError | ValueError | IndexError) or isinstance(error, ShoalError):
+        return
+    frames = traceback.walk_tb(error.__traceback__)
+    selves = [frame.f_locals.get("self") for frame, _ in frames]
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in reversed(selves):
+        if not isinstance(module, nn.Module) or id(module) not in names:
+            continue
+        inner = {name: part for name, part in module.named_modules() if name}
+        split = [name for name, part in inner.items() if hasattr(part, "tensor_split")]
+        if split:
+            if not any(isinstance(part, nn.ModuleList) for part in inner.values()):  # a layer or less
+                error.add_note(
+                    f"shoal: of {names[id(module)]} ({type(module).__name__}) {', '.join(split)} are split over"
+                    " tensor-parallel ranks. If one rank (parallel.tp 1) does not raise this, the module has something"
+                    ' beside them that fits all heads or elements only: leave these layers whole ("skip") in'
+                    " parallel.tp_plan; shoal.parallel.tensor.plan_for(model) returns the plan that was used."
+                )
+            return

@@ -12,8 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from torch import nn
+
 from shoal.config import Config
 from shoal.data.curriculum import CurriculumScheduler
+from shoal.device import in_transform
+from shoal.engine.accumulation import Counters
+from shoal.engine.parts.part import ForwardInputs, Part
 from shoal.errors import UsageError
 from shoal.models.layer_drop import ProgressiveLayerDrop
 
@@ -80,10 +85,11 @@ class SequenceLength:
             self.scheduler.set_current_difficulty(int(place))
 
 
-class Curriculum:
-    """The sources that a configuration switches on."""
+class Curriculum(Part):
+    """The sources that a configuration switches on. ``RunState`` saves their state."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, module: nn.Module, counters: Counters) -> None:
+        self._module, self._counters = module, counters
         self.layer_drop: ProgressiveLayerDrop | None = None
         self.scheduler: CurriculumScheduler | None = None
         self._sources: dict[str, CurriculumSection] = {}
@@ -95,19 +101,27 @@ class Curriculum:
             self.scheduler = CurriculumScheduler(curriculum.model_dump(exclude_none=True))
             self._sources["curriculum_learning"] = SequenceLength(self.scheduler, curriculum.curriculum_type)
 
-    def into(self, kwargs: dict[str, Any], num_steps: int) -> dict[str, Any]:
-        """A training forward's keyword arguments with those of the sources, which win over the script's."""
-        for source in self._sources.values():
-            kwargs = {**kwargs, **source.arguments(num_steps)}
-        return kwargs
+    def __bool__(self) -> bool:
+        """True if there are sources."""
+        return bool(self._sources)
 
-    def go_to(self, num_steps: int) -> None:
-        """``num_steps`` steps are done."""
+    def arguments(self) -> dict[str, Any]:
+        """What the next training forward gets."""
+        arguments: dict[str, Any] = {}
         for source in self._sources.values():
-            source.go_to(num_steps)
+            arguments |= source.arguments(self._counters.global_steps)
+        return arguments
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardInputs | None:
+        if not self._module.training or in_transform():
+            return None
+        return args, {**kwargs, **self.arguments()}  # which win over the script's
+
+    def at_step(self, was_applied: bool) -> None:
+        for source in self._sources.values():
+            source.go_to(self._counters.global_steps)
 
     def explain(self, error: Exception) -> None:
-        """Add a note to the error of a forward that does not take one of the arguments."""
         for name, source in self._sources.items() if isinstance(error, TypeError) else ():
             if any(repr(argument) in str(error) for argument in source.names):
                 error.add_note(
@@ -117,25 +131,25 @@ class Curriculum:
 
     def set_custom_schedule(self, functions: Callable[[int], int] | Mapping[str, Callable[[int], int]]) -> None:
         """Raises: UsageError: there is no curriculum with a ``custom`` schedule, or no function for it."""
-        held = self._sources.get("curriculum_learning")
-        if not isinstance(held, SequenceLength) or held.schedule["schedule_type"] != "custom":
+        source = self._sources.get("curriculum_learning")
+        if not isinstance(source, SequenceLength) or source.schedule["schedule_type"] != "custom":
             raise UsageError(
                 "a function for the curriculum's schedule was given, and the config has no curriculum that takes one.",
                 do='write "curriculum_learning": {"enabled": true, "schedule_type": "custom", ...}.',
                 code="curriculum-custom",
             )
-        function = functions.get(held.kind) if isinstance(functions, Mapping) else functions
+        function = functions.get(source.kind) if isinstance(functions, Mapping) else functions
         if function is None:
             raise UsageError(
-                f"no function for curriculum_type {held.kind!r} was given.",
-                do=f"pass {{{held.kind!r}: function}}, or the function alone.",
+                f"no function for curriculum_type {source.kind!r} was given.",
+                do=f"pass {{{source.kind!r}: function}}, or the function alone.",
                 code="curriculum-custom",
             )
-        held.scheduler.set_custom_get_difficulty(function)
+        source.scheduler.set_custom_get_difficulty(function)
 
     # to and from a checkpoint
 
-    def state(self) -> dict[str, Any]:
+    def by_section(self) -> dict[str, Any]:
         """What a checkpoint saves, by section."""
         return {name: {"schedule": s.schedule, "place": s.place} for name, s in self._sources.items()}
 

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shoal.engine.accumulation import Counters
 from shoal.engine.log import say_on_rank_0
 from shoal.engine.move_experts import can_move, move_experts
 from shoal.engine.over_stages import from_stages
+from shoal.engine.parts.part import Part
 from shoal.engine.properties import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import ConfigError, NotBuiltError
 from shoal.observe.expert_load import load_events
-from shoal.observe.monitor import Event, is_monitored
+from shoal.observe.monitor import Monitor, is_monitored
 from shoal.parallel.expert.bias import ExpertLoad, bias_of, update_bias
 from shoal.parallel.expert.held import ExpertsHeld, modules_with_experts
 from shoal.parallel.expert.rebalance import ExpertCopies, ExpertsByRank, most_loaded, num_moved, plan_copies
@@ -39,14 +41,18 @@ class _BalancedLayer:
         return bias_of(self.whole, self.held.num_experts)
 
 
-class ExpertBalance:
+class ExpertBalance(Part):
     """Counts tokens by layer and expert, updates biases, and moves experts between ranks.
+
+    Args:
+        monitor: gets the loads, on rank 0; None: there is none.
 
     Raises: ConfigError: ``load_balance_coeff``, and no layer whose router has a bias. NotBuiltError:
         ``rebalance_every``, and experts with buffers.
     """
 
-    def __init__(self, sharding: Sharding, properties: Properties) -> None:
+    def __init__(self, sharding: Sharding, properties: Properties, counters: Counters, monitor: Monitor | None) -> None:
+        self._counters, self._monitor = counters, monitor
         config = properties.config
         self._sharding, self._axes = sharding, properties.axes
         self._rank, self._device = properties.rank, properties.device.torch_device
@@ -90,9 +96,14 @@ class ExpertBalance:
                     do="set it to 0.",
                 )
 
+    @property
+    def is_needed(self) -> bool:
+        """True if the model has layers with experts, on this pipeline stage or maybe on another."""
+        return bool(self._layers) or self._axes.pp is not None
+
     # after a step
 
-    def after_step(self, step: int, *, was_applied: bool) -> None:
+    def at_step(self, was_applied: bool) -> None:
         """Take the counts of the step; update the biases; move experts where it is time to.
 
         Communicates: with ``load_balance_coeff``: one all-reduce of the layers' counts. Each ``rebalance_every``
@@ -108,6 +119,7 @@ class ExpertBalance:
             for layer, load in zip(self._layers, self._sums(), strict=True):
                 if (bias := layer.bias) is not None:
                     update_bias(bias, load, self._coeff)
+        step = self._counters.global_steps
         if self._move_every and step % self._move_every == 0 and self._axes.ep is not None:
             self._rebalance(step)
 
@@ -136,17 +148,16 @@ class ExpertBalance:
         stages: list[dict[str, list[int]]] = from_stages(self._axes.pp, own, "tokens per expert")
         return {name: counts for stage in stages for name, counts in stage.items()}
 
-    def events(self, step: int, x: int) -> list[Event]:
-        """The loads, for a monitor, at each ``steps_per_print``; else none.
-
-        Args:
-            x: of the events.
+    def after_step(self) -> None:
+        """Write the loads for the monitor at each ``steps_per_print``.
 
         Communicates: at those steps, as ``load()``. Order: blocks the host.
         """
-        if not self._has_events or step % self._events_every:
-            return []
-        return load_events(self.load(), x)
+        if not self._has_events or self._counters.global_steps % self._events_every:
+            return
+        loads = self.load()
+        if self._monitor is not None and loads:
+            self._monitor.write_events(load_events(loads, self._counters.global_samples))
 
     # experts that change ranks
 
@@ -198,7 +209,7 @@ class ExpertBalance:
             layer.placement = placement
         return True
 
-    def restore(self) -> None:
+    def before_destroy(self) -> None:
         """Move all experts to where they were at first. Communicates: the experts that are elsewhere."""
         for layer in self._layers:
             layer.held.copies = None
@@ -209,12 +220,12 @@ class ExpertBalance:
 
 def _layers_of(model: nn.Module) -> list[_BalancedLayer]:
     """The layers with experts, which count their tokens from now on."""
-    found = list(modules_with_experts(model))
+    modules = list(modules_with_experts(model))
     layers = []
-    for name, module, held in found:
+    for name, module, held in modules:
         held.load = ExpertLoad(module, held.num_experts)
         parent = name.rpartition(".")[0]
-        is_alone = sum(not parent or other.startswith(f"{parent}.") for other, _, _ in found) == 1
+        is_alone = sum(not parent or other.startswith(f"{parent}.") for other, _, _ in modules) == 1
         size = held.num_local
         placement = tuple(tuple(range(rank * size, (rank + 1) * size)) for rank in range(held.ep_size))
         whole = model.get_submodule(parent) if is_alone else module

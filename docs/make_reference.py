@@ -31,18 +31,16 @@ in the same order. Ψ (Psi) is the number of parameters.
 ENGINE_ATTRIBUTES = {
     "module": "the model that was passed to `initialize`, with its parameters sharded",
     "client_optimizer": "the torch optimizer inside it, from the config or the script",
-    "sequence_context": "how sequences are spread over `sp` and `cp` ranks; None without them",
+    "parts": "what joins its steps, those of `initialize` last",
     "on_step": "callables that get the engine after each step",
     "client_state_on_signal": "a function that returns the client state for `checkpoint.save_on_signal`; or None",
     "world": "the world of ranks; `world.recorder` has the last 1,024 collectives",
     "plan": "the settings that follow from the config",
     "timers": "time by phase, with `wall_clock_breakdown`",
-    "flops_profiler": "the `FlopsProfiler` of the config's section; None without it",
 }
 ENGINE_INSIDE = {
     "access",
     "accumulation",
-    "stream_check",
     "axes",
     "checkpointing",
     "compiled",
@@ -59,6 +57,7 @@ FACE = [
     ("shoal", ["initialize", "init_distributed", "add_config_arguments", "load_hf"]),
     ("shoal", ["attention", "sequence_parallel", "SequenceContext", "Documents"]),
     ("shoal", ["PipelineModule", "LayerSpec", "TiedLayerSpec"]),
+    ("shoal", ["Part"]),
     ("shoal.parallel.sequence.huggingface", ["register"]),
     ("shoal.comm.world", ["current_world", "World"]),
 ]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shoal.compat.engine import DeepSpeedEngine as Engine
     from shoal.compat.initialize import initialize
     from shoal.config import add_config_arguments
+    from shoal.engine.parts.part import Part
     from shoal.parallel import recompute as checkpointing
     from shoal.parallel.sequence.attention import attention
     from shoal.parallel.sequence.chunks import Documents
@@ -42,6 +43,7 @@ __all__ = [
     "Documents",
     "Engine",
     "LayerSpec",
+    "Part",
     "PipelineModule",
     "SequenceContext",
     "ShoalError",
@@ -69,6 +71,7 @@ _MODULES = {
     "DeepSpeedEngine": "shoal.compat.engine",
     "Documents": "shoal.parallel.sequence.chunks",
     "LayerSpec": "shoal.pipeline.layers",
+    "Part": "shoal.engine.parts.part",
     "PipelineModule": "shoal.pipeline.module",
     "SequenceContext": "shoal.parallel.sequence.context",
     "TiedLayerSpec": "shoal.pipeline.layers",

@@ -60,7 +60,7 @@ from shoal.sharding.table import HEADERS
 from shoal.text import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from shoal import Engine
+    from shoal.compat.engine import DeepSpeedEngine as Engine
 
 _VALIDATION_FRACTION = 0.05
 _VALIDATION_SEQUENCES = 64

@@ -37,7 +37,10 @@ from shoal.running.optimizer import ShardedOptimizer
 
 
 class DeepSpeedEngine(DeepSpeedGradients):
-    """An engine with DeepSpeed's names. The methods that return a value of the config are in ``engine_names``."""
+    """An engine with DeepSpeed's names, and those of Shoal's techniques (``sequence_context``, ``expert_load``).
+
+    The methods that return a value of the config are in ``engine_names``.
+    """
 
     optimizer_class = DeepSpeedShardedOptimizer
 

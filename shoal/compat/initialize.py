@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +18,7 @@ from shoal.compat.pipeline_engine import DeepSpeedPipelineEngine
 from shoal.data import Loader
 from shoal.engine.initialize import check_model
 from shoal.engine.initialize import initialize as initialize_engine
+from shoal.engine.parts.part import Part, check_parts
 from shoal.errors import ConfigError
 
 MaybeNone: TypeAlias = Any  # not checked for None, as typeshed does: the config decides whether there is one
@@ -38,8 +39,10 @@ def initialize(
     config: str | pathlib.Path | dict[str, Any] | None = None,
     mesh_param: Any = None,
     config_params: str | pathlib.Path | dict[str, Any] | None = None,
+    *,
+    parts: Sequence[Part] = (),
 ) -> Initialized:
-    """Shard a model for training. DeepSpeed's signature and return values.
+    """Shard a model for training. DeepSpeed's signature, and ``parts``; DeepSpeed's return values.
 
     Args:
         model: any module; on the device, on CPU, on the meta device or built under ``zero.Init``.
@@ -52,14 +55,17 @@ def initialize(
         mesh_param: a torch DeviceMesh, or (data-parallel ranks, sequence-parallel ranks).
         config: a path, a dict, JSON text or base64; ``config_params`` and ``args.deepspeed_config`` are other places
             for it.
+        parts: what joins the steps of the engine: objects of classes derived from ``shoal.Part``, the same on every
+            rank.
 
     Returns: engine, optimizer (None without one), data loader, schedule.
-    Raises: ConfigError, ModelError, OptimizerError: before anything is sharded.
+    Raises: ConfigError, ModelError, OptimizerError, UsageError: before anything is sharded.
     Communicates: the model's values are broadcast from rank 0.
     """
     with suspended():  # ``zero.Init`` contexts in which the script builds its model
         check_model(model)
         assert model is not None
+        check_parts(parts)
         if dist_init_required:
             init_distributed(distributed_port=distributed_port)
         world = current_world()
@@ -82,6 +88,7 @@ def initialize(
             lr_scheduler=lr_scheduler,
             degrees=degrees,
             pipeline_class=DeepSpeedPipelineEngine,
+            parts=parts,
         )
         engine.mpu = mpu
         if training_data is not None:

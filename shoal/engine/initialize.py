@@ -49,7 +49,7 @@ from shoal.engine.parts.part import Part
 from shoal.engine.parts.save_on_signal import SaveOnSignal
 from shoal.engine.parts.sequence import AttentionCheck, SequenceRanks
 from shoal.engine.parts.stream_check import CheckStreams
-from shoal.engine.parts.tensor import TensorParallel
+from shoal.engine.parts.tensor import TensorParallelChecks
 from shoal.engine.pipeline_parts import of_own_units, recomputed_blocks, stages_of
 from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.progress import Progress
@@ -289,7 +289,7 @@ def _parts(
     if axes.sp is not None or axes.cp is not None:
         yield AttentionCheck(sharding, properties)
     if axes.tp is not None:
-        yield TensorParallel(sharding, properties)
+        yield TensorParallelChecks(sharding, properties)
     balance = ExpertBalance(sharding, properties, accumulation.counters, monitor)
     if balance.is_needed:
         yield balance

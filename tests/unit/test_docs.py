@@ -141,6 +141,7 @@ def test_the_snippets_of_the_how_to_pages_run() -> None:
         ("long-sequences.md", "1 1100\n"),
         ("embeddings.md", "[[1, 2, 3, 4, 5]]\n"),
         ("experts.md", "574784 181568\n"),
+        ("parts.md", "0.059\n"),
         ("sharded-models.md", "torch.Size([8, 512]) torch.bfloat16 0.25\ntorch.float32\n"),
     ],
 )

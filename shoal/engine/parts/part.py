@@ -66,7 +66,7 @@ class Part:
         """
 
     def before_step(self) -> None:
-        """The gradients of a step are reduced; clipping and the optimizer follow. With ``clip_grad_norm_()``, twice."""
+        """The gradients of a step are reduced; clipping and the optimizer follow."""
 
     def at_step(self, was_applied: bool) -> None:
         """After the optimizer, before the functions of ``engine.on_step``; ``global_steps`` counts the step.

@@ -32,7 +32,7 @@ _DIFFERS = 1e-2  # of the sum of absolute values; sums in another order differ b
 _IS_SAME = 1e-6
 
 
-class TensorParallel(Part):
+class TensorParallelChecks(Part):
     """Refuses a loss that reads split tensors, explains errors of split modules, and compares gradients once."""
 
     def __init__(self, sharding: Sharding, properties: Properties) -> None:

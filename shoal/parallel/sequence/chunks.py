@@ -280,12 +280,7 @@ def of_packed_keys(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
 
 
 def _tiles_of_row(
-    row: int | None,
-    queries: Chunks,
-    keys: Chunks,
-    is_causal: bool,
-    begins: tuple[int, ...] | None,
-    band: Band | None,
+    row: int | None, queries: Chunks, keys: Chunks, is_causal: bool, begins: tuple[int, ...] | None, band: Band | None
 ) -> list[Tile]:
     runs = _runs(queries, begins)
     if is_causal and queries == keys and band is None:

@@ -278,17 +278,13 @@ def sum_over_sequence(numbers: Tensor, label: str) -> Tensor:
     return numbers
 
 
+@dataclass
 class _Setting:
-    """The context that is set, for this process or for one thread of it.
+    """The context that is set, for this process or for one thread of it."""
 
-    Args:
-        default: outside of any ``with sequence_parallel``.
-    """
-
-    def __init__(self, default: SequenceContext | None = None) -> None:
-        self.default = default
-        self.is_taken = True  # by an engine, or there is nothing to take
-        self.blocks: list[SequenceContext | None] = []  # of the ``with`` blocks that are open
+    default: SequenceContext | None = None  # outside of any ``with sequence_parallel``
+    is_taken: bool = True  # by an engine, or there is nothing to take
+    blocks: list[SequenceContext | None] = field(default_factory=list)  # of the ``with`` blocks that are open
 
 
 # Of ranks that are threads. A process has one context, which autograd's threads see: recomputation runs there on CUDA.
@@ -296,14 +292,13 @@ _of_thread: ContextVar[_Setting | None] = ContextVar("sequence_context", default
 _of_process = _Setting()
 
 
-def _own_setting() -> _Setting:
+def _setting_here() -> _Setting:
     """What this thread may set."""
     if threading.current_thread() is threading.main_thread():
         return _of_process
     setting = _of_thread.get()
     if setting is None:
-        setting = _Setting(_of_process.default)
-        setting.is_taken = _of_process.is_taken
+        setting = _Setting(_of_process.default, _of_process.is_taken)
         _of_thread.set(setting)
     return setting
 
@@ -321,7 +316,7 @@ def set_sequence_context(context: SequenceContext | None) -> SequenceContext | N
 
     Returns: the one before.
     """
-    setting = _own_setting()
+    setting = _setting_here()
     before, setting.default = setting.default, context
     setting.is_taken = context is None
     return before
@@ -329,7 +324,7 @@ def set_sequence_context(context: SequenceContext | None) -> SequenceContext | N
 
 def take_sequence_context() -> SequenceContext | None:
     """The context that was set for an engine to be made; None: there is none, or an engine took it."""
-    setting = _own_setting()
+    setting = _setting_here()
     context = None if setting.is_taken else setting.default
     setting.is_taken = True
     return context
@@ -337,14 +332,14 @@ def take_sequence_context() -> SequenceContext | None:
 
 def use_sequence_context(context: SequenceContext | None) -> None:
     """Set the context of the engine that computes now."""
-    setting = _own_setting()
+    setting = _setting_here()
     if setting.default is not context:
         setting.default, setting.is_taken = context, True
 
 
 def drop_sequence_context(context: SequenceContext | None) -> None:
     """Set no context, if ``context`` is the one of an engine that was set last."""
-    setting = _own_setting()
+    setting = _setting_here()
     if setting.default is context:
         setting.default, setting.is_taken = None, True
 
@@ -355,7 +350,7 @@ def sequence_parallel(context: SequenceContext | None) -> Iterator[None]:
 
     With activation checkpointing, call backward inside the block too.
     """
-    blocks = _own_setting().blocks
+    blocks = _setting_here().blocks
     blocks.append(context)
     try:
         yield

@@ -248,12 +248,7 @@ def _on_one_rank(
 
 
 def _mask_of_one_rank(
-    mask: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    is_causal: bool,
-    positions: Tensor | None,
-    window: int | None,
+    mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool, positions: Tensor | None, window: int | None
 ) -> Tensor | None:
     """The mask of whole rows, [B, 1, L, S], from their padding, [B, S]; None: the function's own causal mask."""
     if mask is not None and mask.dim() == 4:

@@ -44,12 +44,15 @@ from shoal.parallel.tensor.plan import (
     join,
     match,
     parse_style,
+    plan_error,
     plan_for,
+    split_error,
 )
 from shoal.parallel.tensor.region import TensorRegion
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import cut
 from shoal.sharding.storage import is_placeholder, placeholder
+from shoal.text import listed
 
 _BEHAVIOURS: Mapping[Kind, type[nn.Module]] = {
     "column": ColumnParallelLinear,
@@ -297,11 +300,10 @@ class _Splitter(Resolver):
                 return owner, VocabParallelLoss(self.comm, vocab_size, shifts=shifts)
             name = getattr(function, "__qualname__", type(function).__qualname__)
             what = f"the loss_function {name}, which does not compute the mean cross-entropy of logits and labels"
-        raise ModelError(
+        raise split_error(
             f"the loss of {type(self.model).__name__} cannot be computed from split logits: it has {len(heads)} "
             f"vocabulary parallel heads and {what}.",
             do="turn loss_parallel off: the head then gathers the logits.",
-            code="tensor-parallel",
         )
 
     def add_layer(self, name: str, style: ParallelStyle, ranges: Ranges | None) -> None:
@@ -418,11 +420,9 @@ class _Splitter(Resolver):
 
         missing = [name for name, module in self.modules.items() if is_linear(module) and not is_covered(name)]
         if missing:
-            listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-            raise ModelError(
-                f"the tensor parallel plan says nothing of {len(missing)} linear layers: {listed}.",
+            raise plan_error(
+                f"the tensor parallel plan says nothing of {len(missing)} linear layers: {listed(missing, 8)}.",
                 do='add a key for each ("replicate" leaves it whole), or set strict=False to leave all of them whole.',
-                code="tensor-parallel-plan",
             )
 
     def _stacks(self) -> list[Stack]:
@@ -432,18 +432,16 @@ class _Splitter(Resolver):
             assert isinstance(layers, nn.ModuleList)
             norms = [inner for inner, each in layers.named_modules() if isinstance(each, _BatchNorm)]
             if norms:
-                raise ModelError(
+                raise split_error(
                     f"{name}.{norms[0]} is a batch norm: it would take the mean over this rank's part of the sequence.",
                     do="turn sequence parallelism off, or use norms of each position.",
-                    code="tensor-parallel",
                 )
             stacks.append(Stack(name, layers, self.stack_region, forks=has_dropout(layers)))
         if not stacks:
-            raise ModelError(
+            raise split_error(
                 f"{type(self.model).__name__} has no ModuleList of layers that the plan splits: no first layer whose "
                 "input can be split along the sequence.",
                 do="turn sequence parallelism off.",
-                code="tensor-parallel",
             )
         return stacks
 
@@ -493,17 +491,15 @@ def _set_sizes(layer: SplitLayer) -> None:
 
 
 def _tied(parameter: str, how: str) -> ModelError:
-    return ModelError(
+    return plan_error(
         f"the parameter {parameter} is tied, and the plan splits it {how}.",
         do='split tied modules alike: "vocab" for the embedding and "vocab_head" for the head.',
-        code="tensor-parallel-plan",
     )
 
 
 def _misfit(name: str, style: ParallelStyle, why: str) -> ModelError:
     blocks = "" if style.blocks == (1,) else f" in blocks of {style.blocks}"
-    return ModelError(
+    return plan_error(
         f"{name} cannot be split as {style.kind}{blocks}: {why}.",
         do="correct its key in the plan, or take fewer tensor parallel ranks.",
-        code="tensor-parallel-plan",
     )

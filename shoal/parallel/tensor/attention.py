@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.errors import ModelError
 from shoal.parallel.tensor.families import (
     ATTENTION_RULES,
     HEAD_ATTRIBUTES,
@@ -37,7 +36,7 @@ from shoal.parallel.tensor.families import (
     is_conv1d,
 )
 from shoal.parallel.tensor.parts import Ranges, SharedRows, as_ranges, even_range, length
-from shoal.parallel.tensor.plan import ParallelStyle, join
+from shoal.parallel.tensor.plan import ParallelStyle, join, plan_error, split_error
 
 
 @dataclass(frozen=True)
@@ -189,21 +188,19 @@ def split_heads(
     if not split:
         return None
     if split != names:
-        raise ModelError(
+        raise plan_error(
             f"the tensor parallel plan splits {', '.join(split)}, but not all projections of this attention.",
             where=name,
             do=f"split all of {', '.join(names)}, or none.",
-            code="tensor-parallel-plan",
         )
     core = module.get_submodule(rule.core) if rule.core else module
     *projections, out = (module.get_submodule(child) for child in (*rule.projections, rule.out))
     in_numel = numel_of(out, is_output=False)
     num_heads, num_kv_heads = _count(core, rule, in_numel, [numel_of(child, is_output=True) for child in projections])
     if num_heads < size:
-        raise ModelError(
+        raise split_error(
             f"{name} has {num_heads} attention heads, too few for {size} tensor parallel ranks.",
             do=f"take at most {num_heads} tensor parallel ranks.",
-            code="tensor-parallel",
         )
     heads = local_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, size=size, rank=rank)
     ranges: dict[str, Ranges] = {names[-1]: as_ranges(heads.query, unit=in_numel // num_heads)}
@@ -214,10 +211,9 @@ def split_heads(
         if of_shared:
             num_shared = length(of_shared)
             if num_shared < size:
-                raise ModelError(
+                raise plan_error(
                     f"{child} cannot be split over {size} ranks: its key-value heads have {num_shared} elements.",
                     do="correct its key in the plan, or take fewer tensor parallel ranks.",
-                    code="tensor-parallel-plan",
                 )
             shared[child] = SharedRows.of(ranges[child], of_shared, size=size, rank=rank)
             ranges[child] = shared[child].held
@@ -238,11 +234,10 @@ def _count(core: nn.Module, rule: AttentionRule, in_numel: int, out_numels: list
     counts = [vars(core)[name] for name, what in HEAD_ATTRIBUTES.items() if what == "heads" and name in vars(core)]
     num_heads = in_numel // head_size if head_size else counts[0] if counts else 0
     if num_heads < 1 or in_numel % num_heads:
-        raise ModelError(
+        raise split_error(
             f"the number of heads of {type(core).__name__} is not known: it has none of "
             f"{', '.join((*HEAD_SIZE_ATTRIBUTES, 'num_heads'))}.",
             do="set one of these attributes, or skip the module in the plan.",
-            code="tensor-parallel",
         )
     if rule.layout == "heads":
         return num_heads, num_heads

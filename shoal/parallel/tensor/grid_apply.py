@@ -30,7 +30,7 @@ from shoal.parallel.tensor.grid import Grid, SliceOf
 from shoal.parallel.tensor.grid_layers import GridParallelLinear, GridParallelNorm, GridSplit
 from shoal.parallel.tensor.hooks import GridStack
 from shoal.parallel.tensor.parts import Ranges, even_ranges, length, merged, window
-from shoal.parallel.tensor.plan import ParallelStyle, Plan, is_inside, join, plan_for
+from shoal.parallel.tensor.plan import ParallelStyle, Plan, is_inside, join, plan_for, split_error
 from shoal.sharding.layout import ParameterSpec
 
 
@@ -98,11 +98,10 @@ class _GridSplitter(Resolver):
             for child, own in split.ranges.items():
                 numel = numel_of(self.modules[child], is_output=self.styles[child].kind == "column")
                 if split.num_heads % each.count or length(own) * each.count != numel:
-                    raise ModelError(
+                    raise split_error(
                         f"{name} has {split.num_heads} attention heads, which, or whose key-value heads, do not divide"
                         f" over {each.count} ranks of a {self.grid.kind} grid.",
                         do=f"take a grid whose {each.count} divides both, or split over one dim.",
-                        code="tensor-parallel",
                     )
                 ranges[child] = ranges.get(child, ()) + own
             if each == inner:
@@ -189,8 +188,7 @@ def _describe_norm(module: nn.Module) -> tuple[float, bool] | None:
 
 
 def _grid_misfit(name: str, what: str) -> ModelError:
-    return ModelError(
+    return split_error(
         f"{name} cannot be split over a grid of ranks: {what}",
         do="take another grid or plan, or split over one dim (shoal.parallel.tensor.parallelize).",
-        code="tensor-parallel",
     )

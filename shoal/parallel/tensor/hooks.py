@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,22 +111,14 @@ class Stack(SharedByCopies):
         first, last = self._layers[0], self._layers[-1]
         self._order = [id(layer) for layer in self._layers]  # a pipeline stage drops some
         for layer in {id(layer): layer for layer in self._layers}.values():
-            self._register_on(layer, is_first=layer is first, is_last=layer is last)
+            begin, end = partial(self._begin, is_first=layer is first), partial(self._end, is_last=layer is last)
+            layer.register_forward_pre_hook(untraced(begin), with_kwargs=True)
+            layer.register_forward_hook(untraced(end), always_call=True)
         self._region.stacks.append(self.name)
         parent.register_forward_pre_hook(untraced(self._enter_parent))
         parent.register_forward_hook(untraced(self._leave_parent), always_call=True)
         for module in outer:
             module.register_forward_hook(untraced(self._leave_outer))
-
-    def _register_on(self, layer: nn.Module, *, is_first: bool, is_last: bool) -> None:
-        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self._begin(module, args, kwargs, is_first=is_first)
-
-        def end(module: nn.Module, args: Any, output: Any) -> Any:
-            return self._end(module, args, output, is_last=is_last)
-
-        layer.register_forward_pre_hook(untraced(begin), with_kwargs=True)
-        layer.register_forward_hook(untraced(end), always_call=True)
 
     def _enter_parent(self, module: nn.Module, args: Any) -> None:
         begin = first_running(self._layers)

@@ -14,14 +14,14 @@ those of the plain layers; a weight's gradient that is computed in chunks is a s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.comm.protocol import Communicator
+from shoal.comm.protocol import Communicator, Work
 from shoal.device import in_backward
 from shoal.parallel.saved_tensors import checkpoint_around
 from shoal.parallel.tensor.products import cast_for_autocast, weight_gradient
@@ -147,8 +147,7 @@ class _SummedRow(torch.autograd.Function):
             start, stop = stop, stop + chunk.shape[0] * weight.shape[0]
             out[start:stop].view(-1, weight.shape[0]).copy_(F.linear(chunk, weight))
             works.append(comm.all_reduce(out[start:stop], label=label))
-        for work in works:
-            work.drain()
+        _drain(works)
         return out.resize_(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -169,8 +168,7 @@ class _ScatteredRow(torch.autograd.Function):
             partial.view(*chunk.shape[:-1], weight.shape[0]).copy_(F.linear(chunk, weight))
             outs.append(torch.empty((*chunk.shape[1:-1], weight.shape[0]), dtype=x.dtype, device=x.device))
             works.append(comm.reduce_scatter(partial, outs[-1].view(-1), label=label))
-        for work in works:
-            work.drain()
+        _drain(works)
         whole = torch.cat(outs, 1)  # [B, L of a rank, M]
         return whole.resize_(*x.shape[:-2], *whole.shape[1:])
 
@@ -181,10 +179,7 @@ class _ScatteredRow(torch.autograd.Function):
         by_rank = _by_rank(x, comm.size)
         num_chunks = _num_chunks(by_rank, 2)
         own = gradient.reshape(by_rank.shape[1], -1, weight.shape[0]).chunk(num_chunks, 1)
-        works, gathered = [], []
-        for part in own:
-            gathered.append(torch.empty((comm.size, *part.shape), dtype=part.dtype, device=part.device))
-            works.append(comm.all_gather(gathered[-1].view(-1), part.contiguous().view(-1), label=ctx.label))
+        works, gathered = _start_gathers(own, comm, ctx.label)
         of_input = torch.empty_like(by_rank)
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for work, whole, chunk, target in zip(
@@ -194,8 +189,7 @@ class _ScatteredRow(torch.autograd.Function):
             target.copy_(whole @ weight)
             if of_weight is not None:
                 of_weight += weight_gradient(whole, chunk)
-        for work in works:
-            work.drain()
+        _drain(works)
         return of_input.transpose(0, 1).reshape(x.shape), of_weight, None, None
 
 
@@ -217,7 +211,7 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, of_whole: torch.Tensor | None, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         whole, *weights = ctx.saved_tensors
         pairs = [(own, weight) for own, weight in zip(gradients, weights, strict=True) if own is not None]
-        finish: Callable[[], torch.Tensor | None] = _nothing
+        finish: Callable[[], torch.Tensor] | None = None
         if ctx.needs_input_grad[0]:
             start = _start_scatter if ctx.splits_sequence else _start_sum
             finish = start(ctx.comm, ctx.label, whole, of_whole, pairs)
@@ -225,7 +219,18 @@ class _Columns(torch.autograd.Function):
             None if own is None or not ctx.needs_input_grad[4 + index] else weight_gradient(own, whole)
             for index, own in enumerate(gradients)
         ]
-        return finish(), None, None, None, *of_weights
+        return None if finish is None else finish(), None, None, None, *of_weights
+
+
+def _start_gathers(
+    parts: Sequence[torch.Tensor], comm: Communicator, label: str
+) -> tuple[list[Work], list[torch.Tensor]]:
+    """Start to gather each part of all ranks. Shape: [...] -> [ranks, ...] each."""
+    works, gathered = [], []
+    for part in parts:
+        gathered.append(torch.empty((comm.size, *part.shape), dtype=part.dtype, device=part.device))
+        works.append(comm.all_gather(gathered[-1].view(-1), part.contiguous().view(-1), label=label))
+    return works, gathered
 
 
 def _gather_and_multiply(
@@ -233,10 +238,7 @@ def _gather_and_multiply(
 ) -> list[torch.Tensor]:
     """The whole input and its products. Shape: [..., L of a rank, K] -> [..., L, K], [..., L, M] each."""
     local = x.reshape(-1, *x.shape[-2:])  # [B, L of a rank, K]
-    works, gathered = [], []
-    for part in local.chunk(_num_chunks(local, 1), 1):
-        gathered.append(torch.empty((comm.size, *part.shape), dtype=x.dtype, device=x.device))
-        works.append(comm.all_gather(gathered[-1].view(-1), part.contiguous().view(-1), label=label))
+    works, gathered = _start_gathers(local.chunk(_num_chunks(local, 1), 1), comm, label)
     sizes = [x.shape[-1], *(weight.shape[0] for weight in weights)]
     targets = [x.new_empty(local.shape[0], comm.size, local.shape[1], size) for size in sizes]
     stop = 0
@@ -245,8 +247,7 @@ def _gather_and_multiply(
         start, stop = stop, stop + chunk.shape[2]
         for target, product in zip(targets, (chunk, *(F.linear(chunk, weight) for weight in weights)), strict=True):
             target[:, :, start:stop] = product.transpose(0, 1)
-    for work in works:
-        work.drain()
+    _drain(works)
     return [target.view(*x.shape[:-2], -1, target.shape[-1]) for target in targets]
 
 
@@ -283,15 +284,15 @@ def _start_scatter(
         works.append(comm.reduce_scatter(of_input, outs[-1].view(-1), label=label))
 
     def finish() -> torch.Tensor:
-        for work in works:
-            work.drain()
+        _drain(works)
         return torch.cat(outs, 1).view(*whole.shape[:-2], -1, whole.shape[-1])
 
     return finish
 
 
-def _nothing() -> None:
-    return None
+def _drain(works: Iterable[Work]) -> None:
+    for work in works:
+        work.drain()
 
 
 def _sum_products(target: torch.Tensor, of_whole: torch.Tensor | None, pairs: Pairs) -> None:

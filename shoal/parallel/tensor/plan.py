@@ -71,6 +71,16 @@ ALIASES: Mapping[str, str] = {
 _WEAK = ("replicate", "column_gather_output", "row_split_input")  # a rule's style replaces these of Transformers' plan
 
 
+def plan_error(what: str, *, do: str, where: str = "") -> ModelError:
+    """A plan is wrong, or does not fit the model."""
+    return ModelError(what, where=where, do=do, code="tensor-parallel-plan")
+
+
+def split_error(what: str, *, do: str) -> ModelError:
+    """A model cannot be split over these ranks, or as it is asked for."""
+    return ModelError(what, do=do, code="tensor-parallel")
+
+
 @dataclass(frozen=True)
 class ParallelStyle:
     """A style of a plan: the kind, and the fused blocks of a column's output (one number: that many equal blocks)."""
@@ -94,10 +104,9 @@ def parse_style(text: str, key: str) -> ParallelStyle:
     kind, colon, blocks = ALIASES.get(text, text).partition(":")
     sizes = tuple(int(size) if size.strip().isdigit() else 0 for size in blocks.split(",")) if colon else (1,)
     if kind not in get_args(Kind) or min(sizes) < 1 or (colon and kind != "column"):
-        raise ModelError(
+        raise plan_error(
             f"the plan asks for {key!r}: {text!r}, but there is no such style{did_you_mean(kind, STYLES) or '.'}",
             do=f"take one of {', '.join(STYLES)}, or column:N for N fused blocks.",
-            code="tensor-parallel-plan",
         )
     return ParallelStyle(cast(Kind, kind), sizes)
 
@@ -119,20 +128,18 @@ def match(plan: Plan, names: Sequence[str]) -> dict[str, str]:
             keys_of.setdefault(name, []).append(key)
     if unmatched:
         known = sorted({generic(name) for name in names if name})
-        raise ModelError(
+        raise plan_error(
             f"the tensor parallel plan names modules that the model does not have: {', '.join(unmatched)}"
             f"{did_you_mean(unmatched[0], known) or '.'}",
             do="correct or delete these keys; names are those of model.named_modules(), with * for one part.",
-            code="tensor-parallel-plan",
         )
     twice = {name: keys for name, keys in keys_of.items() if len(keys) > 1}
     if twice:
         listed = "; ".join(f"{name} by {' and '.join(keys)}" for name, keys in list(twice.items())[:8])
         more = f"; and {len(twice) - 8} more" if len(twice) > 8 else ""
-        raise ModelError(
+        raise plan_error(
             f"the tensor parallel plan names {len(twice)} modules twice: {listed}{more}.",
             do="leave one key for each module.",
-            code="tensor-parallel-plan",
         )
     return {name: keys[0] for name, keys in keys_of.items()}
 
@@ -174,10 +181,9 @@ def plan_for(
     styles = keep(styles)
     styles.update(_by_layer_specs(layer_specs, modules, model))
     if not any(parse_style(style, name).kind in ("column", "row", "vocab") for name, style in styles.items()):
-        raise ModelError(
+        raise plan_error(
             f"no rule splits anything of {type(model).__name__}.",
             do='pass a plan: {"layers.*.up": "column", "layers.*.down": "row"}.',
-            code="tensor-parallel-plan",
         )
     return _with_wildcards(styles, modules)
 
@@ -237,10 +243,9 @@ def _by_layer_specs(
     for number, spec in enumerate(specs):
         kind = spec.get("partition_type", "column")
         if kind not in ("column", "row", "skip"):
-            raise ModelError(
+            raise plan_error(
                 f"partition_config.layer_specs[{number}] has partition_type {kind!r}.",
                 do="take column, row or skip.",
-                code="tensor-parallel-plan",
             )
         if spec.get("model_types") and model_type not in [name.lower() for name in spec["model_types"]]:
             continue
@@ -252,10 +257,9 @@ def _by_layer_specs(
             and any(re.match(pattern, f"{name}.weight") for pattern in spec["patterns"])
         ]
         if not matched:
-            raise ModelError(
+            raise plan_error(
                 f"partition_config.layer_specs[{number}] matches no weight: {', '.join(spec['patterns'])}.",
                 do="correct the patterns; they are matched with the names of parameters from their beginning.",
-                code="tensor-parallel-plan",
             )
         if style == "column" and spec.get("shape"):
             style = f"column:{_blocks(spec, number)}"
@@ -268,11 +272,10 @@ def _blocks(spec: Mapping[str, Any], number: int) -> str:
     """The blocks of a fused weight: ``shape`` is [number of blocks or their sizes, -1]; dim 0 is split inside each."""
     first = spec["shape"][0]
     if spec.get("partition_dim", 0) not in (0, None) or len(spec["shape"]) != 2:
-        raise ModelError(
+        raise plan_error(
             f"partition_config.layer_specs[{number}] has shape {spec['shape']} and partition_dim "
             f"{spec.get('partition_dim')}, which cannot be followed.",
             do="give a shape of two entries, [number of fused blocks or list of their sizes, -1], and partition_dim 0.",
-            code="tensor-parallel-plan",
         )
     return str(first) if isinstance(first, int) else ",".join(str(size) for size in first)
 

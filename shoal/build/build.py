@@ -236,18 +236,13 @@ class _Builder:
             buffer.storage.unpin()
             return group()
         is_wider = precision.has_wider_main(planned.dtype)
-        has_own_main = is_wider or is_on_disk or is_state_offloaded != is_shard_offloaded
-        main = buffer.shard
-        if has_own_main:
-            source, main_dtype = values[buffer.begin : buffer.end], precision.main_of(planned.dtype)
-            if row.state.tier is Tier.DISK and self.disks.state is not None:
-                main = self.disks.state.add(buffer, source, main_dtype)
-            else:
-                main = _main_like(source, main_dtype, is_offloaded=is_state_offloaded)
+        main_buffer = buffer
+        if is_wider or is_on_disk or is_state_offloaded != is_shard_offloaded:
+            main_buffer = self._main_buffer(planned, buffer, values, is_offloaded=is_state_offloaded)
         buffer.storage.unpin()
         can_be_view = not (is_state_offloaded or is_shard_offloaded)
         gradient = self._gradient(planned, buffer, parameters, can_be_view=can_be_view)
-        return group(gradient, main, has_own_main=has_own_main, is_state_offloaded=is_state_offloaded)
+        return group(gradient, main_buffer, is_state_offloaded=is_state_offloaded)
 
     def _buffer(self, planned: GroupPlan) -> FlatBuffer:
         """The parameters' buffer: whole and zero, in the placement that is stored."""
@@ -286,6 +281,26 @@ class _Builder:
             return HostStorage(host_empty(numel, dtype, self.device, is_pinned=self.plan.settings.pins_parameters))
         return DeviceStorage(comm.empty(numel, dtype, self.device))
 
+    def _main_buffer(
+        self, planned: GroupPlan, buffer: FlatBuffer, values: torch.Tensor, *, is_offloaded: bool
+    ) -> FlatBuffer:
+        """The buffer of main parameters that have memory of their own.
+
+        On the host it is pageable memory: it is not copied to the device.
+        """
+        source, dtype = values[buffer.begin : buffer.end], self.plan.precision.main_of(planned.dtype)
+        storage: Storage
+        if planned.row.state.tier is Tier.DISK and self.disks.state is not None:
+            storage = self.disks.state.add(buffer, source, dtype)
+        elif is_offloaded:
+            storage = HostStorage(host_empty(source.numel(), dtype, source.device, is_pinned=False).copy_(source))
+        else:
+            storage = DeviceStorage(source.to(dtype, copy=True))
+        placed = planned.row.state
+        return FlatBuffer(
+            buffer.label, buffer.layout, dtype, self.device, buffer.comm, buffer.axes, placed, storage=storage
+        )
+
     def _second(self, planned: GroupPlan, buffer: FlatBuffer) -> FlatBuffer | None:
         """The buffer of the second sharding, which shares the whole buffer; None: there is none."""
         hpz = self.plan.axes.hpz
@@ -312,16 +327,6 @@ class _Builder:
         is_alone = planned.axes.data is self.plan.axes.data and buffer.comm.size == 1 and len(axes) == 1
         is_view = self.has_direct_step or (can_be_view and is_alone)
         return Gradient(buffer, parameters, planned.row, policy, axes, staging, sum_dtype, is_view=is_view)
-
-
-def _main_like(source: torch.Tensor, dtype: torch.dtype, *, is_offloaded: bool) -> torch.Tensor:
-    """A copy of the owned range, in the main parameters' dtype, where they are stored.
-
-    On the host it is pageable memory: it is not copied to the device.
-    """
-    if not is_offloaded:
-        return source.to(dtype, copy=True)
-    return host_empty(source.numel(), dtype, source.device, is_pinned=False).copy_(source)
 
 
 def _fill(

@@ -257,7 +257,7 @@ class OffloadStates:
         """Main parameters that share the parameters' memory follow it."""
         for group in self._sharding.groups:
             if not group.has_own_main and group.disk is None:
-                group.main = group.owned_parameters
+                group.synchronize()
                 _point(group)
 
 

@@ -21,7 +21,8 @@ from shoal.memory.disk_store import DiskBuffer, DiskStore
 from shoal.memory.host import PAGE, round_up
 from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.param_group import ParameterGroup
-from shoal.sharding.storage import placeholder
+from shoal.sharding.placement import Tier
+from shoal.sharding.storage import Storage, placeholder
 
 MAIN = "master"
 _AHEAD = 1  # groups whose state is read before their turn
@@ -35,6 +36,12 @@ class _Stored:
 
     disk: DiskBuffer
     fields: tuple[Field, ...] = ()
+
+
+class _Fetched(Storage):
+    """Main parameters on a disk: ``DiskOptimizerState`` fetches them with the group's optimizer state."""
+
+    tier = Tier.DISK
 
 
 class DiskOptimizerState:
@@ -55,15 +62,15 @@ class DiskOptimizerState:
         self._visited: ParameterGroup | None = None
 
     @torch.no_grad()
-    def add(self, buffer: FlatBuffer, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Begin to store main parameters. Returns: their placeholder. Raises: OutOfMemoryError, TierError."""
+    def add(self, buffer: FlatBuffer, source: torch.Tensor, dtype: torch.dtype) -> Storage:
+        """Begin to store main parameters, of which placeholders are left. Raises: OutOfMemoryError, TierError."""
         fields = ((MAIN, dtype),)
         stored = _Stored(self._store.allocate(buffer.label, _nbytes(source.numel(), fields)), fields)
         assert stored.disk.memory is not None
         _views(source.numel(), fields, stored.disk.memory)[MAIN].copy_(source)
         self._store.store(stored.disk)
         self._stored[id(buffer)] = stored
-        return placeholder((source.numel(),), dtype, torch.device("cpu"))
+        return _Fetched(placeholder((source.numel(),), dtype, torch.device("cpu")))
 
     def bind(self, groups: Sequence[ParameterGroup]) -> None:
         """From now on the state of these groups is stored here. They are updated in this order."""

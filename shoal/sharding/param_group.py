@@ -91,10 +91,9 @@ class ParameterGroup:
         row: where each kind of state is stored.
         parameters: one for each spec of the buffer's layout.
         second: on the axis of the second sharding, of the same whole buffer; None: there is none.
-        main: this rank's owned range of the main parameters; None where the group is frozen. Shape: [owned numel].
-        has_own_main: they have memory of their own; else they are the parameters' memory.
+        main_buffer: of the main parameters; ``buffer`` itself where they are the parameters; None: the group is frozen.
         is_state_offloaded: main parameters and optimizer state are in memory that the device does not compute in.
-        replicas: axes, beside the buffer's own, along which other ranks hold the same range.
+        replicas: axes, in addition to the buffer's own, along which other ranks hold the same range.
         parts: the ranks that hold the other parts of each tensor; None: the tensors are whole.
     """
 
@@ -104,10 +103,9 @@ class ParameterGroup:
         buffer: FlatBuffer,
         parameters: Sequence[torch.nn.Parameter],
         gradient: Gradient | None = None,
-        main: torch.Tensor | None = None,
+        main_buffer: FlatBuffer | None = None,
         *,
         second: FlatBuffer | None = None,
-        has_own_main: bool = False,
         is_state_offloaded: bool = False,
         replicas: Sequence[Communicator] = (),
         parts: Communicator | None = None,
@@ -122,8 +120,8 @@ class ParameterGroup:
         if buffer.is_sharded:
             self._make_placeholders()
         self._gradient = gradient
-        self._main = main
-        self.has_own_main = has_own_main
+        self._main_buffer = main_buffer
+        self.has_own_main = main_buffer is not None and main_buffer is not buffer  # else they are the parameters
         self.is_state_offloaded = is_state_offloaded
         self.ranges: list[ParameterRange] = []
         self.optimizer: torch.optim.Optimizer | None = None  # that keeps the state of ``ranges``, by their ``param``
@@ -149,12 +147,25 @@ class ParameterGroup:
 
     @property
     def main(self) -> torch.Tensor:
-        assert self._main is not None, f"{self.label} is frozen"
-        return self._main
+        """This rank's owned range of the main parameters. Shape: [owned numel]."""
+        assert self._main_buffer is not None, f"{self.label} is frozen"
+        return self._main_buffer.shard
 
     @main.setter
-    def main(self, main: torch.Tensor) -> None:
-        self._main = main
+    def main(self, values: torch.Tensor) -> None:
+        assert self._main_buffer is not None, f"{self.label} is frozen"
+        self._main_buffer.storage.values = values
+
+    def buffers(self) -> Iterator[tuple[str, FlatBuffer]]:
+        """Each buffer of the group once, with its kind as in the ledger."""
+        yield "parameter", self.buffer
+        if self.second is not None:
+            yield "gathered", self.second
+        if self._gradient is not None:
+            yield "gradient", self._gradient.sum
+            yield "gradient", self._gradient.unsynced
+        if self._main_buffer is not None and self.has_own_main:
+            yield "master", self._main_buffer
 
     @property
     def owned_numel(self) -> int:

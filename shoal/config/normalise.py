@@ -8,10 +8,13 @@ from __future__ import annotations
 import enum
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import TypeAdapter, ValidationError
 
 from shoal.config.base import Key, Section, below, keys_of, members, names_of, walk
 from shoal.config.optimizer import OPTIMIZERS, SCHEDULERS
@@ -323,25 +326,30 @@ DTYPES = {
     "half": "fp16",
     "bfloat16": "bf16",
 }
-BOOLS = {"true": True, "false": False}
 
 
 def coerce(value: Any, annotation: Any) -> Any:
-    """The value in one of the annotation's types where it means the same; else the value unchanged.
+    """The value in one of the annotation's types where it means the same; else the value unchanged. Bounds are ignored.
 
     >>> coerce("true", bool), coerce(2e8, int), coerce("CPU", Literal["none", "cpu"])
     (True, 200000000, 'cpu')
     """
     value = _plain(value)
-    kinds = members(annotation)
-    for kind in kinds:
-        if _fits(value, kind):
-            return _inside(value, kind)
-    for kind in kinds:
-        changed = _inside(_to(value, kind), kind)
-        if _fits(changed, kind):
-            return changed
+    adapter = _adapter(annotation)
+    with suppress(ValidationError):
+        return adapter.validate_python(value, strict=True)
+    meant = _meant(value, members(annotation))
+    # Without strictness pydantic takes true for 1 and "yes" for true, which more often is a mistake.
+    is_exact = isinstance(meant, bool | str | bytes)
+    is_exact |= isinstance(meant, tuple) and any(isinstance(item, bool) for item in meant)
+    with suppress(ValidationError):
+        return adapter.validate_python(meant, strict=is_exact)
     return value
+
+
+@cache
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(Union[members(annotation)])
 
 
 def _plain(value: Any) -> Any:
@@ -361,73 +369,19 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    if kind is Any:
-        return True
-    if get_origin(kind) is Literal:
-        return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
-    if kind is type(None):
-        return value is None
-    if kind is float:
-        return isinstance(value, float)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    origin = get_origin(kind) or kind
-    return isinstance(value, origin) if isinstance(origin, type) else False
-
-
-def _inside(value: Any, kind: Any) -> Any:
-    """The items of a list, each in its own type."""
-    if get_origin(kind) is not tuple or not isinstance(value, tuple):
-        return value
-    wanted = get_args(kind)
-    inner = wanted[0] if wanted else Any
-    return tuple(coerce(item, inner) for item in value)
-
-
-def _to(value: Any, kind: Any) -> Any:
-    if kind is bool:
-        return _to_bool(value)
-    if kind in (int, float):
-        return _to_number(value, kind)
-    if get_origin(kind) is Literal:
-        return _to_choice(value, get_args(kind))
-    if get_origin(kind) is tuple and isinstance(value, list):
+def _meant(value: Any, kinds: Sequence[Any]) -> Any:
+    """The choice, truth value, number or list that a value means, where it is one; else the value."""
+    if isinstance(value, list):
         return tuple(value)
-    return value
-
-
-def _to_bool(value: Any) -> Any:
-    if isinstance(value, str):
-        return BOOLS.get(value.strip().lower(), value)
-    return bool(value) if value in (0, 1) and isinstance(value, int | float) else value
-
-
-def _to_number(value: Any, kind: type[int] | type[float]) -> Any:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        try:
-            value = float(value) if not value.strip().lstrip("-").isdecimal() else int(value)
-        except ValueError:
-            return value
-    if kind is float and isinstance(value, int):
-        try:
-            return float(value)
-        except OverflowError:
-            return value
-    if kind is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
-
-
-def _to_choice(value: Any, choices: tuple[Any, ...]) -> Any:
-    if value is None and "none" in choices:
-        return "none"
-    if isinstance(value, str):
-        folded = value.strip().casefold()
-        folded = DTYPES.get(folded.removeprefix("torch."), folded)
-        for choice in choices:
-            if str(choice).casefold() == folded:
-                return choice
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    text = "none" if value is None else value.strip().casefold() if isinstance(value, str) else ""
+    names = (text, DTYPES.get(text.removeprefix("torch.")))
+    for choice in choices:
+        if str(choice).casefold() in names or (type(value) is float and value == choice):
+            return choice
+    if bool in kinds and text in ("true", "false"):
+        return text == "true"
+    if isinstance(value, str) and (int in kinds or float in kinds):
+        with suppress(ValueError):
+            value = int(value) if text.lstrip("-").isdecimal() else float(value)
+    return int(value) if int in kinds and isinstance(value, float) and value.is_integer() else value

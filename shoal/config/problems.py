@@ -62,7 +62,7 @@ def shown(value: object) -> str:
         text = {None: "null", True: "true", False: "false"}[value]
     elif isinstance(value, str):
         text = f'"{value}"'
-    elif isinstance(value, tuple):
+    elif isinstance(value, tuple | list):
         text = f"[{', '.join(map(shown, value))}]"
     else:
         text = repr(value).removesuffix(".0") if isinstance(value, float) else repr(value)

@@ -349,7 +349,8 @@ def coerce(value: Any, annotation: Any) -> Any:
 
 @cache
 def _adapter(annotation: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(Union[members(annotation)])
+    union: Any = Union[(*members(annotation),)]
+    return TypeAdapter(union)
 
 
 def _plain(value: Any) -> Any:

@@ -36,9 +36,9 @@ class Pipeline(Section):
     split_points: tuple[str, ...] | Auto = key(
         "auto", "names of the modules that begin the second stage and those after it; auto: by partition"
     )
-    first_stage: tuple[str, ...] = key((), "names of modules beside the blocks that the first stage calls")
-    last_stage: tuple[str, ...] = key((), "names of modules beside the blocks that the last stage calls")
-    every_stage: tuple[str, ...] = key((), "names of modules beside the blocks that every stage calls")
+    first_stage: tuple[str, ...] = key((), "names of modules outside the blocks that the first stage calls")
+    last_stage: tuple[str, ...] = key((), "names of modules outside the blocks that the last stage calls")
+    every_stage: tuple[str, ...] = key((), "names of modules outside the blocks that every stage calls")
     schedule: str = key(
         "1f1b", f"order of the micro-batches' work: {', '.join(SCHEDULES)}, or the path of a file with one line a rank"
     )

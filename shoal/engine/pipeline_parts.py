@@ -20,7 +20,7 @@ from shoal.engine.settings import Plan
 from shoal.errors import ConfigError, NotBuiltError
 from shoal.mesh import Mesh, tied_axis
 from shoal.parallel.sequence.context import SequenceContext, sequence_parallel
-from shoal.pipeline.block_costs import partition_costs
+from shoal.pipeline.costs import partition_costs
 from shoal.pipeline.cut import CutModel, Partition, cut
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.schedule import build_schedule

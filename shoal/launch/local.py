@@ -74,7 +74,7 @@ class LocalJob:
         num_ranks: processes to start; at least 1.
         rank_0_keeps_terminal: rank 0's stdout is the terminal itself (a progress bar needs one), and of the other
             ranks only a failure is printed.
-        environment: variables for the ranks, beside those that this process has.
+        environment: variables for the ranks, in addition to this process's.
         place: this machine's part of a job on several; None: there is this one.
         elastic: None: when a rank fails, the job has failed.
         cores: None: ranks run on any.
@@ -112,7 +112,7 @@ def run_local(job: LocalJob) -> Outcome:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from shoal.launch.torchelastic import followed_files
+    from shoal.launch.torchelastic import FollowedFiles
 
     if job.num_ranks < 1:
         raise UsageError(f"{job.num_ranks} ranks: a job needs at least 1.", do="give --ranks a positive number.")
@@ -126,7 +126,7 @@ def run_local(job: LocalJob) -> Outcome:
         max_restarts=job.elastic.max_restarts if job.elastic is not None else 0,
         monitor_interval=0.1,
         **_shutdown(LaunchConfig, job.stop_seconds),
-        logs_specs=followed_files(output, log_dir, job.num_ranks, rank_0_keeps_terminal=job.rank_0_keeps_terminal),
+        logs_specs=FollowedFiles(output, log_dir, job.num_ranks, rank_0_keeps_terminal=job.rank_0_keeps_terminal),
     )
     assignments = {"PYTHONUNBUFFERED": "1", **_threads(job), **job.environment}
     bound = ["--cores", ";".join(",".join(map(str, cpus)) for cpus in job.cores.cpus)] if job.cores else []
@@ -236,7 +236,7 @@ def _check_devices(num_ranks: int) -> None:
 
 
 def _check_port(job: LocalJob) -> None:
-    """True if the port at which this machine is to listen for the other ranks is free."""
+    """Raises: UsageError: the port at which this machine is to listen for the other ranks is in use."""
     if job.place is not None:
         port = job.place.port if job.place.node_rank == 0 else None
     else:

@@ -8,6 +8,7 @@ machine publishes the address in each round, with a new port at which rank 0 lis
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, Std
@@ -24,14 +25,16 @@ class FollowedFiles(DefaultLogsSpecs):
     """Tells ``output`` the files of each attempt, and the ranks' numbers among those of all machines.
 
     Args:
-        redirects: what of each local rank goes to a file.
-        alone: follow local rank 0 only, without a prefix.
+        rank_0_keeps_terminal: follow only local rank 0's stderr, without a prefix; its stdout stays the terminal.
     """
 
-    def __init__(self, output: RankOutput, log_dir: Path, redirects: dict[int, Std], *, alone: bool) -> None:
+    def __init__(self, output: RankOutput, log_dir: Path, num_ranks: int, *, rank_0_keeps_terminal: bool) -> None:
+        redirects = dict.fromkeys(range(num_ranks), Std.ALL)
+        if rank_0_keeps_terminal:
+            redirects[0] = Std.ERR
         super().__init__(log_dir=str(log_dir), redirects=redirects)
         self._output = output
-        self._is_alone = alone
+        self._is_alone = rank_0_keeps_terminal
         self._ranks: dict[int, int] = {}  # of the attempt before, by local rank
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -51,27 +54,27 @@ class FollowedFiles(DefaultLogsSpecs):
         return files
 
 
-def followed_files(output: RankOutput, log_dir: Path, num_ranks: int, *, rank_0_keeps_terminal: bool) -> FollowedFiles:
-    """All output of all ranks; or rank 0's stderr alone, whose stdout stays the terminal."""
-    redirects = dict.fromkeys(range(num_ranks), Std.ALL)
-    if rank_0_keeps_terminal:
-        redirects[0] = Std.ERR
-    return FollowedFiles(output, log_dir, redirects, alone=rank_0_keeps_terminal)
-
-
 NAME = "shoal"
 
 
-class Rounds(RendezvousHandler):
-    """Wraps TorchElastic's handler and publishes rank 0's address in each round."""
+class Rounds:
+    """TorchElastic's rendezvous handler, except that rank 0's address is published in each round."""
+
+    use_agent_store = False  # rank 0 listens itself
 
     def __init__(self, handler: RendezvousHandler, address: str | None) -> None:
-        self._inner = handler
+        self._handler = handler
         self._address = address
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+    def get_backend(self) -> str:
+        return NAME
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the other machines."""
-        info = self._inner.next_rendezvous()
+        info = self._handler.next_rendezvous()
         first = info.bootstrap_store_info
         if info.rank == 0 and first is not None:  # for machines that come now, whose handlers wait for it
             info.store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, first.master_addr)
@@ -79,43 +82,14 @@ class Rounds(RendezvousHandler):
         mine = RendezvousStoreInfo.build(info.rank, PrefixStore("round", info.store), local_addr=self._address)
         return RendezvousInfo(info.store, info.rank, info.world_size, mine)
 
-    @property
-    def use_agent_store(self) -> bool:
-        """False: rank 0 listens itself."""
-        return False
-
-    def get_backend(self) -> str:
-        """The name."""
-        return NAME
-
-    def is_closed(self) -> bool:
-        """True if the job is over."""
-        return self._inner.is_closed()
-
-    def set_closed(self) -> None:
-        """It is."""
-        self._inner.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        """Machines that have come since the round began."""
-        return self._inner.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        """The job's name."""
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        """Leave."""
-        return self._inner.shutdown()
-
 
 def make_rounds(parameters: RendezvousParameters) -> RendezvousHandler:
     """The handler of this machine."""
     backend, store = create_backend(parameters)
-    return Rounds(create_handler(store, backend, parameters), parameters.local_addr)
+    return cast(RendezvousHandler, Rounds(create_handler(store, backend, parameters), parameters.local_addr))
 
 
 def register() -> str:
-    """Make it known to TorchElastic. Returns: the name by which it is."""
+    """Register ``make_rounds`` with TorchElastic. Returns: its name there."""
     rendezvous_handler_registry.register(NAME, make_rounds)
     return NAME

@@ -1,4 +1,4 @@
-"""A line chart as inline SVG: no script needed to see it, colours from the page's style sheet."""
+"""Parts of a page: a line chart as inline SVG (colours from the style sheet, no script needed), a card, a table."""
 
 from __future__ import annotations
 
@@ -102,6 +102,34 @@ def draw(chart: Chart) -> str:
         f'data-series="{data}">'
         f'{"".join(parts)}<g class="pointer"></g></svg>'
     )
+
+
+def card(title: str, body: str, subtitle: str = "", *, legend: str = "", is_wide: bool = True) -> str:
+    """A section with its heading. ``body`` and ``legend`` are HTML, the others text."""
+    small = f" <small>{html.escape(subtitle)}</small>" if subtitle else ""
+    return (
+        f'<section class="card{" wide" if is_wide else ""}"><div class="head"><h2>{html.escape(title)}{small}</h2>'
+        f"{legend}</div>{body}</section>"
+    )
+
+
+def table(
+    kind: str,
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    write: Callable[[str], str] = html.escape,
+    kind_of: Callable[[Sequence[str]], str] = lambda row: "",
+) -> str:
+    """A table of texts.
+
+    Args:
+        write: the HTML of a text.
+        kind_of: the attributes of a row's element.
+    """
+    head = "".join(f"<th>{write(text)}</th>" for text in headers)
+    lines = (f"<tr{kind_of(row)}>{''.join(f'<td>{write(text)}</td>' for text in row)}</tr>" for row in rows)
+    return f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.observe.chart import short
+from shoal.observe.chart import card, short, table
 from shoal.observe.monitor import Event
 
 PREFIX = "experts/"
@@ -112,17 +112,13 @@ def load_section(series: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     if not found:
         return ""
     legend = "".join(f'<li><i class="load-{number}"></i>{text}</li>' for number, text in enumerate(_LEGEND))
-    heads = ("layer", "experts", "most loaded, first", "most loaded, last", "least loaded, last", "no token, last")
-    head = "".join(f"<th>{text}</th>" for text in heads)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in _row(layer, found)) + "</tr>"
-        for layer in found[0].loads
-    )
-    return (
-        '<section class="card wide"><div class="head"><h2>Load of the experts <small>tokens over the mean of the layer;'
-        f' a row is a layer, a column an expert</small></h2><ul class="legend">{legend}</ul></div><div class="scroll">'
-        f'{draw_load(found)}<table class="ledger"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-        "</section>"
+    headers = ("layer", "experts", "most loaded, first", "most loaded, last", "least loaded, last", "no token, last")
+    rows = table("ledger", headers, [_row(layer, found) for layer in found[0].loads])
+    return card(
+        "Load of the experts",
+        f'<div class="scroll">{draw_load(found)}{rows}</div>',
+        "tokens over the mean of the layer; a row is a layer, a column an expert",
+        legend=f'<ul class="legend">{legend}</ul>',
     )
 
 

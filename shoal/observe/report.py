@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import UsageError
-from shoal.observe.chart import Chart, Line, draw, short
+from shoal.observe.chart import Chart, Line, card, draw, short, table
 from shoal.observe.expert_load import PREFIX, load_section
 from shoal.observe.monitor import read_json_lines
 from shoal.text import format_bytes, format_count
@@ -95,10 +95,10 @@ def render(record: RunRecord, series: Series) -> str:
         _messages(record.messages),
         *(_chart(chart) for chart in _charts(series)),
         load_section(series),
-        _drawing("Pipeline", record.pipeline),
+        card("Pipeline", f'<div class="scroll">{record.pipeline}</div>') if record.pipeline else "",
         _sample(record.prompt, record.sample),
         _ledger(record.ledger, record.allocator),
-        _table("Placement", "where each unit's state is stored", record.placement),
+        _placement(record.placement),
         _pairs("Model", record.model),
         _pairs("Environment", record.environment),
         _pairs("Config", record.config, is_wide=True),
@@ -113,13 +113,6 @@ def render(record: RunRecord, series: Series) -> str:
         f'<header><p class="mark-word">shoal</p><h1>{title}</h1></header>\n{body}\n</main>\n'
         f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
     )
-
-
-def _drawing(title: str, svg: str) -> str:
-    if not svg:
-        return ""
-    head = f'<div class="head"><h2>{html.escape(title)}</h2></div>'
-    return f'<section class="card wide">{head}<div class="scroll">{svg}</div></section>'
 
 
 def _charts(series: Series) -> list[Chart]:
@@ -169,12 +162,8 @@ def _chart(chart: Chart) -> str:
         f" <b>{html.escape((chart.write or short)(line.points[-1][1]))}</b></li>"
         for line in chart.lines
     )
-    unit = f" <small>{html.escape(chart.unit)}</small>" if chart.unit else ""
-    kind = "card wide" if chart.title == "Loss" else "card"
-    return (
-        f'<section class="{kind}"><div class="head"><h2>{html.escape(chart.title)}{unit}</h2>'
-        f'<ul class="legend">{legend}</ul></div>{draw(chart)}</section>'
-    )
+    legend = f'<ul class="legend">{legend}</ul>'
+    return card(chart.title, draw(chart), chart.unit, legend=legend, is_wide=chart.title == "Loss")
 
 
 def _facts(facts: Sequence[tuple[str, str]]) -> str:
@@ -188,54 +177,27 @@ def _messages(messages: Sequence[str]) -> str:
 
 
 def _sample(prompt: str, sample: str) -> str:
-    if not sample:
-        return ""
-    return (
-        '<section class="card wide"><div class="head"><h2>Sample <small>the prompt, then what the model wrote</small>'
-        f'</h2></div><pre class="sample"><mark>{html.escape(prompt)}</mark>{html.escape(sample)}</pre></section>'
-    )
+    text = f'<pre class="sample"><mark>{html.escape(prompt)}</mark>{html.escape(sample)}</pre>'
+    return card("Sample", text, "the prompt, then what the model wrote") if sample else ""
 
 
 def _ledger(rows: Sequence[Sequence[str]], allocator: str) -> str:
-    if not rows:
-        return ""
-    head = "".join(f"<th>{label}</th>" for label in ("kind", "tier", "bytes on rank 0", "bytes per parameter"))
-    body = "".join(
-        f"<tr{' class=total' if row[0] == 'total' else ''}>"
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
-        + "</tr>"
-        for row in rows
-    )
+    headers = ("kind", "tier", "bytes on rank 0", "bytes per parameter")
     note = f'<p class="note">{html.escape(allocator)}</p>' if allocator else ""
-    return (
-        '<section class="card wide"><div class="head"><h2>Memory ledger <small>held between steps</small></h2>'
-        f'</div><table class="ledger"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}</section>'
-    )
+    cells = table("ledger", headers, rows, kind_of=lambda row: " class=total" if row[0] == "total" else "")
+    return card("Memory ledger", cells + note, "held between steps") if rows else ""
 
 
-def _table(title: str, subtitle: str, rows: Sequence[Sequence[str]]) -> str:
+def _placement(rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
-
-    def line(row: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{_breakable(cell)}</{tag}>' for cell in row)}</tr>"
-
-    body = "".join(line(row, "td") for row in rows[1:])
-    return (
-        f'<section class="card wide"><div class="head"><h2>{title} <small>{subtitle}</small></h2></div>'
-        f'<div class="scroll"><table class="cells"><thead>{line(rows[0], "th")}</thead><tbody>{body}</tbody></table>'
-        "</div></section>"
-    )
+    cells = table("cells", rows[0], rows[1:], write=_breakable)
+    return card("Placement", f'<div class="scroll">{cells}</div>', "where each unit's state is stored")
 
 
 def _pairs(title: str, values: Mapping[str, Any], *, is_wide: bool = False) -> str:
     rows = "".join(f"<tr><th>{_breakable(key)}</th><td>{html.escape(text)}</td></tr>" for key, text in _flatten(values))
-    if not rows:
-        return ""
-    return (
-        f'<section class="card{" wide" if is_wide else ""}"><div class="head"><h2>{title}</h2></div>'
-        f'<table class="pairs"><tbody>{rows}</tbody></table></section>'
-    )
+    return card(title, f'<table class="pairs"><tbody>{rows}</tbody></table>', is_wide=is_wide) if rows else ""
 
 
 def _breakable(key: str) -> str:

@@ -1,4 +1,4 @@
-"""Where a model can be cut: its blocks, and on which stage each module beside them is."""
+"""Where a model can be cut: its blocks, and on which stage each module outside them is."""
 
 from __future__ import annotations
 
@@ -41,11 +41,16 @@ class ModelBlocks:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What a model has beside its blocks: modules and parameters, by full name."""
+class OutsideBlocks:
+    """What a model has outside its blocks: modules and parameters, by full name."""
 
     modules: Mapping[str, Side] = field(default_factory=dict)
     parameters: Mapping[str, Side] = field(default_factory=dict)
+
+
+def cut_error(what: str, do: str, *, where: str = "pipeline", code: str = "pipeline-cut") -> ModelError:
+    """The error of a model that cannot be cut, or not so."""
+    return ModelError(what, where=where, do=do, code=code)
 
 
 def joined(parent: str, child: str) -> str:
@@ -53,23 +58,21 @@ def joined(parent: str, child: str) -> str:
 
 
 def find_blocks(model: nn.Module) -> ModelBlocks:
-    """The longest list of modules that holds most parameters, embeddings apart. Experts are no blocks.
+    """The longest list of modules that holds most parameters, embeddings not counted. Experts are no blocks.
 
     Raises: ModelError: the model has no list of modules with parameters.
     """
-    aside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    total = _numel(model, aside)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    total = _numel(model, embeddings)
     lists = {
-        name: (len(module), _numel(module, aside))
+        name: (len(module), _numel(module, embeddings))
         for name, module in model.named_modules()
         if is_list(module) and _has_parameters(module) and "expert" not in name.rpartition(".")[2].lower()
     }
     if not lists:
-        raise ModelError(
+        raise cut_error(
             f"{type(model).__name__} has no list of blocks, an nn.ModuleList or nn.Sequential, where it can be cut.",
-            where="pipeline",
-            do="name the modules at which a stage begins in pipeline.split_points, or write a PipelineModule.",
-            code="pipeline-cut",
+            "name the modules at which a stage begins in pipeline.split_points, or write a PipelineModule.",
         )
     most = [name for name, (_, numel) in lists.items() if 2 * numel > total]
     name = max(most, key=lambda name: lists[name][0]) if most else max(lists, key=lambda name: lists[name][1])
@@ -85,12 +88,11 @@ def split_at(model: nn.Module, split_points: Sequence[str]) -> tuple[ModelBlocks
     """
 
     def error(what: str) -> ModelError:
-        return ModelError(
+        return cut_error(
             what,
-            where="pipeline.split_points",
-            do="name the first block of the second and of each later stage, in the order in which they are called: "
+            "name the first block of the second and of each later stage, in the order in which they are called: "
             "modules of one list, or children of one module.",
-            code="pipeline-cut",
+            where="pipeline.split_points",
         )
 
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -113,10 +115,10 @@ def split_at(model: nn.Module, split_points: Sequence[str]) -> tuple[ModelBlocks
     return ModelBlocks(containers[0], tuple(names)), starts
 
 
-def find_beside(
+def find_outside(
     model: nn.Module, blocks: ModelBlocks, first: Collection[str], last: Collection[str], every: Collection[str]
-) -> Beside:
-    """On which stage each module and parameter beside the blocks is.
+) -> OutsideBlocks:
+    """On which stage each module and parameter outside the blocks is.
 
     In this order: what the caller says; Transformers' pipeline plan; where the parent's ``forward`` calls it; where it
     is registered.
@@ -125,7 +127,7 @@ def find_beside(
         first, last, every: full names of modules and parameters that the first, the last, every stage calls; one of
             the first and the last stage is in both.
 
-    Raises: ModelError: a name is not beside the blocks.
+    Raises: ModelError: a name is not outside the blocks.
     """
     modules: dict[str, Side] = {}
     parameters: dict[str, Side] = {}
@@ -158,13 +160,12 @@ def find_beside(
         add(parent, parent_name, partial(_side, parent, on_path))
     unknown = sorted({*first, *last, *every} - known)
     if unknown:
-        raise ModelError(
+        raise cut_error(
             f"{unknown} are no modules with parameters beside the blocks {blocks.container!r}.",
+            f"name some of {sorted(known)}.",
             where="pipeline.first_stage, pipeline.last_stage, pipeline.every_stage",
-            do=f"name some of {sorted(known)}.",
-            code="pipeline-cut",
         )
-    return Beside(modules, parameters)
+    return OutsideBlocks(modules, parameters)
 
 
 def _always(side: Side, name: str) -> Side:
@@ -172,7 +173,7 @@ def _always(side: Side, name: str) -> Side:
 
 
 def _side(parent: nn.Module, on_path: str, name: str) -> Side:
-    """Whether a module calls its member ``name`` before or after its child ``on_path``."""
+    """The side of a member: a module calls it before or after its child ``on_path``, or in both places."""
     plan = list(getattr(parent, "_pp_plan", None) or {})
     if name in plan and on_path in plan:
         return "first" if plan.index(name) < plan.index(on_path) else "last"
@@ -226,12 +227,17 @@ def _used_by(node: ast.AST) -> list[ast.AST]:
     return []
 
 
+def is_cache(value: Any) -> bool:
+    """True for a cache of keys and values of Transformers', to which a second run of a block would append once more."""
+    return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
+
+
 def is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.Sequential)
 
 
 def _is_uncalled(module: nn.Module) -> bool:
-    """Whether a module is a list or dict: the model calls what is in it."""
+    """True for a list or dict of modules: the model calls what is in it."""
     return type(module).forward is nn.Module.forward
 
 
@@ -239,5 +245,5 @@ def _has_parameters(member: nn.Module | nn.Parameter) -> bool:
     return isinstance(member, nn.Parameter) or any(True for _ in member.parameters())
 
 
-def _numel(module: nn.Module, aside: set[int]) -> int:
-    return sum(p.numel() for p in module.parameters() if id(p) not in aside)
+def _numel(module: nn.Module, embeddings: set[int]) -> int:
+    return sum(p.numel() for p in module.parameters() if id(p) not in embeddings)

@@ -1,24 +1,31 @@
-"""What a layer costs, and the split of layers into pipeline stages by it."""
+"""What layers cost, those of a PipelineModule and the blocks of a model that is to be cut, and the split by it.
+
+Each is run alone, forward and backward: layers one after the other, blocks where one forward of their model calls them.
+Parameters on the meta device, and those that ``zero.Init`` has sharded, are random numbers meanwhile.
+"""
 
 from __future__ import annotations
 
 import copy
 import re
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shoal.device import Device
 from shoal.errors import UsageError
 from shoal.parallel.saved_tensors import counting_saved
 from shoal.pipeline.balance import balance, uniform
+from shoal.pipeline.blocks import find_blocks, find_outside, is_cache
 from shoal.pipeline.layers import LayerOutline, TiedLayerSpec, build, type_name
+
+Costs = Sequence[float] | Sequence[Sequence[float]]
 
 METHODS = ("parameters", "uniform", "type:REGEX", "memory", "time")
 _OPTIMIZER_STATES = 2  # Adam's
@@ -31,6 +38,12 @@ class MeasuredLayer(NamedTuple):
     state_bytes: int  # parameters; of trained ones also the gradient and two optimizer states
     saved_bytes: int  # what the forward saves for the backward
     input_bytes: int
+
+    def plus(self, other: MeasuredLayer) -> MeasuredLayer:
+        return MeasuredLayer._make(mine + theirs for mine, theirs in zip(self, other, strict=True))
+
+
+_NOTHING = MeasuredLayer(0.0, 0, 0, 0)
 
 
 def stage_bounds(
@@ -58,16 +71,13 @@ def stage_bounds(
         return balance(method, num_stages)
     kind, _, pattern = method.partition(":")
     kind = kind.lower()
-    costs: Sequence[float] | Sequence[Sequence[float]]
+    costs: Costs
     if kind == "uniform":
         return uniform(len(layers), num_stages)
     if kind == "parameters":
         costs = [layer.numel for layer in outlines]
     elif kind == "type" and pattern:
-        costs = [float(re.search(pattern, type_name(layer), re.IGNORECASE) is not None) for layer in layers]
-        if not any(costs):
-            types = ", ".join(dict.fromkeys(map(type_name, layers)))
-            raise _wrong(f"partition_method={method!r} matches no layer.", f"match one of the types: {types}.")
+        costs = _by_type(pattern, [type_name(layer) for layer in layers], f"partition_method={method!r}", "layer")
     elif kind in ("memory", "time"):
         if sample is None:
             raise _wrong(
@@ -76,13 +86,77 @@ def stage_bounds(
                 " partition_method.",
             )
         measured = measure(layers, outlines, sample, device)
-        if kind == "time":
-            costs = [cost.seconds for cost in measured]
-        else:
-            costs = memory_costs(measured, num_stages, virtual_stages, checkpoint_interval)
+        costs = _costs_of(kind, measured, num_stages, virtual_stages, checkpoint_interval)
     else:
         raise _wrong(f"partition_method={method!r} is not known.", f"use one of {', '.join(METHODS)}.")
     return balance(costs, num_stages) if any(tree_leaves(costs)) else uniform(len(layers), num_stages)
+
+
+def partition_costs(
+    model: nn.Module,
+    method: str,
+    sample: Any,
+    num_stages: int,
+    device: torch.device,
+    *,
+    virtual_stages: int = 1,
+    checkpoint_interval: int = 0,
+    first_stage: Iterable[str] = (),
+    last_stage: Iterable[str] = (),
+    every_stage: Iterable[str] = (),
+) -> Costs:
+    """The cost of each block, or of each block in each stage, for ``cut(partition=...)``.
+
+    Args:
+        method: "time", "memory", or "type:REGEX" (blocks whose class matches, without regard to case).
+        sample: one micro-batch, as the model's forward takes it: a dict of keywords, a tuple, or one argument. None:
+            the model's ``pipeline_sample``, or else its ``dummy_inputs``, which models of Transformers have.
+
+    Raises: UsageError: there is no sample, or no class matches.
+    Memory: the modules outside the blocks, one block, and what it saves.
+    """
+    blocks = find_blocks(model)
+    names = [blocks.name(block) for block in range(len(blocks.names))]
+    key = f'pipeline.partition = "{method}"'
+    if method.casefold().startswith("type:"):
+        types = [type(model.get_submodule(name)).__name__ for name in names]
+        return _by_type(method.partition(":")[2], types, key, "block")
+    for attribute in ("pipeline_sample", "dummy_inputs"):
+        sample = getattr(model, attribute, None) if sample is None else sample
+    if sample is None:
+        raise _wrong(
+            f"{key} runs each block, and there is no micro-batch to run it on.",
+            "set model.pipeline_sample to one micro-batch, as the model's forward takes it, before initialize().",
+        )
+    outside = find_outside(model, blocks, tuple(first_stage), tuple(last_stage), tuple(every_stage))
+    measured = _measure_in_place(model, [*names, *outside.modules], sample, device)
+    costs = [measured.get(name, _NOTHING) for name in names]
+    for name, side in outside.modules.items():
+        for at, is_there in ((0, side != "last"), (-1, side != "first")):
+            if is_there and name in measured:
+                costs[at] = costs[at].plus(measured[name])
+    return _costs_of(method.casefold(), costs, num_stages, virtual_stages, checkpoint_interval)
+
+
+def _by_type(pattern: str, types: Sequence[str], method: str, what: str) -> list[float]:
+    costs = [float(re.search(pattern, each, re.IGNORECASE) is not None) for each in types]
+    if not any(costs):
+        raise _wrong(f"{method} matches no {what}.", f"match one of the types: {', '.join(dict.fromkeys(types))}.")
+    return costs
+
+
+def _costs_of(
+    kind: str, measured: Sequence[MeasuredLayer], num_stages: int, virtual_stages: int, checkpoint_interval: int
+) -> Costs:
+    """Seconds ("time"); else bytes in each stage: stage s of n holds the activations of n - s micro-batches (1F1B)."""
+    if kind == "time":
+        return [cost.seconds for cost in measured]
+
+    def activations(cost: MeasuredLayer) -> float:
+        return cost.input_bytes / checkpoint_interval if checkpoint_interval else cost.saved_bytes
+
+    num_micro = [(num_stages - stage) / virtual_stages for stage in range(num_stages)]
+    return [[cost.state_bytes + count * activations(cost) for cost in measured] for count in num_micro]
 
 
 def measure(
@@ -96,19 +170,83 @@ def measure(
     """
     costs: list[MeasuredLayer] = []
     received = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to(device), sample)
-    with random_states_kept(device):
+    with _random_states_kept(device):
         for index, module in build(layers, outlines, range(len(layers))):
             layer = layers[index]
             if module is not None:
                 module = (copy.deepcopy(module) if layer is module else module).to(device)
             forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
             call = partial(forward_fn, module) if forward_fn is not None else module or layer
-            cost, received = measure_call(module, call, received, device, repeats)
+            cost, received = _measure_call(module, call, received, device, repeats)
             costs.append(cost)
     return costs
 
 
-def measure_call(
+def _measure_in_place(
+    model: nn.Module, names: Sequence[str], sample: Any, device: torch.device
+) -> dict[str, MeasuredLayer]:
+    """By name, what modules cost where the model calls them."""
+    measured: dict[str, MeasuredLayer] = {}
+    tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    remaining = {
+        name: _with_values(tensor, device)
+        for name, tensor in tensors.items()
+        if not any(name.startswith(f"{module}.") for module in names)
+    }
+    given = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to(device), sample)
+    args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (given, {})
+    with _random_states_kept(device), ExitStack() as replaced, torch.no_grad():
+        for name in names:
+            module: Any = model.get_submodule(name)
+            before = module.__dict__.get("forward")
+            module.forward = partial(_measured_call, module, before, name, measured, device)
+            replaced.callback(_restore, module, before)
+        args = tuple(args) if isinstance(args, tuple | list) else (args,)
+        torch.func.functional_call(model, remaining, args, kwargs)
+    return measured
+
+
+def _restore(module: Any, forward: Callable[..., Any] | None) -> None:
+    del module.forward
+    if forward is not None:
+        module.forward = forward
+
+
+def _measured_call(
+    module: nn.Module,
+    forward: Callable[..., Any] | None,
+    name: str,
+    measured: dict[str, MeasuredLayer],
+    device: torch.device,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The forward of a module while it is measured: of a copy on the device."""
+    values = {id(t): _with_values(t, device) for t in (*module.parameters(), *module.buffers())}
+    made = copy.deepcopy(module, {**values, id(module.__dict__["forward"]): forward})
+    if forward is None:
+        made.__dict__.pop("forward", None)
+    leaves = tree_leaves((args, kwargs))
+    hidden = next((at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)), None)
+
+    def call(received: Any) -> Any:
+        at = iter(range(len(leaves)))
+
+        def argument(leaf: Any) -> Any:
+            if next(at) == hidden:
+                return received
+            return None if is_cache(leaf) else leaf  # a cache grows with each call
+
+        call_args, call_kwargs = tree_map(argument, (args, kwargs))
+        return made.forward(*call_args, **call_kwargs)  # hooks run once, around what is measured
+
+    with torch.enable_grad():
+        cost, output = _measure_call(made, call, None if hidden is None else leaves[hidden], device)
+    measured[name] = measured.get(name, _NOTHING).plus(cost)
+    return output
+
+
+def _measure_call(
     module: nn.Module | None, call: Callable[[Any], Any], received: Any, device: torch.device, repeats: int = 3
 ) -> tuple[MeasuredLayer, Any]:
     """What one call costs, forward and backward, and what it returns.
@@ -144,19 +282,17 @@ def measure_call(
     return MeasuredLayer(seconds, state, saved_bytes, num_received), detached
 
 
-def memory_costs(
-    measured: Sequence[MeasuredLayer], num_stages: int, virtual_stages: int, checkpoint_interval: int
-) -> list[list[float]]:
-    """Bytes of each layer in each stage: stage s of n holds the activations of n - s micro-batches (1F1B)."""
-
-    def activations(cost: MeasuredLayer) -> float:
-        return cost.input_bytes / checkpoint_interval if checkpoint_interval else cost.saved_bytes
-
-    held = [(num_stages - stage) / virtual_stages for stage in range(num_stages)]
-    return [[cost.state_bytes + count * activations(cost) for cost in measured] for count in held]
+def _with_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the device; random where it has no values."""
+    is_absent = tensor.is_meta or (tensor.numel() > 1 and not any(tensor.stride()))  # on meta, or sharded
+    value = tensor.detach().to(device, copy=True) if not is_absent else torch.zeros(tensor.shape, dtype=tensor.dtype)
+    value = value.to(device)
+    if is_absent and value.is_floating_point():
+        value.normal_(std=0.02)
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
-def random_states_kept(device: torch.device) -> AbstractContextManager[None]:
+def _random_states_kept(device: torch.device) -> AbstractContextManager[None]:
     """Restores the random states of the host and the device afterwards."""
     is_host = device.type == "cpu"
     return torch.random.fork_rng([] if is_host else [device], device_type="cuda" if is_host else device.type)

@@ -20,10 +20,20 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.errors import ModelError, UsageError
+from shoal.errors import UsageError
 from shoal.parallel.running_layers import running_from
 from shoal.pipeline.balance import balance, uniform
-from shoal.pipeline.blocks import Beside, ModelBlocks, Side, find_beside, find_blocks, is_list, joined, split_at
+from shoal.pipeline.blocks import (
+    ModelBlocks,
+    OutsideBlocks,
+    Side,
+    cut_error,
+    find_blocks,
+    find_outside,
+    is_list,
+    joined,
+    split_at,
+)
 from shoal.pipeline.left_behind import Learnt
 from shoal.pipeline.one_forward import EndOfStage, OneForward, RecordedModule, RunningBlocks
 from shoal.pipeline.stage import StageModule
@@ -55,9 +65,9 @@ def cut(
         split_points: names of the modules at which the second and later stages begin: of one list, or children of one
             module. None: the longest list of modules that holds most parameters is cut.
         partition: what stages have as equal a share of as possible. "parameters": those of blocks; "best": those of
-            the modules beside the blocks, too; "uniform": the number of blocks; or a cost for each block; or
-            those for each stage (see ``block_costs``).
-        first_stage, last_stage, every_stage: names of modules and parameters beside the blocks that the first, the
+            the modules outside the blocks, too; "uniform": the number of blocks; or a cost for each block; or
+            those for each stage (see ``costs``).
+        first_stage, last_stage, every_stage: names of modules and parameters outside the blocks that the first, the
             last, every stage calls, where Shoal takes them for another's; one may be in the first two.
         loss_fn: of the model's output and the labels. The batch is then (inputs, labels). None: the model's output
             holds the loss.
@@ -70,35 +80,32 @@ def cut(
         starts = points if starts is None else starts
     else:
         blocks = find_blocks(model)
-    beside = find_beside(model, blocks, first_stage, last_stage, every_stage)
-    bounds = _bounds(model, blocks, beside, num_stages, starts, partition)
-    return CutModel(model, blocks, beside, bounds, tuple(sorted(stages_of_rank)), loss_fn)
+    outside = find_outside(model, blocks, first_stage, last_stage, every_stage)
+    bounds = _bounds(model, blocks, outside, num_stages, starts, partition)
+    return CutModel(model, blocks, outside, bounds, tuple(sorted(stages_of_rank)), loss_fn)
 
 
 def _bounds(
     model: nn.Module,
     blocks: ModelBlocks,
-    beside: Beside,
+    outside: OutsideBlocks,
     num_stages: int,
     starts: Sequence[int] | None,
     partition: Partition | Sequence[float] | Sequence[Sequence[float]],
 ) -> tuple[int, ...]:
     count = len(blocks.names)
     if not 1 <= num_stages <= count:
-        raise ModelError(
+        raise cut_error(
             f"{num_stages} pipeline stages, but {type(model).__name__} has {count} blocks in {blocks.container!r}.",
+            f"take 1 to {count} stages (virtual ones counted), or cut another list by pipeline.split_points.",
             where="pipeline.stages",
-            do=f"take 1 to {count} stages (virtual ones counted), or cut another list by pipeline.split_points.",
-            code="pipeline-cut",
         )
     if starts is not None:
         bounds = (*starts, count)
         if len(starts) != num_stages or starts[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
-            raise ModelError(
+            raise cut_error(
                 f"{list(starts)} are not the first blocks of {num_stages} stages of {count} blocks.",
-                where="pipeline",
-                do=f"give {num_stages} ascending numbers, from 0 to at most {count - 1}.",
-                code="pipeline-cut",
+                f"give {num_stages} ascending numbers, from 0 to at most {count - 1}.",
             )
         return bounds
     if partition == "uniform":
@@ -108,24 +115,23 @@ def _bounds(
         costs = [float(_numel([model.get_submodule(blocks.name(block))])) for block in range(count)]
         if partition == "best":
             for stage, side in ((0, "first"), (-1, "last")):
-                costs[stage] += _numel(_members(model, beside, (side, "both", "every")))
+                costs[stage] += _numel(_members(model, outside, (side, "both", "every")))
     else:
         costs = list(partition)
         rows = costs if costs and isinstance(costs[0], Sequence) else [costs] * num_stages
         is_finite = all(0 <= cost < float("inf") for row in rows for cost in row)
         if len(rows) != num_stages or any(len(row) != count for row in rows) or not is_finite:
-            raise ModelError(
+            raise cut_error(
                 f"{len(rows[0]) if rows else 0} costs {costs} for the {count} blocks of {blocks.container!r}.",
+                f"give {count} numbers that are not negative.",
                 where="pipeline.partition",
-                do=f"give {count} numbers that are not negative.",
-                code="pipeline-cut",
             )
     return tuple(balance(costs, num_stages))
 
 
-def _members(model: nn.Module, beside: Beside, sides: tuple[str, ...]) -> list[nn.Module | nn.Parameter]:
-    modules = [model.get_submodule(name) for name, side in beside.modules.items() if side in sides]
-    return [*modules, *(model.get_parameter(name) for name, side in beside.parameters.items() if side in sides)]
+def _members(model: nn.Module, outside: OutsideBlocks, sides: tuple[str, ...]) -> list[nn.Module | nn.Parameter]:
+    modules = [model.get_submodule(name) for name, side in outside.modules.items() if side in sides]
+    return [*modules, *(model.get_parameter(name) for name, side in outside.parameters.items() if side in sides)]
 
 
 def _numel(members: Iterable[nn.Module | nn.Parameter]) -> int:
@@ -139,7 +145,7 @@ def _parameters(members: Iterable[nn.Module | nn.Parameter]) -> dict[int, nn.Par
 
 @dataclass(frozen=True)
 class Member:
-    """A module or a parameter beside the blocks.
+    """A module or a parameter outside the blocks.
 
     Args:
         parent, key: the module that has it, and its name there.
@@ -167,7 +173,7 @@ class CutModel(StageModule):
         self,
         model: nn.Module,
         blocks: ModelBlocks,
-        beside: Beside,
+        outside: OutsideBlocks,
         bounds: tuple[int, ...],
         stages: tuple[int, ...],
         loss_fn: Callable[[Any, Any], torch.Tensor] | None,
@@ -188,14 +194,14 @@ class CutModel(StageModule):
         self._running_class: Any = type(f"Running{type(container).__name__}", (RunningBlocks, type(container)), {})
 
         canonical = {id(parameter): name for name, parameter in model.named_parameters()}
-        by_stage = [_parameters(self._members_of(beside, stage)) for stage in range(self.num_stages)]
+        by_stage = [_parameters(self._members_of(outside, stage)) for stage in range(self.num_stages)]
         self._cut_names = [[canonical[key] for key in owned] for owned in by_stage]
         holders: dict[str, list[int]] = {}
         for stage, names in enumerate(self._cut_names):
             for name in names:
                 holders.setdefault(name, []).append(stage)
         self.tied = {name: tuple(held) for name, held in holders.items() if len(held) > 1}
-        self._cut_beside = self._drop(beside, {name for stage in stages for name in self._cut_names[stage]})
+        self._cut_outside = self._drop(outside, {name for stage in stages for name in self._cut_names[stage]})
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[shared] = model.__dict__[shared]
         self.training = model.training
@@ -220,14 +226,14 @@ class CutModel(StageModule):
         return self
 
     def cast_absent(self, dtype_of: Callable[[nn.Parameter], torch.dtype]) -> None:
-        for at, member in enumerate(self._cut_beside):
+        for at, member in enumerate(self._cut_outside):
             if isinstance(member.meta, nn.Module):
                 for parameter in member.meta.parameters():
                     if parameter.is_meta:
                         parameter.data = torch.empty_like(parameter, dtype=dtype_of(parameter))
             elif member.meta is not None:
                 meta = torch.empty_like(member.meta, dtype=dtype_of(member.meta))
-                self._cut_beside[at] = replace(member, meta=meta)
+                self._cut_outside[at] = replace(member, meta=meta)
 
     def forward(self, stage: int, received: Any, batch: Any, **arguments: Any) -> Any:
         if batch is None:
@@ -259,12 +265,10 @@ class CutModel(StageModule):
         finally:
             forward.finish()
         if end < len(self._cut_modules) or not forward.has_begun:
-            raise ModelError(
+            raise cut_error(
                 f"the model's forward ended on pipeline stage {stage} without a call of block "
                 f"{self.cut_blocks.name(end if end < len(self._cut_modules) else begin)!r}.",
-                where="pipeline",
-                do="cut a list whose blocks the model calls in each forward, by pipeline.split_points.",
-                code="pipeline-cut",
+                "cut a list whose blocks the model calls in each forward, by pipeline.split_points.",
             )
         return output
 
@@ -305,18 +309,18 @@ class CutModel(StageModule):
         parameters = dict(self.named_parameters())
         return [parameters[name] for name in self._cut_names[stage]]
 
-    def _members_of(self, beside: Beside, stage: int) -> list[nn.Module | nn.Parameter]:
+    def _members_of(self, outside: OutsideBlocks, stage: int) -> list[nn.Module | nn.Parameter]:
         sides: tuple[Side, ...] = ("first", "last", "both", "every")
         here = tuple(side for side in sides if _is_on(side, stage, self.num_stages))
         begin, end = self._cut_bounds[stage : stage + 2]
-        return [*self._cut_modules[begin:end], *_members(self.whole_model, beside, here)]
+        return [*self._cut_modules[begin:end], *_members(self.whole_model, outside, here)]
 
-    def _drop(self, beside: Beside, names: set[str]) -> list[Member]:
+    def _drop(self, outside: OutsideBlocks, names: set[str]) -> list[Member]:
         """Keep the modules of this rank's stages, and the parameters with these names; move the rest to meta."""
         model, blocks = self.whole_model, self.cut_blocks
         container = model.get_submodule(blocks.container)
-        members = [member for stage in self.stages for member in self._members_of(beside, stage)]
-        modules = {name: model.get_submodule(name) for name in beside.modules}
+        members = [member for stage in self.stages for member in self._members_of(outside, stage)]
+        modules = {name: model.get_submodule(name) for name in outside.modules}
         modules |= {blocks.name(at): block for at, block in enumerate(self._cut_modules)}
         own = {id(member) for member in members}
         stay = {name: module if id(module) in own else _shell(module, name, names) for name, module in modules.items()}
@@ -327,7 +331,7 @@ class CutModel(StageModule):
             if id(block) not in kept:
                 to_meta(block, kept)
         found = []
-        for name, side in beside.modules.items():
+        for name, side in outside.modules.items():
             module, stays = modules[name], stay[name]
             parent = model.get_submodule(name.rpartition(".")[0])
             key = name.rpartition(".")[2]
@@ -340,7 +344,7 @@ class CutModel(StageModule):
                 else:
                     to_meta(module, kept)
             found.append(Member(name, side, parent, key, meta))
-        for name, side in beside.parameters.items():
+        for name, side in outside.parameters.items():
             parent, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             parameter = model.get_parameter(name)
             found.append(Member(name, side, parent, key, torch.empty_like(parameter, device="meta")))
@@ -357,7 +361,7 @@ class CutModel(StageModule):
             before.append((table, key, table.get(key)))
             table[key] = value
 
-        for member in self._cut_beside:
+        for member in self._cut_outside:
             parent: Any = member.parent
             is_module = not isinstance(member.meta, torch.Tensor)
             if _is_on(member.side, stage, self.num_stages):
@@ -366,8 +370,8 @@ class CutModel(StageModule):
                         parent._modules, member.key, RecordedModule(parent._modules[member.key], member.name, forward)
                     )
             elif is_module:
-                check = partial(forward.check_beside, member.name, member.side)
-                receive = partial(forward.receive_beside, member.name)
+                check = partial(forward.check_outside, member.name, member.side)
+                receive = partial(forward.receive_outside, member.name)
                 stand_in = StandIn(member.meta, repr(member.name), check, receive, forward.guard)
                 replace(parent._modules, member.key, stand_in)
             else:

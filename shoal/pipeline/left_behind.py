@@ -1,4 +1,4 @@
-"""What a block leaves behind beside its output: tensors that the model's loss may read on a later pipeline stage.
+"""What a block leaves behind besides its output: tensors that the loss may read on a later pipeline stage.
 
     place                          path, from the block's name on               left there by
     attribute of a module          "module", "moe", "aux"                       the module's forward
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.errors import ModelError
+from shoal.pipeline.blocks import cut_error
 
 Path = tuple[Any, ...]
 
@@ -168,12 +168,10 @@ def put(root: dict[str, Any], path: Path, value: Any) -> LeftTensors:
     for key, after in pairwise(path[1:]):
         member = dict(_members(owner)).get(key)
         if member is None and (not isinstance(owner, nn.Module) or key.startswith("_forward")):
-            raise ModelError(
+            raise cut_error(
                 f"the model cannot be cut between its blocks: block {path[0]!r} leaves a tensor with a gradient in "
                 f"{'.'.join(map(str, path[2:]))!r}, and a pipeline stage behind it has no such place.",
-                where="pipeline",
-                do="register hooks before initialize(); detach what no loss reads; or return it from the block.",
-                code="pipeline-cut",
+                "register hooks before initialize(); detach what no loss reads; or return it from the block.",
             )
         if member is None:  # the block's forward makes it
             member = [] if isinstance(after, int) else {}

@@ -261,7 +261,7 @@ def _text(form: MessageForm) -> str:
 
 
 def signature_of(batch: Any, arguments: Mapping[str, Any]) -> int:
-    """A number of the shapes and dtypes in a micro-batch and of the arguments beside it, below 2**52; 0: no batch."""
+    """A number of the shapes and dtypes in a micro-batch and of the arguments with it, below 2**52; 0: no batch."""
     if batch is None:
         return 0
     parts = [f"{name}={value}" for name, value in arguments.items()]

@@ -20,7 +20,7 @@ from torch import nn
 
 from shoal.errors import ModelError
 from shoal.parallel.recompute import checkpoint
-from shoal.pipeline.blocks import ModelBlocks, Side
+from shoal.pipeline.blocks import ModelBlocks, Side, cut_error, is_cache
 from shoal.pipeline.left_behind import Learnt, LeftTensors, kept, put, roots
 from shoal.pipeline.stand_in import Delegate, guard, guard_error, guarded_by, line_of_model
 
@@ -158,12 +158,10 @@ class OneForward:
 
         replaced: tuple[Any, Any] = _map_arguments(replace, args, kwargs)
         if missing:
-            raise ModelError(
+            raise cut_error(
                 f"block {self.blocks.name(position)!r} has no argument {sorted(missing)[0]!r}, but the stage before "
                 "sends one.",
-                where="pipeline",
-                do="pass all blocks the same arguments in the same way.",
-                code="pipeline-cut",
+                "pass all blocks the same arguments in the same way.",
             )
         return replaced
 
@@ -172,7 +170,7 @@ class OneForward:
         modules = {self.blocks.name(at): self.modules[at] for at in range(begin, end)}
         return self.leave(end - 1, self._run(modules, args, kwargs, run))
 
-    def call_beside(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def call_outside(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a module of the first stage; record what it returns and leaves behind."""
         output = self._run({name: module}, args, kwargs, module)
         self.record(output)
@@ -247,23 +245,21 @@ class OneForward:
 
         _map_arguments(visit, args, kwargs)
         if not crossing:
-            raise ModelError(
+            raise cut_error(
                 f"block {self.blocks.name(position)!r} is called without a tensor, so there is nothing to send to it.",
-                where="pipeline",
-                do="pass it the hidden states as its first argument, or write a PipelineModule.",
-                code="pipeline-cut",
+                "pass it the hidden states as its first argument, or write a PipelineModule.",
             )
         form = self.form if self.has_begun or self.begin else "hidden"
         return {"arguments": crossing, "output": form, "left": [[list(place.path), place.value] for place in behind]}
 
-    def check_beside(self, name: str, side: Side) -> None:
+    def check_outside(self, name: str, side: Side) -> None:
         """Raises: ModelError: the model calls a module of the first or last stage here, where it should not."""
         if side == "last":
-            raise _beside_error(name, "last", "before the last block", "first")
+            raise _outside_error(name, "last", "before the last block", "first")
         if self.has_begun and not self.is_over:
-            raise _beside_error(name, "first", "after a block of a later one", "last")
+            raise _outside_error(name, "first", "after a block of a later one", "last")
 
-    def receive_beside(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor | None:
+    def receive_outside(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor | None:
         """What the model gets from a module of the first stage, if that is sent."""
         return self._receive(name, module, args, kwargs).get("hidden")
 
@@ -290,12 +286,10 @@ class OneForward:
 
     def _order_error(self, position: int) -> ModelError:
         own = self.blocks.name(self.begin)
-        return ModelError(
+        return cut_error(
             f"the model calls block {self.blocks.name(position)!r} out of order on the stage that begins with {own!r}.",
-            where="pipeline",
-            do="cut a list whose blocks the model calls once each, from the first to the last, by naming its blocks in "
+            "cut a list whose blocks the model calls once each, from the first to the last, by naming its blocks in "
             "pipeline.split_points; or write a PipelineModule.",
-            code="pipeline-cut",
         )
 
 
@@ -366,7 +360,7 @@ class RecomputedRun:
                 output = module(*own_args, **own_kwargs)
             return output
 
-        args, kwargs = _map_arguments(lambda _, leaf: None if _is_cache(leaf) else leaf, args, kwargs)
+        args, kwargs = _map_arguments(lambda _, leaf: None if is_cache(leaf) else leaf, args, kwargs)
         self._output = forward.call(begin, end, args, kwargs, partial(checkpoint, run))
         given = {id(leaf) for leaf in self._given.values()}
         of = f"an output of {forward.blocks.name(begin)!r}, which is recomputed together with the next block"
@@ -387,11 +381,11 @@ class RecomputedRun:
         )
         if other is not None:
             forward = self._forward
-            raise ModelError(
+            raise cut_error(
                 f"block {forward.blocks.name(position)!r} cannot be recomputed together with"
                 f" {forward.blocks.name(self._begin)!r}: its argument {other!r} is a different one.",
+                "write 1, which recomputes each block by itself, or write the layers as a PipelineModule.",
                 where="pipeline.activation_checkpoint_interval",
-                do="write 1, which recomputes each block by itself, or write the layers as a PipelineModule.",
                 code="pipeline-recompute",
             )
         if position < self._last:
@@ -427,7 +421,7 @@ class RecordedModule(Delegate):
         self._name, self._forward = name, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward.call_beside(self._name, self._module, args, kwargs)
+        return self._forward.call_outside(self._name, self._module, args, kwargs)
 
 
 class RunningBlocks:
@@ -454,11 +448,6 @@ class RunningBlocks:
 def _chosen(key: str, value: Any, at: str, leaf: Any) -> Any:
     """``value`` in the place ``key``, else the leaf."""
     return value if at == key else leaf
-
-
-def _is_cache(value: Any) -> bool:
-    """True for a cache of keys and values of Transformers', to which a recomputation would append once more."""
-    return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
 
 
 def _leaves(args: Any, kwargs: Any) -> list[tuple[str, Any]]:
@@ -502,11 +491,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def _beside_error(name: str, side: Side, when: str, other: Side) -> ModelError:
-    return ModelError(
+def _outside_error(name: str, side: Side, when: str, other: Side) -> ModelError:
+    return cut_error(
         f"module {name!r} is on the {side} pipeline stage, but the model calls it {when}.",
-        where="pipeline",
-        do=f"add {name!r} to pipeline.{other}_stage; to pipeline.{side}_stage, too, if the model calls it before and "
+        f"add {name!r} to pipeline.{other}_stage; to pipeline.{side}_stage, too, if the model calls it before and "
         "after its blocks; or to pipeline.every_stage.",
         code="pipeline-beside",
     )

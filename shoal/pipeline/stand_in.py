@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shoal.comm.protocol import shapes_only
 from shoal.compiler import untraced
 from shoal.errors import ModelError
+from shoal.pipeline.blocks import cut_error
 from shoal.pipeline.left_behind import OF_MODULES, kept, roots
 
 _SHOAL = Path(__file__).parent.parent
@@ -85,13 +86,11 @@ def guarded_by(tensor: torch.Tensor) -> str | None:
 
 
 def guard_error(of: str, what: str) -> ModelError:
-    return ModelError(
+    return cut_error(
         f"the model cannot be cut between its blocks: it uses {of}, which this pipeline stage does not have; {what}.",
-        where="pipeline",
-        do="add a module that is used before the blocks to pipeline.first_stage, and one whose result each stage needs "
+        "add a module that is used before the blocks to pipeline.first_stage, and one whose result each stage needs "
         "to pipeline.every_stage; let what a block needs of the blocks before be an argument that is passed on "
         "unchanged; or write a PipelineModule.",
-        code="pipeline-cut",
     )
 
 
@@ -99,10 +98,9 @@ class AbsentModule(nn.Module):
     """Keeps the place of a module that is on other pipeline stages only. It has no parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise ModelError(
+        raise cut_error(
             "this module is on other pipeline stages only, so it can be called within a pipeline stage's forward only.",
-            where="pipeline",
-            do="call engine.train_batch() or engine.eval_batch().",
+            "call engine.train_batch() or engine.eval_batch().",
             code="pipeline-absent",
         )
 
@@ -166,11 +164,9 @@ class StandIn(Delegate):
             with shapes_only():
                 output = _shapes_of(self._module, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            raise ModelError(
+            raise cut_error(
                 f"the shape of what {self._of} returns cannot be known without running it: {error}",
-                where="pipeline",
-                do="write a PipelineModule.",
-                code="pipeline-cut",
+                "write a PipelineModule.",
             ) from error
         of = f"{self._of}{line_of_model()}"
         for path, place in kept(root).items():  # what hooks collected has no values

@@ -12,7 +12,7 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import UsageError
-from shoal.pipeline.block_costs import partition_costs
+from shoal.pipeline.costs import partition_costs
 from tests.fake_clock import FakeClock
 from tests.ranks.test_tensor_parallel_engine import GPT, LENGTH, ROWS, VOCABULARY, GPTConfig, config, tokens
 from tests.ranks.training import make, sgd

@@ -207,7 +207,7 @@ def _convert(
 
 
 def _what_is_read(opened: Source, found: str, source: str, unread: list[str]) -> list[str]:
-    """A line about the checkpoint that is read, then a line about weights beside it that are not."""
+    """A line about the checkpoint that is read, then a line about weights next to it that are not."""
     from shoal.checkpoint.directory import read_latest
     from shoal.checkpoint.storage import open_storage
 
@@ -220,10 +220,10 @@ def _what_is_read(opened: Source, found: str, source: str, unread: list[str]) ->
     if unread:
         shown = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
         other = "huggingface" if ".safetensors" in unread[0] else "state_dict"
-        lines.append(f"not read: {shown}, beside it (--from {other} reads the weights alone)")
+        lines.append(f"not read: {shown}, next to it (--from {other} reads the weights alone)")
     storage = open_storage(source)
     if found in ("huggingface", "state_dict") and (tag := read_latest(storage)) and tag not in storage.names():
-        lines.append(f"latest names {tag!r}, which does not exist; the weights beside it are read instead")
+        lines.append(f"latest names {tag!r}, which does not exist; the weights next to it are read instead")
     return lines
 
 
@@ -236,7 +236,7 @@ def _left_out(source: Source, to: Target) -> list[str]:
     notes = []
     if to is not Target.dcp and (states := _states(source)):
         notes.append(f"optimizer state ({', '.join(states)}) has no place in {to.value}; left out.")
-    if lost := [name for name, value in _beside_tensors(source).items() if value]:
+    if lost := [name for name, value in _other_parts(source).items() if value]:
         notes.append(f"{to.value} has no place for {', '.join(lost)}; left out.")
     return notes
 
@@ -244,11 +244,11 @@ def _left_out(source: Source, to: Target) -> list[str]:
 def _not_there(source: Source) -> list[str]:
     """What a run that resumes begins anew, because the source does not have it."""
     missing = [] if _states(source) else ["optimizer state"]
-    missing += [name for name, value in _beside_tensors(source).items() if not value and name in _RESUMED]
+    missing += [name for name, value in _other_parts(source).items() if not value and name in _RESUMED]
     return [f"the source has no {', no '.join(missing)}: a run that resumes begins with new ones."] if missing else []
 
 
-def _beside_tensors(source: Source) -> dict[str, Any]:
+def _other_parts(source: Source) -> dict[str, Any]:
     about = source.about
     return {
         "counters (step)": about.counters,

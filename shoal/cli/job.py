@@ -69,9 +69,9 @@ class TrainJob:
     command: str = ""  # the command line, for the report
 
     def save(self, path: Path) -> None:
-        beside = path.with_suffix(".tmp")
-        beside.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        beside.replace(path)  # other ranks may be reading the file
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)  # other ranks may be reading the file
 
     @classmethod
     def load(cls, path: Path) -> TrainJob:

@@ -62,10 +62,12 @@ def check_together(config: Schema, found: Normalised) -> list[Problem]:
     if isinstance(budget, str) and parse_bytes(budget) is None:
         problem(where, f"{shown(budget)} is not a size with a unit.", 'write it as "4GiB", or as a number.')
     if budget is not None and config.compile.enabled:
-        problem(where, "beside compile.enabled: what compiled blocks save is not counted.", "leave one of them out.")
+        problem(
+            where, "given with compile.enabled: what compiled blocks save is not counted.", "leave one of them out."
+        )
     if budget is not None and config.parallel.pp not in ("auto", 1):
         do = "name blocks in activation_checkpointing.modules."
-        problem(where, "beside pipeline stages, whose ranks hold several micro-batches.", do)
+        problem(where, "given with pipeline stages, whose ranks hold several micro-batches.", do)
     if config.offload == "auto":
         if zero.stage == 0:
             problem(

@@ -107,7 +107,7 @@ class Config(Schema):
             return None
 
     def _why_unused(self, key: KeySupport, reasons: Mapping[str, str]) -> str:
-        """Why a key that is supported in general has no effect beside the others; empty where it has one."""
+        """Why a key that is supported in general has no effect together with the others; empty where it has one."""
         if key.support.kind != "supported" or not key.schema_path:
             return ""
         is_on = not key.is_off or (self.offload == "auto" and key.schema_path.startswith("zero_optimization.offload_"))
@@ -215,7 +215,7 @@ def load(
         check_supported: whether asking for a part that is not built yet is an error, or for a type that does not exist.
         replaced: of ``optimizer`` and ``scheduler``, those for which the caller passes an object; their types are not
             checked.
-        degrees: by axis of the mesh, what the caller gives beside the file.
+        degrees: by axis of the mesh, what the caller gives in addition to the file.
         warns: False on all ranks but one: the others keep the warnings without showing them.
 
     Raises: ConfigError: all problems in one error.

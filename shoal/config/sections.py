@@ -256,7 +256,7 @@ class CurriculumLearning(Section):
 
 ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
 
-# Beside ``min_difficulty`` and ``max_difficulty``: what ``schedule_config`` must have.
+# In addition to ``min_difficulty`` and ``max_difficulty``: what ``schedule_config`` must have.
 NEEDED: dict[ScheduleType, tuple[str, ...]] = {
     "fixed_linear": ("total_curriculum_step", "difficulty_step"),
     "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),

@@ -56,7 +56,7 @@ def _from_text(text: str) -> tuple[Document, str]:
         decoded = ""
     if decoded.lstrip("\ufeff \t\r\n").startswith("{"):
         return _document(read(decoded, "the base64 text"), "the base64 text"), "the base64 text"
-    near = did_you_mean(path.name, _names_beside(path))
+    near = did_you_mean(path.name, _config_files_near(path))
     shown = text if len(text) <= 80 else f"{text[:77]}..."
     raise ConfigError(
         f"{shown!r} is neither a file, nor JSON, nor base64 of JSON{near or '.'}",
@@ -73,7 +73,7 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _names_beside(path: Path) -> list[str]:
+def _config_files_near(path: Path) -> list[str]:
     try:
         return sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in (".json", ".hjson"))
     except (OSError, ValueError):
@@ -84,7 +84,7 @@ def _from_file(path: Path) -> Document:
     try:
         text = path.expanduser().read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        near = did_you_mean(path.name, _names_beside(path))
+        near = did_you_mean(path.name, _config_files_near(path))
         raise ConfigError(f"there is no file {str(path)!r}{near or '.'}", code="config-missing") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.", code="config-unreadable") from None

@@ -1,4 +1,4 @@
-"""The types that ``optimizer`` and ``scheduler`` may name beside Shoal's own: the classes of the installed torch.
+"""The types that ``optimizer`` and ``scheduler`` may name and Shoal does not have: classes of the installed torch.
 
 torch is imported only for a type that the schema does not have.
 """
@@ -63,7 +63,7 @@ def _classes(module: Any, base: type) -> dict[str, type]:
     }
 
 
-# mu-parametrization: the type, and torch's class whose arguments it takes beside ``decoupled_wd``.
+# mu-parametrization: the type, and torch's class whose arguments it takes in addition to ``decoupled_wd``.
 BY_WIDTH = {"MuAdam": "Adam", "MuAdamW": "AdamW", "MuSGD": "SGD"}
 
 

@@ -1,4 +1,4 @@
-"""How many floating-point operations one call of PyTorch's takes, beside those that PyTorch itself has a formula for.
+"""Floating-point operations of one call of PyTorch's, where PyTorch itself has no formula for them.
 
 Two tables, by operation:
 

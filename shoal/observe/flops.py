@@ -160,7 +160,7 @@ class ModuleCounts:
         return bool(self._handles)
 
     def start(self, ignored: Collection[type[nn.Module]] = ()) -> None:
-        """Count from now on, beside what was counted already.
+        """Count from now on, in addition to what was counted already.
 
         Args:
             ignored: classes without counts of their own: what their modules compute is their parents'.

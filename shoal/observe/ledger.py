@@ -1,4 +1,4 @@
-"""The ledger: bytes by kind, tier and unit, that equal the layout's formula, beside what the allocator says."""
+"""The ledger: bytes by kind, tier and unit, that equal the layout's formula, next to what the allocator says."""
 
 from __future__ import annotations
 

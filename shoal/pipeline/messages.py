@@ -1,4 +1,4 @@
-"""What travels between two pipeline stages: tensors in tuples, lists and dicts, in one message, never through pickle.
+"""What two pipeline stages send each other: tensors in tuples, lists and dicts, in one message, never through pickle.
 
     pack      the value's structure (JSON) and its tensors
     send      the tensors' bytes, in one send; alone, a tensor is sent as it is
@@ -114,7 +114,6 @@ def _tree_of(item: Any, tensors: list[torch.Tensor], where: str, path: str) -> A
 
 def unflatten(form: MessageForm, tensors: Sequence[torch.Tensor | None]) -> Any:
     """The value of which ``flatten`` gave the structure."""
-
     return _value_of(form.tree, tensors)
 
 
@@ -199,14 +198,8 @@ class Channel:
         Communicates: the first time two sends of a few bytes.
         """
         known = self._known.get((boundary, signature))
-        if known is None and self._stages is not None:
-            self._stages.post((boundary, signature), form.to_json())
-            self._known[boundary, signature] = form
-        elif known is None:
-            text = torch.frombuffer(bytearray(form.to_json()), dtype=torch.uint8).to(self._device)
-            size = torch.tensor([text.numel()], dtype=torch.int64, device=self._device)
-            self._comm.send(size, peer, label=f"{label} structure").drain()
-            self._comm.send(text, peer, label=f"{label} structure").drain()
+        if known is None:
+            self._tell((boundary, signature), form.to_json(), peer, label)
             self._known[boundary, signature] = form
         elif known != form:
             raise UsageError(
@@ -219,18 +212,27 @@ class Channel:
 
     def learn(self, boundary: str, signature: int, peer: int, *, label: str) -> MessageForm:
         """The receiver's side of ``agree``. Order: blocks the host the first time."""
-        known = self._known.get((boundary, signature))
-        if known is None and self._stages is not None:
-            known = MessageForm.from_json(self._stages.take((boundary, signature), f"the structure of {label}"))
-            self._known[boundary, signature] = known
-        elif known is None:
-            size = torch.empty(1, dtype=torch.int64, device=self._device)
-            self._comm.recv(size, peer, label=f"{label} structure").wait()
-            text = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
-            self._comm.recv(text, peer, label=f"{label} structure").wait()
-            known = MessageForm.from_json(text.cpu().numpy().tobytes())
-            self._known[boundary, signature] = known
-        return known
+        if (boundary, signature) not in self._known:
+            text = self._ask((boundary, signature), peer, label)
+            self._known[boundary, signature] = MessageForm.from_json(text)
+        return self._known[boundary, signature]
+
+    def _tell(self, key: tuple[str, int], text: bytes, peer: int, label: str) -> None:
+        if self._stages is not None:
+            self._stages.post(key, text)
+            return
+        for values, dtype in ([len(text)], torch.int64), (list(text), torch.uint8):
+            part = torch.tensor(values, dtype=dtype, device=self._device)
+            self._comm.send(part, peer, label=f"{label} structure").drain()
+
+    def _ask(self, key: tuple[str, int], peer: int, label: str) -> bytes:
+        if self._stages is not None:
+            return bytes(self._stages.take(key, f"the structure of {label}"))
+        size = torch.empty(1, dtype=torch.int64, device=self._device)
+        self._comm.recv(size, peer, label=f"{label} structure").wait()
+        text = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
+        self._comm.recv(text, peer, label=f"{label} structure").wait()
+        return text.cpu().numpy().tobytes()
 
     def send(self, form: MessageForm, tensors: Sequence[torch.Tensor], peer: int, *, label: str) -> Work | None:
         """Send tensors in one message. ``drain()`` the result before they are overwritten."""

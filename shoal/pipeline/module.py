@@ -20,6 +20,7 @@ from shoal.mesh import Mesh
 from shoal.parallel.recompute import checkpoint
 from shoal.pipeline.costs import stage_bounds
 from shoal.pipeline.layers import LayerOutline, LayerSpec, TiedLayerSpec, build, outline
+from shoal.pipeline.schedule import stages_to_ranks
 from shoal.pipeline.stage import StageModule
 from shoal.pipeline.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from shoal.sharding.storage import is_placeholder
@@ -105,7 +106,7 @@ class PipelineModule(StageModule):
         outlines = outline(given)
         self._assign(topology, ranks, pipeline_rank, given, outlines)
         seed = (lambda index: self.seed_fn(self.base_seed + index)) if seed_layers else None
-        for index, module in build(given, outlines, self._own_layers(), seed):
+        for index, module in build(given, outlines, self._indices(), seed):
             self._keep(index, given[index], outlines[index], module)
         self._method, self._sample = partition_method, sample if is_whole else None
         self._whole = (given, outlines) if is_whole else None
@@ -137,7 +138,7 @@ class PipelineModule(StageModule):
         if partition_method.casefold() != "best":
             self._method = partition_method
         self._assign(topology, ranks, rank, given, outlines)
-        for index in self._own_layers():
+        for index in self._indices():
             self._keep(index, given[index], outlines[index], modules[index])
         self._whole = self._sample = None
 
@@ -183,11 +184,15 @@ class PipelineModule(StageModule):
 
     @property
     def own_blocks(self) -> list[str]:
-        layers = (layer.module for own in self._layers.values() for layer in own)
-        return [name for name in dict.fromkeys(layers) if name is not None]
+        names = dict.fromkeys(layer.module for layer in self._rank_layers())
+        return [name for name in names if name is not None]
 
-    def _own_layers(self) -> list[int]:
+    def _indices(self) -> list[int]:
+        """The layers of this rank's stages, by number."""
         return [i for stage in self.stages for i in range(self.parts[stage], self.parts[stage + 1])]
+
+    def _rank_layers(self) -> list[_StageLayer]:
+        return [layer for stage in self.stages for layer in self._layers[stage]]
 
     def _keep(self, index: int, layer: Any, known: LayerOutline, module: nn.Module | None) -> None:
         """Register a layer of this rank; a shared parameter under its name of the whole model."""
@@ -284,7 +289,7 @@ class PipelineModule(StageModule):
     @property
     def forward_funcs(self) -> list[Callable[[Any], Any]]:
         """The functions that this rank calls, in the order of the layers."""
-        return [self._call(layer) for stage in self.stages for layer in self._layers[stage]]
+        return [self._call(layer) for layer in self._rank_layers()]
 
     def topology(self) -> ProcessTopology:
         return self._topo
@@ -304,18 +309,18 @@ class PipelineModule(StageModule):
     def stage_owner(self, layer_idx: int) -> int:
         """The pipeline stage of a layer."""
         if not 0 <= layer_idx < self.parts[-1]:
-            raise UsageError(f"stage_owner({layer_idx}) of {self.parts[-1]} layers.", code="pipeline-layers")
+            raise _wrong(f"stage_owner({layer_idx}) of {self.parts[-1]} layers.")
         return next(stage for stage, end in enumerate(self.parts[1:]) if layer_idx < end)
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """The file of this rank's ``local_layer_idx``-th layer in a DeepSpeed checkpoint."""
-        index = [layer.index for stage in self.stages for layer in self._layers[stage]][local_layer_idx]
+        index = self._rank_layers()[local_layer_idx].index
         parts = [f"layer_{index:02d}", self._topo.get_rank_repr(self._grid.global_rank), "model_states.pt"]
         return str(Path(ckpt_dir) / "-".join(part for part in parts if part))
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
         """The files that are there of this rank's ``local_layer_idx``-th layer, one a tensor-parallel rank; sorted."""
-        index = [layer.index for stage in self.stages for layer in self._layers[stage]][local_layer_idx]
+        index = self._rank_layers()[local_layer_idx].index
         return [str(path) for path in sorted(Path(ckpt_dir).glob(f"layer_{index:02d}-*model_states.pt"))]
 
     def ckpt_prefix(self, checkpoints_path: str, tag: str | int) -> str:
@@ -354,65 +359,59 @@ class PipelineModule(StageModule):
             tensor-parallel ranks.
         """
         if self.has_engine:
-            raise UsageError(
+            raise _wrong(
                 "load_state_dir() after initialize() would not set the optimizer's main parameters.",
-                do="call it before initialize(), or engine.load_checkpoint(folder) after it.",
-                code="pipeline-layers",
+                "call it before initialize(), or engine.load_checkpoint(folder) after it.",
             )
-        own = [layer.index for stage in self.stages for layer in self._layers[stage]]
         for position, module in self._modules_of_files():
             self._check_whole(module, "load_state_dir", "build the model outside of zero.Init")
-            path = self._file_of(load_dir, own[position], position)
+            path = self._file_of(load_dir, position)
             state = checkpoint_engine.load(path, map_location="cpu")
             module.load_state_dict(state, strict=strict)
 
-    def _file_of(self, folder: str, index: int, position: int) -> str:
+    def _file_of(self, folder: str, position: int) -> str:
+        index = self._rank_layers()[position].index
         named = Path(self.ckpt_layer_path(folder, position)).name
         ending = named.removeprefix(f"layer_{index:02d}")
         for alike in self._alike[index]:
             found = [path.name for path in Path(folder).glob(f"layer_{alike:02d}-*model_states.pt")]
             is_split = len(found) != self._grid.slice_parallel_size
             if found and (is_split or f"layer_{alike:02d}{ending}" not in found):
-                raise UsageError(
+                raise _wrong(
                     f"layer {alike} has the files {sorted(found)}, and there are {self._grid.slice_parallel_size} "
                     "tensor-parallel ranks.",
+                    "call engine.load_checkpoint(folder) after initialize(), which loads at any number.",
                     where=str(folder),
-                    do="call engine.load_checkpoint(folder) after initialize(), which loads at any number.",
-                    code="pipeline-layers",
                 )
             if found:
                 return str(Path(folder) / f"layer_{alike:02d}{ending}")
-        raise UsageError(
+        raise _wrong(
             f"{named} of layer {index} is not there.",
+            "give the folder that has the layer files: with DeepSpeed FOLDER/TAG.",
             where=str(folder),
-            do="give the folder that has the layer files: with DeepSpeed FOLDER/TAG.",
-            code="pipeline-layers",
         )
 
     def _modules_of_files(self) -> list[tuple[int, nn.Module]]:
-        layers = [layer for stage in self.stages for layer in self._layers[stage]]
-        found = [(position, self._module(layer)) for position, layer in enumerate(layers)]
-        return [(position, module) for position, module in found if module is not None]
+        modules = enumerate(map(self._module, self._rank_layers()))
+        return [(position, module) for position, module in modules if module is not None]
 
     def _check_whole(self, module: nn.Module, call: str, do: str) -> None:
         for name, parameter in module.named_parameters():
             if is_placeholder(parameter.data):
-                raise UsageError(f"{call}(): {name} is sharded.", do=f"{do}.", code="pipeline-layers")
+                raise _wrong(f"{call}(): {name} is sharded.", f"{do}.")
 
     def allreduce_tied_weight_gradients(self) -> None:
         """Raises: UsageError: the engine reduces gradients of tied weights itself."""
-        raise UsageError(
+        raise _wrong(
             "allreduce_tied_weight_gradients(): the engine already adds up the gradients of tied weights.",
-            do="leave the call out; engine.train_batch() does it.",
-            code="pipeline-layers",
+            "leave the call out; engine.train_batch() does it.",
         )
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
         """Raises: UsageError: there are no groups of tied weights to reduce over."""
-        raise UsageError(
+        raise _wrong(
             f"get_tied_weights_and_groups(): the engine has its own communicators for {sorted(self.tied)}.",
-            do="read the names and stages of tied weights from module.tied; engine.train_batch() reduces them.",
-            code="pipeline-layers",
+            "read the names and stages of tied weights from module.tied; engine.train_batch() reduces them.",
         )
 
     def set_checkpoint_interval(self, interval: int) -> None:
@@ -438,28 +437,6 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def stages_to_ranks(order: str | Sequence[int], num_ranks: int, virtual_stages: int) -> list[int]:
-    """The rank of each pipeline stage.
-
-    >>> stages_to_ranks("loop", 3, 2), stages_to_ranks("v", 3, 2)
-    ([0, 1, 2, 0, 1, 2], [0, 1, 2, 2, 1, 0])
-
-    Raises: UsageError: an order that gives ranks other numbers of stages than ``virtual_stages``.
-    """
-    if order == "loop":
-        return list(range(num_ranks)) * virtual_stages
-    if order == "v":
-        down = list(range(num_ranks))
-        return [rank for turn in range(virtual_stages) for rank in (down if turn % 2 == 0 else down[::-1])]
-    if isinstance(order, str) or sorted(order) != sorted(list(range(num_ranks)) * virtual_stages):
-        raise UsageError(
-            f"stage_to_rank={order!r} for {num_ranks} ranks with {virtual_stages} stages each.",
-            do='use "loop", "v", or a list that has each rank as often as it has stages.',
-            code="pipeline-partition",
-        )
-    return list(order)
-
-
 def set_random_seed(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators."""
     random.seed(seed)
@@ -474,10 +451,9 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None, pipeline
     num_ranks = current_world().size if pipeline_rank is None else num_stages
     if num_stages < 1 or num_ranks % num_stages:
         fits = [str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-        raise UsageError(
+        raise _wrong(
             f"num_stages={num_stages} does not divide the {num_ranks} ranks.",
-            do=f"use one of {', '.join(fits)}; or start a multiple of {max(num_stages, 1)} ranks.",
-            code="pipeline-layers",
+            f"use one of {', '.join(fits)}; or start a multiple of {max(num_stages, 1)} ranks.",
         )
     return PipeDataParallelTopology(num_pp=num_stages, num_dp=num_ranks // num_stages)
 
@@ -486,10 +462,9 @@ def _check_layers(layers: Sequence[Any]) -> None:
     for index, layer in enumerate(layers):
         is_layer = isinstance(layer, LayerSpec) or callable(layer)
         if not is_layer or isinstance(layer, StageModule | type):
-            raise UsageError(
+            raise _wrong(
                 f"layer {index} of {len(layers)} is {layer!r}.",
-                do="give modules, LayerSpec(class, arguments), TiedLayerSpec, or functions of one argument.",
-                code="pipeline-layers",
+                "give modules, LayerSpec(class, arguments), TiedLayerSpec, or functions of one argument.",
             )
 
 
@@ -515,9 +490,12 @@ def _part(batch: Any, index: int) -> Any:
 
 def _too_few_layers(num_layers: int, num_ranks: int, virtual_stages: int) -> UsageError:
     fits = [f"virtual_stages={num_layers // num_ranks}"] if virtual_stages > 1 and num_layers >= num_ranks else []
-    return UsageError(
+    return _wrong(
         f"{num_layers} layers cannot fill {num_ranks * virtual_stages} pipeline stages"
         + (f" ({num_ranks} ranks with {virtual_stages} each)." if virtual_stages > 1 else "."),
-        do="use " + " or ".join([*fits, f"num_stages={num_layers // virtual_stages or 1} at most"]) + ".",
-        code="pipeline-layers",
+        "use " + " or ".join([*fits, f"num_stages={num_layers // virtual_stages or 1} at most"]) + ".",
     )
+
+
+def _wrong(what: str, do: str = "", where: str = "") -> UsageError:
+    return UsageError(what, where=where, do=do, code="pipeline-layers")

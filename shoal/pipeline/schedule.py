@@ -19,9 +19,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, cast
 
 from shoal.config.pipeline import SCHEDULES, schedule_name, virtual_stages_problem
-from shoal.errors import ConfigError
-
-CODE = "pipeline-schedule"
+from shoal.errors import ConfigError, UsageError
 
 ActionKind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "UNSHARD", "RESHARD"]
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -33,6 +31,10 @@ _TORCH_CLASSES = {
     "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
+
+
+def schedule_error(what: str, do: str) -> ConfigError:
+    return ConfigError(what, do=do, code="pipeline-schedule")
 
 
 class Action(NamedTuple):
@@ -102,16 +104,14 @@ def build_schedule(name: str, num_ranks: int, num_micro: int, *, virtual_stages:
     """
     for number, what in ((num_ranks, "ranks"), (num_micro, "micro-batches"), (virtual_stages, "virtual stages")):
         if number < 1:
-            raise ConfigError(
-                f"a pipeline schedule for {number} {what}", do=f"give at least 1 of the {what}.", code=CODE
-            )
+            raise schedule_error(f"a pipeline schedule for {number} {what}", f"give at least 1 of the {what}.")
     known = name if name == "forward" else schedule_name(name)
     if known is None:
         return _of_file(Path(name), num_ranks, num_micro, virtual_stages)
     if known != "forward" and (problem := virtual_stages_problem(known, virtual_stages)):
-        raise ConfigError(f"the schedule {known} has {problem[0]}", do=problem[1], code=CODE)
+        raise schedule_error(f"the schedule {known} has {problem[0]}", problem[1])
     depth = 2 if known in ("zbv", "dualpipev") else virtual_stages
-    stage_ranks = stage_map(num_ranks, depth, is_v=known in ("zbv", "dualpipev"))
+    stage_ranks = tuple(stages_to_ranks("v" if known in ("zbv", "dualpipev") else "loop", num_ranks, depth))
     if known == "forward":
         return forward_schedule(stage_ranks, num_micro)
     if known in _TORCH_CLASSES:
@@ -125,14 +125,26 @@ def build_schedule(name: str, num_ranks: int, num_micro: int, *, virtual_stages:
     return PipelineSchedule(known, actions, stage_ranks, num_micro)
 
 
-def stage_map(num_ranks: int, depth: int, *, is_v: bool) -> tuple[int, ...]:
-    """By pipeline stage, its rank.
+def stages_to_ranks(order: str | Sequence[int], num_ranks: int, virtual_stages: int) -> list[int]:
+    """The rank of each pipeline stage.
 
-    >>> stage_map(3, 2, is_v=False), stage_map(3, 2, is_v=True)
-    ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
+    >>> stages_to_ranks("loop", 3, 2), stages_to_ranks("v", 3, 2)
+    ([0, 1, 2, 0, 1, 2], [0, 1, 2, 2, 1, 0])
+
+    Raises: UsageError: an order that gives ranks other numbers of stages than ``virtual_stages``.
     """
-    there = tuple(range(num_ranks))
-    return tuple(rank for turn in range(depth) for rank in (there[::-1] if is_v and turn % 2 else there))
+    if order == "loop":
+        return list(range(num_ranks)) * virtual_stages
+    if order == "v":
+        down = list(range(num_ranks))
+        return [rank for turn in range(virtual_stages) for rank in (down if turn % 2 == 0 else down[::-1])]
+    if isinstance(order, str) or sorted(order) != sorted(list(range(num_ranks)) * virtual_stages):
+        raise UsageError(
+            f"stage_to_rank={order!r} for {num_ranks} ranks with {virtual_stages} stages each.",
+            do='use "loop", "v", or a list that has each rank as often as it has stages.',
+            code="pipeline-partition",
+        )
+    return list(order)
 
 
 def forward_schedule(stage_ranks: Sequence[int], num_micro: int) -> PipelineSchedule:
@@ -225,10 +237,9 @@ def read_schedule(text: str, *, name: str = "text") -> PipelineSchedule:
             where = f"the lines of ranks {' and '.join(map(str, ranks))}" if ranks else "no line"
             problems.append(f"pipeline stage {stage} is on {where}")
     if problems:
-        raise ConfigError(
+        raise schedule_error(
             f"the pipeline schedule {name} cannot be read:\n    " + "\n    ".join(problems[:20]),
-            do="write one line a rank, of actions such as 0F0 (stage 0, forward, micro-batch 0), 0B0, or 0I0 and 0W0.",
-            code=CODE,
+            "write one line a rank, of actions such as 0F0 (stage 0, forward, micro-batch 0), 0B0, or 0I0 and 0W0.",
         )
     stage_ranks = tuple(min(owners[stage]) for stage in sorted(owners))
     return PipelineSchedule(name, tuple(actions), stage_ranks, num_micro)
@@ -240,10 +251,9 @@ def _of_file(path: Path, num_ranks: int, num_micro: int, virtual_stages: int) ->
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         names = ", ".join(SCHEDULES)
-        raise ConfigError(
+        raise schedule_error(
             f"{str(path)!r} is neither a pipeline schedule nor a readable file: {error}",
-            do=f"write one of {names}, or the path of a file with one line a rank.",
-            code=CODE,
+            f"write one of {names}, or the path of a file with one line a rank.",
         ) from error
     schedule = read_schedule(text, name=str(path))
     differences = [
@@ -259,9 +269,8 @@ def _of_file(path: Path, num_ranks: int, num_micro: int, virtual_stages: int) ->
     if schedule.is_forward_only:
         differences.append("no backward")
     if differences:
-        raise ConfigError(
+        raise schedule_error(
             f"the pipeline schedule of {path} has {'; '.join(differences)}",
-            do=f"change the run, or write a file for {num_ranks} ranks and {num_micro} micro-batches.",
-            code=CODE,
+            f"change the run, or write a file for {num_ranks} ranks and {num_micro} micro-batches.",
         )
     return schedule

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from shoal.errors import ConfigError
-from shoal.pipeline.schedule import CODE, Action, ActionKind, Orders, PipelineSchedule
+from shoal.pipeline.schedule import Action, ActionKind, Orders, PipelineSchedule, schedule_error
 from shoal.pipeline.timeline import TimedAction, Timeline, grid
 
 ONE_STEP = {"F": 1.0, "B": 1.0, "I": 1.0, "W": 1.0}
@@ -51,10 +51,9 @@ def validate(schedule: PipelineSchedule) -> None:
     """
     problems = _count_problems(schedule)
     if problems:
-        raise ConfigError(
+        raise schedule_error(
             f"the pipeline schedule {schedule.name} is wrong:\n    " + "\n    ".join(problems[:20]),
-            do="give each stage F once and then B once (or I and later W) of every micro-batch.",
-            code=CODE,
+            "give each stage F once and then B once (or I and later W) of every micro-batch.",
         )
     if _run(ONE_STEP, schedule)[1]:
         raise _waits_for_ever(schedule)
@@ -145,11 +144,10 @@ def _waits_for_ever(schedule: PipelineSchedule) -> ConfigError:
             f" of rank {owner}" if owner != rank else ", later in its order"
         )
     drawing = grid(timeline, marks, last=24).replace("\n", "\n    ")
-    return ConfigError(
+    return schedule_error(
         f"the pipeline schedule {schedule.name} waits for ever: {len(marks)} of {schedule.num_ranks} ranks "
         f"cannot continue\n    {drawing}",
-        do="move the actions that the others wait for before those that wait.",
-        code=CODE,
+        "move the actions that the others wait for before those that wait.",
     )
 
 

@@ -14,7 +14,8 @@ from torch import nn
 from shoal.errors import ModelError, UsageError
 from shoal.parallel.recompute import checkpoint
 from shoal.pipeline.layers import LayerSpec, TiedLayerSpec
-from shoal.pipeline.module import PipelineModule, stages_to_ranks
+from shoal.pipeline.module import PipelineModule
+from shoal.pipeline.schedule import stages_to_ranks
 from shoal.pipeline.topology import PipeDataParallelTopology
 
 

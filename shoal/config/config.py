@@ -199,7 +199,6 @@ def load(
     *,
     args: object = None,
     world_size: int | None = None,
-    world_size_reason: str | None = None,
     check_supported: bool = True,
     replaced: Collection[str] = (),
     degrees: Mapping[str, int] | None = None,
@@ -211,7 +210,6 @@ def load(
         source: a dict, a path, JSON text, or urlsafe base64 of JSON text; None: ``args`` has it.
         args: an argparse namespace with ``deepspeed_config``.
         world_size: all ranks, to compute the batch sizes; None: the sizes stay None.
-        world_size_reason: how that number came about, for error messages.
         check_supported: whether asking for a part that is not built yet is an error, or for a type that does not exist.
         replaced: of ``optimizer`` and ``scheduler``, those for which the caller passes an object; their types are not
             checked.
@@ -224,7 +222,6 @@ def load(
         source,
         args=args,
         world_size=world_size,
-        reason=world_size_reason,
         check_supported=check_supported,
         replaced=replaced,
         degrees=degrees,
@@ -241,7 +238,6 @@ def examine(
     *,
     args: object = None,
     world_size: int | None = None,
-    reason: str | None = None,
     check_supported: bool = True,
     replaced: Collection[str] = (),
     degrees: Mapping[str, int] | None = None,
@@ -281,7 +277,7 @@ def examine(
         together += mismatches
         try:
             ranks, because = batch_ranks(config, world_size)
-            config = config if mismatches else config.with_world_size(ranks, reason or because)
+            config = config if mismatches else config.with_world_size(ranks, because)
         except ConfigProblems as error:
             together += error.problems
     # A wrong key has its default in ``config``: problems that follow from the default are not the file's.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import prod
 
 from shoal.config.problems import Problem
 from shoal.config.schema import Schema
@@ -15,22 +16,21 @@ MODEL_AXES = ("pp", "cp", "sp", "tp")  # along which ranks see the same samples
 
 def _asked(config: Schema) -> dict[str, dict[str, int]]:
     """By axis, the keys that give its degree."""
-    found: dict[str, dict[str, int | str | None]] = {
-        axis: {} for axis in (*MODEL_AXES, "dp_replicate", "dp_shard", "ep")
+    axes = (*MODEL_AXES, "dp_replicate", "dp_shard", "ep")
+    keys: dict[str, dict[str, int | str | None]] = {
+        axis: {f"parallel.{axis}": getattr(config.parallel, axis)} for axis in axes
     }
-    for axis, keys in found.items():
-        keys[f"parallel.{axis}"] = getattr(config.parallel, axis)
-    found["pp"]["pipeline.stages"] = config.pipeline.stages
-    found["tp"]["tensor_parallel.autotp_size"] = config.tensor_parallel.autotp_size or None
-    found["tp"]["tensor_parallel.tp.tp_size"] = config.tensor_parallel.tp.tp_size
+    keys["pp"]["pipeline.stages"] = config.pipeline.stages
+    keys["tp"]["tensor_parallel.autotp_size"] = config.tensor_parallel.autotp_size or None
+    keys["tp"]["tensor_parallel.tp.tp_size"] = config.tensor_parallel.tp.tp_size
     if config.expert_parallel.enabled:
-        found["ep"]["expert_parallel.autoep_size"] = config.expert_parallel.autoep_size
-    found["sp"]["sequence_parallel_size"] = config.sequence_parallel_size
+        keys["ep"]["expert_parallel.autoep_size"] = config.expert_parallel.autoep_size
+    keys["sp"]["sequence_parallel_size"] = config.sequence_parallel_size
     for axis in (*MODEL_AXES, "ep"):  # 1 asks for nothing
-        if axis == "pp" and len({*found[axis].values()} - {"auto"}) > 1:
+        if axis == "pp" and len({*keys[axis].values()} - {"auto"}) > 1:
             continue
-        found[axis] = {path: degree for path, degree in found[axis].items() if degree != 1}
-    return {axis: {path: d for path, d in keys.items() if isinstance(d, int)} for axis, keys in found.items()}
+        keys[axis] = {path: degree for path, degree in keys[axis].items() if degree != 1}
+    return {axis: {path: d for path, d in of.items() if isinstance(d, int)} for axis, of in keys.items()}
 
 
 def model_degrees(config: Schema) -> dict[str, int]:
@@ -41,10 +41,7 @@ def model_degrees(config: Schema) -> dict[str, int]:
 
 def model_size(config: Schema) -> int:
     """Ranks that see the same samples."""
-    size = 1
-    for degree in model_degrees(config).values():
-        size *= degree
-    return size
+    return prod(model_degrees(config).values())
 
 
 def batch_ranks(config: Schema, num_ranks: int) -> tuple[int, str | None]:
@@ -55,11 +52,15 @@ def batch_ranks(config: Schema, num_ranks: int) -> tuple[int, str | None]:
     degrees = model_degrees(config)
     if config.tensor_parallel.autotp_size > 1:
         del degrees["tp"]
-    size = 1
-    for degree in degrees.values():
-        size *= degree
-    product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
-    return num_ranks // size, f"{num_ranks} ranks / ({product})" if degrees else None
+    return num_ranks // prod(degrees.values()), f"{num_ranks} ranks / ({_product(degrees)})" if degrees else None
+
+
+def _product(degrees: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
 
 
 def rank_problems(config: Schema, num_ranks: int) -> Iterator[Problem]:
@@ -69,20 +70,17 @@ def rank_problems(config: Schema, num_ranks: int) -> Iterator[Problem]:
             what = f"the keys ask for different degrees of {axis}: {', '.join(f'{p} {n}' for p, n in keys.items())}."
             yield Problem(next(iter(keys)), what, "set one of them.", code="mesh")
     degrees, size = model_degrees(config), model_size(config)
-    product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
     if num_ranks % size:
         path = next(iter(_asked(config)[next(iter(degrees))]))
         lower = num_ranks // size * size
         nearest = f"{lower} or {lower + size}" if lower else f"{size}"
-        yield Problem(
-            path, f"{num_ranks} ranks do not divide by {product} = {size}.", f"start {nearest} ranks.", code="mesh"
-        )
+        what = f"{num_ranks} ranks do not divide by {_product(degrees)} = {size}."
+        yield Problem(path, what, f"start {nearest} ranks.", code="mesh")
         return
     dp = num_ranks // size
     if config.data_parallel_size not in (None, dp):
-        what = (
-            f"{config.data_parallel_size}, but {num_ranks} ranks" + (f" / ({product})" if degrees else "") + f" = {dp}."
-        )
+        over = f" / ({_product(degrees)})" if degrees else ""
+        what = f"{config.data_parallel_size}, but {num_ranks} ranks{over} = {dp}."
         yield Problem("data_parallel_size", what, f"write {dp}, or leave it out.", code="mesh")
     yield from _shard_problems(config, dp)
 
@@ -106,9 +104,8 @@ def _shard_problems(config: Schema, dp: int) -> Iterator[Problem]:
     for path, size in {**_shard_keys(config), HPZ: hpz}.items():
         number, which = (fsdp, "ranks that shard parameters") if path == HPZ else (dp, "data-parallel ranks")
         if number % size:
-            divisors = ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
             what = f"{size} does not divide {number} {which}."
-            yield Problem(path, what, f"write one of {divisors}.", code="mesh")
+            yield Problem(path, what, f"write one of {_divisors(number)}.", code="mesh")
         elif path != HPZ:
             groups[path] = dp // size if path.endswith("dp_replicate") else size
     if len(set(groups.values())) > 1:
@@ -128,11 +125,14 @@ def _shard_problems(config: Schema, dp: int) -> Iterator[Problem]:
         return
     holders, product = fsdp * tp // split, expert_ranks_text(tp, split)
     if not groups and holders % ep:
-        fits = ", ".join(str(each) for each in range(1, holders + 1) if holders % each == 0)
         what = f"{ep} does not divide the {holders} ranks among which experts are divided ({product})."
         if holders == 1:
             what = f"{ep}, and there is 1 rank among which experts are divided ({product})."
-        do = f"write one of {fits}." if holders > 1 else f"write 1, or start {ep} ranks for each pipeline stage."
+        do = (
+            f"write one of {_divisors(holders)}."
+            if holders > 1
+            else f"write 1, or start {ep} ranks for each pipeline stage."
+        )
         yield Problem(next(iter(_asked(config)["ep"])), what, do, code="mesh")
 
 

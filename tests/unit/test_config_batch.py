@@ -66,8 +66,8 @@ def test_sizes_that_do_not_fit_name_the_nearest_that_do(
 
 
 def test_the_error_says_how_the_number_of_ranks_came_about() -> None:
-    with pytest.raises(ConfigProblems, match=r"data-parallel 6 = 24 ranks / \(tp 2 x pp 2\)"):
-        load({"train_batch_size": 7}, world_size=6, world_size_reason="24 ranks / (tp 2 x pp 2)")
+    with pytest.raises(ConfigProblems, match=r"data-parallel 6 = 24 ranks / \(pp 2 x tp 2\)"):
+        load({"train_batch_size": 7, "parallel": {"pp": 2, "tp": 2}}, world_size=24)
 
 
 def test_sizes_stay_open_until_the_ranks_are_known() -> None:

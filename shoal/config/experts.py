@@ -9,7 +9,7 @@ from typing import Literal
 from shoal.config.base import Auto, Section, key
 from shoal.config.parallel import Degree
 from shoal.config.problems import Problem
-from shoal.config.unsupported import with_unsupported
+from shoal.config.tables import with_unsupported
 from shoal.text import did_you_mean
 
 PRESETS = (

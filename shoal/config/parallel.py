@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from shoal.config.base import Auto, Section, key, section
-from shoal.config.unsupported import with_unsupported
+from shoal.config.tables import with_unsupported
 
 Degree = Annotated[int, Field(ge=1)] | Auto
 

@@ -34,7 +34,7 @@ from shoal.config.sections import (
     Units,
     Wandb,
 )
-from shoal.config.unsupported import with_unsupported
+from shoal.config.tables import with_unsupported
 from shoal.config.zero import ZeroOptimization
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from shoal.config.base import Auto, Dtype, Section, key, section
-from shoal.config.unsupported import with_unsupported
+from shoal.config.tables import with_unsupported
 
 
 class Fp16(Section):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, cast
 
-from shoal.config.unsupported import all_rows
+from shoal.config.tables import all_rows
 
 SWITCHES = ("enabled", "device")  # keys that turn the section they are in on and off
 

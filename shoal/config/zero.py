@@ -6,7 +6,7 @@ import sys
 from typing import Any, Literal
 
 from shoal.config.base import Section, key, section
-from shoal.config.unsupported import with_unsupported
+from shoal.config.tables import with_unsupported
 
 Tier = Literal["none", "cpu", "nvme"]
 

@@ -1,4 +1,6 @@
-"""The keys and sections that Shoal knows and does not support, made from the table ``unsupported.txt``."""
+"""Keys and sections that are rows of a table: what Shoal knows and does not support (``unsupported.txt``), and the
+arguments of optimizers and schedules (``arguments.txt``).
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,15 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeVar, Union
 
-from pydantic import create_model
+from pydantic import Field, create_model
 
 from shoal.config.base import Dtype, OpenSection, Section, key, section
 
 S = TypeVar("S", bound=Section)
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 TYPES: dict[str, Any] = {
     "bool": bool,
@@ -25,6 +29,8 @@ TYPES: dict[str, Any] = {
     "object": dict[str, Any],
     "list": tuple[Any, ...],
     "ints": tuple[int, ...],
+    "floats": tuple[float, ...],
+    "betas": tuple[Beta, Beta],
     "texts": tuple[str, ...],
     "dtype": Dtype,
     "texts by name": dict[str, str],
@@ -34,8 +40,8 @@ BOUND = re.compile(r" ([<>]=?) (\S+)")
 
 
 @dataclass
-class UnsupportedKey:
-    """A key of the table.
+class TableKey:
+    """A row of a table.
 
     Args:
         path: in the schema, with ``[]`` and ``<name>`` for items of lists and names that the user chooses.
@@ -51,7 +57,7 @@ class UnsupportedKey:
     description: str
     support: str
     conditions: str
-    inner: list[UnsupportedKey] = field(default_factory=list)
+    inner: list[TableKey] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -71,27 +77,27 @@ class UnsupportedKey:
         return self.path + {"list of sections": "[]", "sections by name": ".<name>"}.get(self.takes, "")
 
 
-def _read() -> list[UnsupportedKey]:
+def _read(name: str) -> list[TableKey]:
     """The table's outermost rows, with the others inside them."""
-    above: list[UnsupportedKey] = []
-    outermost: list[UnsupportedKey] = []
-    for line in Path(__file__).with_name("unsupported.txt").read_text(encoding="utf-8").splitlines():
+    above: list[TableKey] = []
+    outermost: list[TableKey] = []
+    for line in Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines():
         if not line or line.startswith("#"):
             continue
-        name, takes, description, support, conditions = [*line.strip().split(" | "), "", ""][:5]
+        key_name, takes, description, support, conditions = [*line.strip().split(" | "), *[""] * 4][:5]
         takes, _, default = takes.partition(" = ")
         del above[(len(line) - len(line.lstrip())) // 2 :]
-        path = f"{above[-1].inner_path}.{name}" if above else name
-        row = UnsupportedKey(path, takes, default, description, support, conditions)
+        path = f"{above[-1].inner_path}.{key_name}" if above else key_name
+        row = TableKey(path, takes, default, description, support, conditions)
         (above[-1].inner if above else outermost).append(row)
         above.append(row)
     return outermost
 
 
-ROWS = _read()
+ROWS = _read("unsupported.txt")
 
 
-def all_rows() -> Iterator[UnsupportedKey]:
+def all_rows() -> Iterator[TableKey]:
     """Every row, each section before what is in it."""
     waiting = ROWS[::-1]
     while waiting:
@@ -107,7 +113,7 @@ def _type(text: str) -> Any:
     return Union[(*kinds, *((Literal[choices],) if choices else ()))]
 
 
-def _field(row: UnsupportedKey) -> tuple[Any, Any]:
+def _field(row: TableKey) -> tuple[Any, Any]:
     """The annotation and the field of a row's key, as ``create_model`` takes them."""
     if not row.is_section:
         bounds = {BOUNDS[sign]: json.loads(limit) for sign, limit in BOUND.findall(row.takes)}
@@ -128,7 +134,7 @@ def _field(row: UnsupportedKey) -> tuple[Any, Any]:
     return model, section(model, row.description)
 
 
-def _fields(rows: list[UnsupportedKey]) -> dict[str, Any]:
+def _fields(rows: list[TableKey]) -> dict[str, Any]:
     return {row.name: _field(row) for row in rows}
 
 
@@ -150,3 +156,21 @@ def with_unsupported(path: str = "") -> Callable[[type[S]], type[S]]:
         return create_model(model.__name__, __base__=model, __module__=model.__module__, **_fields(rows))
 
     return extend
+
+
+def types_of_arguments() -> dict[str, dict[str, type[Section]]]:
+    """The arguments of each type that DeepSpeed names, as a section; by ``optimizer`` and ``scheduler``."""
+    types: dict[str, dict[str, type[Section]]] = {}
+    for group in _read("arguments.txt"):
+        models = types.setdefault(group.name, {})
+        for row in group.inner:
+            names, _, base = row.name.partition(": ")
+            made: Any = create_model(
+                f"{names.split()[0]}Arguments",
+                __base__=models.get(base, Section),
+                __module__=__name__,
+                **_fields(row.inner),
+            )
+            models |= dict.fromkeys(names.split(), made)
+        models.pop("common", None)
+    return types

@@ -81,6 +81,9 @@ class Key:
     field: FieldInfo
     kind: KeyKind
     model: type[Section] | None
+    aliases: tuple[str, ...]
+    deprecated: tuple[str, ...]
+    is_secret: bool
 
     @property
     def annotation(self) -> Any:
@@ -89,19 +92,6 @@ class Key:
     @property
     def description(self) -> str:
         return self.field.description or ""
-
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        return self._about("alias")
-
-    @property
-    def deprecated(self) -> tuple[str, ...]:
-        return self._about("deprecated")
-
-    @property
-    def is_secret(self) -> bool:
-        extra = self.field.json_schema_extra
-        return isinstance(extra, dict) and bool(extra.get("secret"))
 
     @property
     def default(self) -> Any:
@@ -129,11 +119,6 @@ class Key:
     def _adapter(self) -> TypeAdapter[Any]:
         bounded: Any = Annotated[self.annotation, self.field]
         return TypeAdapter(bounded, config=ConfigDict(strict=True))
-
-    def _about(self, what: str) -> tuple[str, ...]:
-        extra = self.field.json_schema_extra
-        names = extra.get(what) if isinstance(extra, dict) else None
-        return tuple(str(name) for name in names) if isinstance(names, list) else ()
 
 
 def _bounds(metadata: Iterable[Any]) -> dict[str, float]:
@@ -192,13 +177,16 @@ def keys_of(model: type[Section]) -> Mapping[str, Key]:
 
 
 def _key(name: str, field: FieldInfo) -> Key:
+    kind: KeyKind = "leaf"
+    model = None
     for member in members(field.annotation):
-        if isinstance(member, type) and issubclass(member, Section):
-            return Key(name, field, "section", member)
-        inner = [arg for arg in get_args(member) if isinstance(arg, type) and issubclass(arg, Section)]
+        inner = [arg for arg in (member, *get_args(member)) if isinstance(arg, type) and issubclass(arg, Section)]
         if inner:
-            return Key(name, field, "map" if get_origin(member) is dict else "list", inner[0])
-    return Key(name, field, "leaf", None)
+            model = inner[0]
+            kind = "section" if model is member else "map" if get_origin(member) is dict else "list"
+    about: Any = field.json_schema_extra or {}
+    names, old = tuple(about.get("alias", ())), tuple(about.get("deprecated", ()))
+    return Key(name, field, kind, model, names, old, about.get("secret", False))
 
 
 @cache

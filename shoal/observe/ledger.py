@@ -123,29 +123,24 @@ class Ledger:
             for target in (1, 2, 3)
             if target > stage
         }
-        model_bytes = self.held
-        other = max(self.reading.peak - model_bytes, 0)
-        best = max(savings.items(), key=lambda item: item[1], default=None)
+        other = max(self.reading.peak - self.held, 0)
+        target, saved = max(savings.items(), key=lambda item: item[1], default=(stage, 0))
+        sharding = f'set "zero_optimization": {{"stage": {target}}}: it would save {format_bytes(saved)} on this rank.'
         movable = self._on_accelerator("master", "optimizer state") if stage else 0
-        if movable > other // 2 and movable > (best[1] if best is not None else 0):
+        if movable > max(other // 2, saved):
             return (
                 f'set "zero_optimization": {{"offload_optimizer": {{"device": "cpu"}}}}: it would move'
                 f" {format_bytes(movable)} of this rank to host memory."
             )
-        if best is not None and best[1] > max(other // 2, 0) and best[1] > 0:
-            return (
-                f'set "zero_optimization": {{"stage": {best[0]}}}: it would save {format_bytes(best[1])} on this rank.'
-            )
+        if saved > other // 2:
+            return sharding
         if micro_batch > 1:
             return (
                 f'halve "train_micro_batch_size_per_gpu" ({micro_batch}) and double "gradient_accumulation_steps":'
                 f" activations and what else is not in the ledger take {format_bytes(other)}."
             )
         if savings:
-            assert best is not None
-            return (
-                f'set "zero_optimization": {{"stage": {best[0]}}}: it would save {format_bytes(best[1])} on this rank.'
-            )
+            return sharding
         return "train on more ranks, or recompute activations (torch.utils.checkpoint): all state is sharded already."
 
 

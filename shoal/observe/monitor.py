@@ -113,12 +113,10 @@ class JsonLinesWriter:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, events: Sequence[Event]) -> None:
-        by_step: dict[int, dict[str, float | str]] = {}
-        for name, value, step in events:
-            by_step.setdefault(step, {})[name] = value if math.isfinite(value) else _name_of(value)
         now = round(time.time(), 3)
-        for step, values in by_step.items():
-            self._file.write(json.dumps({"step": step, "time": now, **values}) + "\n")
+        for step, values in _by_step(events).items():
+            shown = {name: value if math.isfinite(value) else _name_of(value) for name, value in values.items()}
+            self._file.write(json.dumps({"step": step, "time": now, **shown}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -183,8 +181,8 @@ class WandbWriter:
         self._run: Any = wandb.init(project=project, group=group, entity=team)
 
     def write(self, events: Sequence[Event]) -> None:
-        for step in sorted({step for _, _, step in events}):
-            self._run.log({name: value for name, value, at in events if at == step}, step=step)
+        for step, values in sorted(_by_step(events).items()):
+            self._run.log(values, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -243,13 +241,19 @@ class MlflowWriter:
         self._run: Any = self._mlflow.start_run(run_name=run) if active is None else active
 
     def write(self, events: Sequence[Event]) -> None:
-        for step in sorted({step for _, _, step in events}):
-            values = {name: value for name, value, at in events if at == step}
+        for step, values in sorted(_by_step(events).items()):
             self._mlflow.log_metrics(values, step=step, run_id=self._run.info.run_id)
 
     def close(self) -> None:
         if self._is_own:
             self._mlflow.end_run()
+
+
+def _by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
+    by_step: dict[int, dict[str, float]] = {}
+    for name, value, step in events:
+        by_step.setdefault(step, {})[name] = value
+    return by_step
 
 
 def _needed(module: str, what: str, package: str, install: str) -> Any:

@@ -211,8 +211,16 @@ class PipelineRun:
                 self._compute.reshard(stage)
             elif kind == "REDUCE_GRAD":
                 self._compute.reduce(stage)
-            elif self._failure is None:
-                self._calculate(kind, stage, micro, is_training=is_training)
+            elif self._failure is not None:
+                pass  # what would be computed from is missing
+            elif kind == "F":
+                self._forward(stage, micro, is_training=is_training)
+            elif kind in ("B", "I"):
+                self._backward(stage, micro, is_split=kind == "I" and self.splits_backward)
+            elif kind == "W":
+                self._backward_weights(stage, micro)
+            else:
+                raise UsageError(f"a pipeline schedule has no action {kind!r}.", code="pipeline-schedule")
         except Exception as error:
             error.add_note(f"in action {action} of the pipeline schedule: stage {stage}, micro-batch {micro}, {kind}")
             if not self._goes_on or isinstance(error, CommError) or self._failure is not None:
@@ -225,7 +233,7 @@ class PipelineRun:
     def _transfer(self, kind: str, stage: int, micro: int, *, is_training: bool) -> None:
         signature = self._batches[micro].signature
         is_forward = kind.endswith("F")
-        other = stage + (1 if kind == "SEND_F" else -1 if kind in ("SEND_B", "RECV_F") else 1)
+        other = stage + (1 if kind in ("SEND_F", "RECV_B") else -1)
         peer = self._rank_of(other)
         receiver = other if kind.startswith("SEND") else stage
         label = f"stage {receiver} {'F' if is_forward else 'B'}{micro}"
@@ -289,16 +297,6 @@ class PipelineRun:
             self._sent.popleft().drain()
 
     # what is computed
-
-    def _calculate(self, kind: str, stage: int, micro: int, *, is_training: bool) -> None:
-        if kind == "F":
-            self._forward(stage, micro, is_training=is_training)
-        elif kind in ("B", "I"):
-            self._backward(stage, micro, is_split=kind == "I" and self.splits_backward)
-        elif kind == "W":
-            self._backward_weights(stage, micro)
-        else:
-            raise UsageError(f"a pipeline schedule has no action {kind!r}.", code="pipeline-schedule")
 
     def _received(self, stage: int, direction: str, micro: int) -> tuple[MessageForm, list[torch.Tensor | None]]:
         handed = self._handed.pop((stage, direction, micro), None)

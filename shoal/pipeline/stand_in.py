@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -125,16 +125,13 @@ class Delegate:
             setattr(self._module, name, value)
 
 
-class _KeepGuard(Protocol):
-    def __call__(self, like: torch.Tensor, of: str) -> torch.Tensor: ...
-
-
 class StandIn(Delegate):
     """Called in place of a module that is on other stages: returns guards of the shapes that the module returns.
 
     Args:
         module: with parameters on the meta device.
         check: called first; raises where the module must not be called.
+        keep: makes a guard like a tensor, and says of what it is.
         receive: called last, with the module and the call's arguments; returns its first output, if that is known here.
     """
 
@@ -144,7 +141,7 @@ class StandIn(Delegate):
         of: str,
         check: Callable[[], None],
         receive: Callable[..., torch.Tensor | None],
-        keep: _KeepGuard,
+        keep: Callable[[torch.Tensor, str], torch.Tensor],
     ) -> None:
         super().__init__(module)
         self._of = of

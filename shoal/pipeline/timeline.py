@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from shoal.pipeline.schedule import Action
@@ -59,19 +60,13 @@ class Timeline:
 
         They are held from F to the end of B, or of W where the backward is split.
         """
-        return tuple(map(_peak, self.ranks))
+        changes = {"F": 1, "B": -1, "W": -1}
+        counts = (accumulate((changes.get(timed.action.kind, 0) for timed in rank), initial=0) for rank in self.ranks)
+        return tuple(map(max, counts))
 
     def _idle(self, duration: float) -> float:
         computing = sum(timed.end - timed.start for rank in self.ranks for timed in rank if timed.action.kind in "FBIW")
         return 1.0 - computing / (duration * len(self.ranks)) if duration else 0.0
-
-
-def _peak(rank: Sequence[TimedAction]) -> int:
-    held = peak = 0
-    for timed in rank:
-        held += {"F": 1, "B": -1, "W": -1}.get(timed.action.kind, 0)
-        peak = max(peak, held)
-    return peak
 
 
 _COLORS = {"F": "#4c8fd6", "B": "#3f9c5a", "I": "#2a9d8f", "W": "#e0a32e"}

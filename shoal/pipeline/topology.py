@@ -214,17 +214,11 @@ class PipelineParallelGrid:
         coordinate = self._topo.get_coord(self.global_rank)._asdict()
         return self._topo.get_rank(**{**coordinate, "pipe": stage_id, **kwargs})
 
-    def get_pipe_parallel_rank(self) -> int:
-        return self.get_stage_id()
-
     def get_pipe_parallel_world_size(self) -> int:
         return self.pipe_parallel_size
 
     def get_pipe_parallel_group(self) -> Any:
         return self._group("pp")
-
-    def get_data_parallel_rank(self) -> int:
-        return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
         return self.data_parallel_size
@@ -252,6 +246,9 @@ class PipelineParallelGrid:
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         return self.dp_group
+
+    get_pipe_parallel_rank = get_stage_id
+    get_data_parallel_rank = get_data_parallel_id
 
     # names of Megatron's ``mpu``
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank

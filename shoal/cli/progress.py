@@ -49,9 +49,9 @@ class TrainingProgress:
     Order: ``show`` at most redraws ten times a second, whatever the length of a step.
     """
 
-    def __init__(self, *, enabled: bool, console: Console | None = None) -> None:
+    def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = Console(highlight=False, soft_wrap=True)
         self._bar = Progress(
             TextColumn("step {task.fields[step]}"),
             BarColumn(bar_width=24),

@@ -53,8 +53,8 @@ def no_effect(reason: str) -> Support:
     return Support("no effect", reason)
 
 
-def not_built(part: str, *, switch: str = "", harmless: tuple[Any, ...] = (), stands_alone: bool = False) -> Support:
-    return Support("not built", part, switch, harmless, stands_alone)
+def not_built(part: str, *, switch: str = "", harmless: tuple[Any, ...] = ()) -> Support:
+    return Support("not built", part, switch, harmless)
 
 
 def refused(instead: str) -> Support:

@@ -58,12 +58,12 @@ def log_level(variables: Mapping[str, str] | None = None) -> str | None:
     return level or None
 
 
-def schedulers_elasticity(variables: Mapping[str, str] | None = None) -> str | None:
+def schedulers_elasticity() -> str | None:
     """The section ``elasticity`` that the job's scheduler has used, as JSON; None: the variable is not set."""
     # Here, since the command line reads the environment too, and would take twice as long with the config's schema.
     from shoal.config.elastic import SCHEDULERS_VARIABLE
 
-    return (os.environ if variables is None else variables).get(SCHEDULERS_VARIABLE)
+    return os.environ.get(SCHEDULERS_VARIABLE)
 
 
 def _num_threads(text: str) -> int | None:

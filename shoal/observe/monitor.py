@@ -15,7 +15,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -43,14 +43,10 @@ class Monitor:
 
     Args:
         writers: where to write; the monitor closes them.
-        every: called with each batch of events, even without writers.
     """
 
-    def __init__(
-        self, writers: Iterable[MonitorWriter] = (), every: Callable[[Sequence[Event]], None] | None = None
-    ) -> None:
+    def __init__(self, writers: Iterable[MonitorWriter] = ()) -> None:
         self._writers = list(writers)
-        self._every = every
         self._closing = weakref.finalize(self, _close_all, self._writers)
 
     @property
@@ -59,7 +55,7 @@ class Monitor:
 
     @property
     def enabled(self) -> bool:
-        return bool(self._writers) or self._every is not None
+        return bool(self._writers)
 
     def write_events(self, events: Sequence[Event]) -> None:
         """Write values of one or several steps. Tensors of one element are read, which blocks the host.
@@ -76,8 +72,6 @@ class Monitor:
                 self._writers.remove(writer)
                 logger.warning("%s cannot write and is closed; training goes on: %s", type(writer).__name__, error)
                 _close_all([writer])
-        if self._every is not None:
-            self._every(plain)
 
     def close(self) -> None:
         """Flush and close the writers; also done when the process ends. Idempotent."""

@@ -72,7 +72,7 @@ class Timeline:
 _COLORS = {"F": "#4c8fd6", "B": "#3f9c5a", "I": "#2a9d8f", "W": "#e0a32e"}
 _MEANING = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights"}
 _OTHER = "#9aa3ad"
-_ROW, _LEFT, _TOP = 26, 58, 8
+_ROW, _LEFT, _TOP, _WIDTH = 26, 58, 8, 1040
 
 
 def grid(timeline: Timeline, marks: Mapping[int, str] | None = None, *, last: int | None = None) -> str:
@@ -94,10 +94,10 @@ def grid(timeline: Timeline, marks: Mapping[int, str] | None = None, *, last: in
     return "\n".join(line.rstrip() for line in lines)
 
 
-def svg(timeline: Timeline, *, width: int = 1040) -> str:
+def svg(timeline: Timeline) -> str:
     """The timeline as ``<svg>``: a row a rank, a color a kind of action, micro-batches as labels; no style sheet."""
     duration = timeline.end - timeline.start or 1.0
-    scale = (width - _LEFT - 8) / duration
+    scale = (_WIDTH - _LEFT - 8) / duration
     height = _TOP + _ROW * len(timeline.ranks) + 26
     kinds = sorted({timed.action.kind for rank in timeline.ranks for timed in rank}, key=_order)
     parts = []
@@ -124,17 +124,13 @@ def svg(timeline: Timeline, *, width: int = 1040) -> str:
         x += 30 + 7 * len(label)
     title = html.escape(f"pipeline schedule {timeline.name}")
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{title}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{title}" '
         f'font-family="system-ui,sans-serif" font-size="12" fill="currentColor">{"".join(parts)}</svg>'
     )
 
 
-def chrome_trace(timeline: Timeline, *, microseconds: float = 1e6) -> str:
-    """The timeline as JSON for chrome://tracing and Perfetto: a process a rank.
-
-    Args:
-        microseconds: in one unit of the timeline; 1e6 where it is in seconds.
-    """
+def chrome_trace(timeline: Timeline) -> str:
+    """The timeline, in seconds, as JSON for chrome://tracing and Perfetto: a process a rank."""
     events: list[dict[str, object]] = []
     for rank, row in enumerate(timeline.ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
@@ -145,8 +141,8 @@ def chrome_trace(timeline: Timeline, *, microseconds: float = 1e6) -> str:
                 "cat": _MEANING.get(timed.action.kind, timed.action.kind),
                 "pid": rank,
                 "tid": 0,
-                "ts": (timed.start - timeline.start) * microseconds,
-                "dur": (timed.end - timed.start) * microseconds,
+                "ts": (timed.start - timeline.start) * 1e6,
+                "dur": (timed.end - timed.start) * 1e6,
                 "args": {"stage": timed.action.stage, "micro_batch": timed.action.micro},
             }
             for timed in row

@@ -34,16 +34,8 @@ app.command("convert", cls=UsageCommand)(convert)
 app.command("as-deepspeed", cls=UsageCommand)(as_deepspeed)
 
 
-class PrecisionOption(StrEnum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class ScheduleOption(StrEnum):
-    cosine = "cosine"
-    linear = "linear"
-    constant = "constant"
+PrecisionOption = StrEnum("PrecisionOption", "fp32 bf16 fp16")
+ScheduleOption = StrEnum("ScheduleOption", "cosine linear constant")
 
 
 def _show_version(value: bool) -> None:
@@ -106,7 +98,6 @@ def run(
     check_script(script, is_module=module)
     if not module and (advice := misplaced_ranks(script, given)):
         print(advice, file=sys.stderr)
-    job = replace(job, stop_seconds=stop_seconds)
     if verbose:
         job = replace(job, environment={**job.environment, LOG_LEVEL: "debug"})
     outcome = run_local(replace(job, stop_seconds=stop_seconds))

@@ -22,28 +22,9 @@ if TYPE_CHECKING:
 _RESUMED = ("counters (step)", "learning-rate schedule")  # that most runs have
 
 
-class Target(StrEnum):
-    shoal = "shoal"
-    huggingface = "huggingface"
-    state_dict = "state_dict"
-    dcp = "dcp"
-    fp32 = "fp32"
-    deepspeed = "deepspeed"
-    deepspeed_universal = "deepspeed_universal"
-
-
-class Origin(StrEnum):
-    shoal = "shoal"
-    deepspeed = "deepspeed"
-    huggingface = "huggingface"
-    state_dict = "state_dict"
-    dcp = "dcp"
-
-
-class Dtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+Target = StrEnum("Target", "shoal huggingface state_dict dcp fp32 deepspeed deepspeed_universal")
+Origin = StrEnum("Origin", "shoal deepspeed huggingface state_dict dcp")
+Dtype = StrEnum("Dtype", "float32 bfloat16 float16")
 
 
 class Loading(NamedTuple):

@@ -61,10 +61,12 @@ def estimate(
 
     from shoal.engine.estimate import estimate as estimate_one
     from shoal.engine.estimate import variants
-    from shoal.text import format_count
+    from shoal.text import format_count, parse_bytes
 
     settings = _config(config, precision, micro_batch)
-    limit = None if memory is None else _memory_nbytes(memory)
+    limit = None if memory is None else parse_bytes(memory)
+    if memory is not None and limit is None:
+        raise UsageError(f"--memory {memory!r} is not a size with a unit.", do="write it as 80GB or 24GiB.")
     with FakeTensorMode():
         made = _build(model, sequence)
         found = [estimate_one(made, one, ranks) for one in variants(settings, stage or range(4), with_disk=disk)]
@@ -101,16 +103,6 @@ def _config(path: Path | None, precision: str | None, micro_batch: int | None) -
     settings["train_micro_batch_size_per_gpu"] = micro_batch or settings.get("train_micro_batch_size_per_gpu", 1)
     settings["optimizer"] = {"type": "AdamW", **settings.get("optimizer", {}), "params": {"lr": 1e-3}}
     return settings
-
-
-def _memory_nbytes(text: str) -> int:
-    """Bytes of "80GB" (10 ** 9) or "24GiB" (2 ** 30). Raises: UsageError: it is no such number."""
-    from shoal.text import parse_bytes
-
-    found = parse_bytes(text)
-    if found is None:
-        raise UsageError(f"--memory {text!r} is not a size with a unit.", do="write it as 80GB or 24GiB.")
-    return found
 
 
 def _build(model: str, sequence: int | None) -> nn.Module:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.config.batch import MICRO, STEPS, TRAIN
 from shoal.errors import UsageError
 from shoal.models import NAMED_SHAPES, GPTConfig, named_config, nearest_config, parse_count
 
@@ -21,7 +22,6 @@ _DEFAULT_MICRO_BATCH = 8
 _DEFAULT_TOP_K = 2
 _DEFAULT_CLIP = 1.0
 _DEFAULT_MINUTES = 3.0
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -232,19 +232,19 @@ def read_config(job: TrainJob) -> dict[str, Any]:
 
 def _fill_batch(job: TrainJob, config: dict[str, Any], notes: list[str], override: Any) -> None:
     has_flag = job.micro_batch is not None or job.accumulation is not None
-    if has_flag and "train_batch_size" in config:
-        notes.append(f"--micro-batch and --accumulation override train_batch_size of {job.config}.")
-        del config["train_batch_size"]
+    if has_flag and TRAIN in config:
+        notes.append(f"--micro-batch and --accumulation override {TRAIN} of {job.config}.")
+        del config[TRAIN]
     if job.micro_batch is not None:
-        override("--micro-batch", job.micro_batch, _BATCH_KEYS[1])
+        override("--micro-batch", job.micro_batch, MICRO)
     if job.accumulation is not None:
-        override("--accumulation", job.accumulation, _BATCH_KEYS[2])
-    if _BATCH_KEYS[0] not in config:
+        override("--accumulation", job.accumulation, STEPS)
+    if TRAIN not in config:
         num_stages = config.get("parallel", {}).get("pp") or config.get("pipeline", {}).get("stages") or 1
         if num_stages > 1:  # fewer micro-batches leave ranks idle
-            config.setdefault(_BATCH_KEYS[1], max(1, _DEFAULT_MICRO_BATCH // (2 * num_stages)))
-            config.setdefault(_BATCH_KEYS[2], 2 * num_stages)
-        config.setdefault(_BATCH_KEYS[1], _DEFAULT_MICRO_BATCH)
+            config.setdefault(MICRO, max(1, _DEFAULT_MICRO_BATCH // (2 * num_stages)))
+            config.setdefault(STEPS, 2 * num_stages)
+        config.setdefault(MICRO, _DEFAULT_MICRO_BATCH)
 
 
 def _fill_precision(job: TrainJob, config: dict[str, Any], notes: list[str], has_accelerator: bool) -> None:

@@ -53,12 +53,12 @@ def list_checkpoints(folder: Annotated[str, _FOLDER]) -> None:
     from shoal.text import format_bytes, table
 
     storage = open_storage(folder)
-    found = directory.list_checkpoints(storage)
-    if not found:
+    checkpoints = directory.list_checkpoints(storage)
+    if not checkpoints:
         raise _none_in(storage)
     hinted = directory.read_latest(storage)
     rows = []
-    for entry in found:
+    for entry in checkpoints:
         if entry.manifest is None:
             rows.append([entry.folder, "", "", "", "", f"damaged: {entry.problem.what if entry.problem else ''}"])
             continue

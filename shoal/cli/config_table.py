@@ -25,7 +25,7 @@ COLOURS = {"supported": "green", "no effect": "yellow", "not built": "red", "ref
 def check_file(file: Path, world_size: int | None, *, shows_all: bool = False, as_json: bool = False) -> bool:
     """Print what each key of the file does, its problems, and where asked all effective values.
 
-    Returns: is nothing wrong? Raises: UsageError: there is no such file.
+    Returns: True if nothing is wrong. Raises: UsageError: there is no such file.
     """
     if not file.is_file():
         raise UsageError(f"there is no file {str(file)!r}.")
@@ -51,7 +51,7 @@ def _show_unreadable(error: ConfigError, json: bool) -> None:
 
 
 def _show(seen: Examined, console: Console, world_size: int | None, shows_all: bool) -> None:
-    notes = [*seen.found.warnings, *_notes(seen)]
+    notes = [*seen.reading.warnings, *_notes(seen)]
     keys = _table(f"{seen.name}", "what happens")
     for path, value, text, colour in _rows(seen, notes):
         keys.add_row(escape(path), escape(value), f"[{colour}]{escape(text)}[/{colour}]")
@@ -85,10 +85,10 @@ def _rows(seen: Examined, notes: list[str]) -> Iterator[tuple[str, str, str, str
 
     def noted(path: str, value: str) -> str:
         start = f"{path} = {value}: "
-        found = next((note for note in notes if note.startswith(start)), None)
-        if found is not None:
-            notes.remove(found)
-        return "" if found is None else found.removeprefix(start).removesuffix(".")
+        text = next((note for note in notes if note.startswith(start)), None)
+        if text is not None:
+            notes.remove(text)
+        return "" if text is None else text.removeprefix(start).removesuffix(".")
 
     numbers = {problem.path: number for number, problem in reversed(list(enumerate(seen.problems, 1)))}
     for each in seen.keys:
@@ -102,7 +102,7 @@ def _rows(seen: Examined, notes: list[str]) -> Iterator[tuple[str, str, str, str
             yield each.path, value, str(support), COLOURS[support.kind]
         else:
             yield each.path, value, f"{support}; asks for nothing", "yellow"
-    for path, origin in seen.found.origins.items():
+    for path, origin in seen.reading.origins.items():
         if origin != "auto":
             continue
         note = noted(path, '"auto"').replace("null is used", "follows from the number of ranks")
@@ -158,7 +158,7 @@ def _as_json(seen: Examined) -> dict[str, Any]:
         "problems": [
             {"path": each.path, "what": each.what, "do": each.do, "line": each.line} for each in seen.problems
         ],
-        "warnings": seen.found.warnings,
+        "warnings": seen.reading.warnings,
         "notes": _notes(seen),
         "unresolved_auto": list(config.unresolved_auto) if config is not None else [],
         "effective": {path: {"value": _plain(value), "origin": origin} for path, value, origin in _effective(seen)}

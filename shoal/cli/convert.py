@@ -138,9 +138,9 @@ def _convert(
             code="checkpoint-format",
         )
     check_free(target)
-    found: Format = from_.value if from_ is not None else detect(source, tag)
-    opened = open_source(source, tag, found)
-    for line in _what_is_read(opened, found, source, unread_weights(source, found)):
+    source_format: Format = from_.value if from_ is not None else detect(source, tag)
+    opened = open_source(source, tag, source_format)
+    for line in _what_is_read(opened, source_format, source, unread_weights(source, source_format)):
         console.print(escape(line))
     kinds = [kind for kind in opened.kinds() if keeps_all or kind == MODEL]
     number = sum(len(opened.tensors(kind)) for kind in kinds)
@@ -148,7 +148,7 @@ def _convert(
     chosen = dtype_of(name) if name is not None else None
     total = nbytes_of(opened, kinds)
     how = "with their dtypes" if name is None else f"written as {name}"
-    console.print(f"{found} to {to.value}: {counted(number, 'tensor')}, {format_bytes(total)}, {how}")
+    console.print(f"{source_format} to {to.value}: {counted(number, 'tensor')}, {format_bytes(total)}, {how}")
     notes: list[str] = []
     with watched(opened, kinds, console) as reading:
         if to is Target.huggingface:
@@ -187,13 +187,13 @@ def _convert(
     return [*opened.about.notes, *notes, *left_out]
 
 
-def _what_is_read(opened: Source, found: str, source: str, unread: list[str]) -> list[str]:
+def _what_is_read(opened: Source, source_format: str, source: str, unread: list[str]) -> list[str]:
     """A line about the checkpoint that is read, then a line about weights next to it that are not."""
     from shoal.checkpoint.directory import read_latest
     from shoal.checkpoint.storage import open_storage
 
     about, states = opened.about, _states(opened)
-    said = [f"reads {found}: {about.path}"]
+    said = [f"reads {source_format}: {about.path}"]
     said += [f"step {about.counters['global_steps']}"] if "global_steps" in about.counters else []
     said += [f"saved by {counted(about.num_ranks, 'rank')}"] if about.num_ranks is not None else []
     said += [f"with optimizer state ({', '.join(states)})" if states else "without optimizer state"]
@@ -203,7 +203,7 @@ def _what_is_read(opened: Source, found: str, source: str, unread: list[str]) ->
         other = "huggingface" if ".safetensors" in unread[0] else "state_dict"
         lines.append(f"not read: {shown}, next to it (--from {other} reads the weights alone)")
     storage = open_storage(source)
-    if found in ("huggingface", "state_dict") and (tag := read_latest(storage)) and tag not in storage.names():
+    if source_format in ("huggingface", "state_dict") and (tag := read_latest(storage)) and tag not in storage.names():
         lines.append(f"latest names {tag!r}, which does not exist; the weights next to it are read instead")
     return lines
 

@@ -69,18 +69,18 @@ def estimate(
         raise UsageError(f"--memory {memory!r} is not a size with a unit.", do="write it as 80GB or 24GiB.")
     with FakeTensorMode():
         made = _build(model, sequence)
-        found = [estimate_one(made, one, ranks) for one in variants(settings, stage or range(4), with_disk=disk)]
+        estimates = [estimate_one(made, one, ranks) for one in variants(settings, stage or range(4), with_disk=disk)]
         numel = sum({id(p): p.numel() for p in made.parameters()}.values())
         activations, note = _activations(made, settings, sequence, recompute=recompute)
     if as_json:
-        print(json.dumps([_as_dict(one, activations, limit) for one in found], indent=2))
+        print(json.dumps([_as_dict(one, activations, limit) for one in estimates], indent=2))
         return
     kind = next((name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")), "fp32")
     optimizer = settings["optimizer"]["type"]
     print(f"{model}: {format_count(numel)} parameters, {kind}, {optimizer}. Memory of each of {ranks} ranks:\n")
-    print(_table(found, activations, limit))
+    print(_table(estimates, activations, limit))
     print()
-    for paragraph in (note, *_advice(found, activations, limit, memory)):
+    for paragraph in (note, *_advice(estimates, activations, limit, memory)):
         print(textwrap.fill(paragraph, 118, break_on_hyphens=False))
 
 
@@ -219,16 +219,16 @@ def _offload(one: Estimate) -> str:
     return " + ".join(moved) + (" on disk" if one.state_tier is Tier.DISK else "")
 
 
-def _table(found: list[Estimate], activations: int | None, limit: int | None) -> str:
+def _table(estimates: list[Estimate], activations: int | None, limit: int | None) -> str:
     from shoal.sharding.placement import Tier
     from shoal.text import format_bytes, table
 
     device = Tier.DEVICE
-    has_disk = any(one.on(Tier.DISK) for one in found)
+    has_disk = any(one.on(Tier.DISK) for one in estimates)
     headers = ["stage", "offload", "parameters", "gradients", "optimizer", "gathered", "buffers", "activations"]
     headers += ["device", "host", *(["disk"] if has_disk else []), *(["fits"] if limit is not None else [])]
     rows = []
-    for one in found:
+    for one in estimates:
         kinds = [("parameter",), ("gradient",), ("master", "optimizer state"), ("gathered",), ("buffers",)]
         cells = [str(one.stage), _offload(one), *(format_bytes(one.on(device, *names)) for names in kinds)]
         cells.append("?" if activations is None else format_bytes(activations))
@@ -240,13 +240,15 @@ def _table(found: list[Estimate], activations: int | None, limit: int | None) ->
     return table(rows, headers)
 
 
-def _advice(found: list[Estimate], activations: int | None, limit: int | None, memory: str | None) -> tuple[str, str]:
+def _advice(
+    estimates: list[Estimate], activations: int | None, limit: int | None, memory: str | None
+) -> tuple[str, str]:
     """What the columns are, and what follows from them."""
     text = "optimizer: main parameters (fp32) and optimizer state. host, disk: memory of one rank; a machine"
     text += " needs it for each of its ranks."
     if limit is None:
         return text, "Add --memory 80GB (the memory of one device) to see which rows fit."
-    first = next((one for one in found if _fits(one, activations, limit)), None)
+    first = next((one for one in estimates if _fits(one, activations, limit)), None)
     if first is None:
         return text, (
             f"Nothing fits in {memory}: use more ranks, --recompute, a smaller micro-batch or shorter sequences, or"

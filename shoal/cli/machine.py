@@ -37,13 +37,13 @@ class Finding:
 
 
 def check_machine(*, as_json: bool = False) -> bool:
-    """Print what this machine has. Returns: can ranks run on it?"""
-    found = list(_findings())
-    problems = [each for each in found if each.problem]
+    """Print what this machine has. Returns: True if ranks can run on it."""
+    findings = list(_findings())
+    problems = [each for each in findings if each.problem]
     if as_json:
-        print(json.dumps([asdict(each) for each in found], indent=2))
+        print(json.dumps([asdict(each) for each in findings], indent=2))
     else:
-        print(table([[each.name, each.value] for each in found], ["item", "value"]))
+        print(table([[each.name, each.value] for each in findings], ["item", "value"]))
         for each in problems:
             print(f"problem: {each.name}: {each.problem}")
         if not problems:

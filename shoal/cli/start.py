@@ -96,8 +96,8 @@ def _with_saved(job: TrainJob, resume: str) -> tuple[TrainJob, list[str]]:
 
 def _why_it_is_over(job: TrainJob, run: Path) -> str:
     """Why the run has no step left; empty: it has, or there is no whole checkpoint to read it from."""
-    found = list_checkpoints(open_storage(checkpoint_folder(run)))
-    if not found or (manifest := found[0].manifest) is None:
+    checkpoints = list_checkpoints(open_storage(checkpoint_folder(run)))
+    if not checkpoints or (manifest := checkpoints[0].manifest) is None:
         return ""
     if job.steps is not None and manifest.step >= job.steps:
         return f"the run is at step {manifest.step:,} and ends at step {job.steps:,}"

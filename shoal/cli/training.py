@@ -295,13 +295,13 @@ class _Run:
 
     def _resume(self, run: Path) -> None:
         groups = self.engine.optimizer.param_groups
-        own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        given = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         path, state = self.engine.load_checkpoint(checkpoint_folder(run))
         self.budget.elapsed = float(state.get("elapsed", 0.0))
         self.first_validation = float(state.get("first_validation", math.nan))
         self.tokens = int(state.get("tokens", 0))
         self.saved_step = self.engine.global_steps
-        for group, values in zip(groups, own, strict=True):
+        for group, values in zip(groups, given, strict=True):
             group.update(values)
         self._set_rates()
         self.progress.say(f"resuming from {path}, step {self.engine.global_steps}; learning rate {self._schedule()}")
@@ -400,17 +400,17 @@ class _Run:
     def _validate(self, step: int) -> float:
         """The mean loss over the same validation sequences whatever the number of ranks, up to a remainder."""
         self.engine.eval()
-        own, batch = self._validation_indices(), self.engine.train_micro_batch_size_per_gpu()
+        indices, batch = self._validation_indices(), self.engine.train_micro_batch_size_per_gpu()
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         with torch.no_grad():
-            for start in range(0, len(own), batch):
-                samples = [self.validation[index] for index in own[start : start + batch]]
+            for start in range(0, len(indices), batch):
+                samples = [self.validation[index] for index in indices[start : start + batch]]
                 tokens, targets = (torch.stack(part) for part in zip(*samples, strict=True))
                 loss, _, share = self._loss(tokens, targets)
                 total += loss.double() * len(samples) * share
         self.engine.train()
         self.validated_step, self.validated_fraction = step, self.budget.fraction(step)
-        self.last_validation, *_ = self._agree(total / len(own), 0.0)
+        self.last_validation, *_ = self._agree(total / len(indices), 0.0)
         self.monitor.write_events([("validation/loss", self.last_validation, step)])
         self.progress.show_validation(step, self.last_validation)
         return self.last_validation

@@ -17,7 +17,7 @@ from shoal.text import parse_bytes
 MAX_SCALE_POWER = 127
 
 
-def check_together(config: Schema, found: Normalised) -> list[Problem]:
+def check_together(config: Schema, reading: Normalised) -> list[Problem]:
     """Problems between keys."""
     problems: list[Problem] = []
 
@@ -92,10 +92,10 @@ def check_together(config: Schema, found: Normalised) -> list[Problem]:
             problem(f"curriculum_learning.{name}", what, do)
     if config.elasticity.enabled:
         prefix = "elasticity."
-        there = [path.removeprefix(prefix) for path in found.given if path.startswith(prefix)]
+        there = [path.removeprefix(prefix) for path in reading.given if path.startswith(prefix)]
         for name, what, do in elastic_problems(config.elasticity, there):
             problem(f"elasticity.{name}", what, do)
-        sizes = [path for path in (TRAIN, MICRO, STEPS) if found.origins.get(path) in ("user", "deprecated alias")]
+        sizes = [path for path in (TRAIN, MICRO, STEPS) if reading.origins.get(path) in ("user", "deprecated alias")]
         if sizes and not config.elasticity.ignore_non_elastic_batch_info:
             problem(
                 "elasticity.enabled",

@@ -188,7 +188,7 @@ class Examined:
     """The result of checking a configuration without raising: what `shoal doctor` prints."""
 
     name: str
-    found: Normalised
+    reading: Normalised
     keys: list[KeySupport]
     problems: list[Problem]
     config: Config | None
@@ -210,7 +210,7 @@ def load(
         source: a dict, a path, JSON text, or urlsafe base64 of JSON text; None: ``args`` has it.
         args: an argparse namespace with ``deepspeed_config``.
         world_size: all ranks, to compute the batch sizes; None: the sizes stay None.
-        check_supported: whether asking for a part that is not built yet is an error, or for a type that does not exist.
+        check_supported: asking for a part that is not built yet, or for a type that does not exist, is an error.
         replaced: of ``optimizer`` and ``scheduler``, those for which the caller passes an object; their types are not
             checked.
         degrees: by axis of the mesh, what the caller gives in addition to the file.
@@ -228,7 +228,7 @@ def load(
     )
     if seen.problems or seen.config is None:
         raise problems_error(ConfigProblems(seen.problems, seen.name))
-    for text in seen.found.warnings if warns else ():
+    for text in seen.reading.warnings if warns else ():
         warn(text)
     return seen.config
 
@@ -247,15 +247,15 @@ def examine(
     Raises: ConfigError: there is nothing to check: no such file, or not JSON.
     """
     document, name = open_source(source, args)
-    found = normalise(document.value, document.lines)
-    put_old_defaults(found)
-    unresolved = resolve_types(found)
+    reading = normalise(document.value, document.lines)
+    put_old_defaults(reading)
+    unresolved = resolve_types(reading)
     if check_supported:
-        check_types(found, replaced)
-    keys = keys_with_support(found)
-    problems = list(found.problems)
-    problems += unsupported_problems(keys, found, ("refused", "not built") if check_supported else ("refused",))
-    config = Config.model_validate(found.values)
+        check_types(reading, replaced)
+    keys = keys_with_support(reading)
+    problems = list(reading.problems)
+    problems += unsupported_problems(keys, reading, ("refused", "not built") if check_supported else ("refused",))
+    config = Config.model_validate(reading.values)
     for axis, degree in (degrees or {}).items():
         asked = getattr(config.parallel, axis)
         if asked not in ("auto", degree):
@@ -264,9 +264,9 @@ def examine(
                 what, do = f"{asked}, and the model's layers have ep_size {degree}.", "leave parallel.ep out."
             problems.append(Problem(f"parallel.{axis}", what, do, code="mesh"))
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=degrees)})
-    config._raw, config._origins, config._keys = document.value, found.origins, tuple(keys)
-    config._warnings, config._unresolved, config._name = tuple(found.warnings), tuple(unresolved), name
-    together = [*check_together(config, found), *(engine_problems(config) if check_supported else ())]
+    config._raw, config._origins, config._keys = document.value, reading.origins, tuple(keys)
+    config._warnings, config._unresolved, config._name = tuple(reading.warnings), tuple(unresolved), name
+    together = [*check_together(config, reading), *(engine_problems(config) if check_supported else ())]
     if world_size is not None:
         mismatches = [*rank_problems(config, world_size)] if check_supported else []
         if "ep" in (degrees or {}):
@@ -281,15 +281,15 @@ def examine(
         except ConfigProblems as error:
             together += error.problems
     # A wrong key has its default in ``config``: problems that follow from the default are not the file's.
-    doubtful = {name for path in found.wrong for name in path.split(".")}
+    doubtful = {name for path in reading.wrong for name in path.split(".")}
     problems += [
-        replace(each, line=found.line(each.path))
+        replace(each, line=reading.line(each.path))
         for each in together
         if not doubtful.intersection(re.findall(r"\w+", f"{each.path.rpartition('.')[2]} {each.what} {each.do}"))
     ]
     problems = list({(each.path, each.what): each for each in problems}.values())
     problems.sort(key=lambda problem: (problem.line is None, problem.line or 0))
-    return Examined(name, found, keys, problems, None if found.wrong else config)
+    return Examined(name, reading, keys, problems, None if reading.wrong else config)
 
 
 def _as_json(value: Any, keys: Mapping[str, Key] | None = None) -> Any:

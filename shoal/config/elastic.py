@@ -185,12 +185,12 @@ def _chosen(section: Elasticity) -> ElasticBatch:
     most = section.max_train_batch_size // ranks
     low = max(section.min_gpus // size, 1)
     high = section.max_gpus // size or most // min(section.micro_batch_sizes)
-    found = [
+    candidates = [
         (total, _sharers(total, section.micro_batch_sizes, low, high))
         for total in sorted(_candidates(section.micro_batch_sizes, most))
     ]
     sign = 1 if section.prefer_larger_batch else -1
-    total, sharers = max(found, key=lambda each: (len(each[1]), sign * each[0]))
+    total, sharers = max(candidates, key=lambda each: (len(each[1]), sign * each[0]))
     return ElasticBatch(total * ranks, tuple(number * ranks for number in sharers))
 
 
@@ -200,12 +200,12 @@ def _candidates(micros: Sequence[int], most: int) -> set[int]:
 
 
 def _sharers(total: int, micros: Sequence[int], low: int, high: int) -> list[int]:
-    found: set[int] = set()
+    numbers: set[int] = set()
     for micro in micros:
         if total % micro == 0:
             shares = total // micro
-            found.update(number for number in range(low, min(high, shares) + 1) if shares % number == 0)
-    return sorted(found)
+            numbers.update(number for number in range(low, min(high, shares) + 1) if shares % number == 0)
+    return sorted(numbers)
 
 
 def _own(section: Elasticity, num_ranks: int) -> ElasticBatch:

@@ -123,37 +123,37 @@ class Normalised:
 def normalise(raw: Mapping[str, Any], lines: Mapping[tuple[str | int, ...], int]) -> Normalised:
     """Read a whole file."""
     strict = coerce(raw.get("strict", True), bool | Literal["warn"])
-    found = Normalised(lines, is_strict=strict not in ("warn", False))
+    reading = Normalised(lines, is_strict=strict not in ("warn", False))
     top = {name: value for name, value in raw.items() if name != "$schema"}  # which editors read
-    _old_zero(top, found)
-    found.values = _section(top, Schema, At(), found)
-    return found
+    _old_zero(top, reading)
+    reading.values = _section(top, Schema, At(), reading)
+    return reading
 
 
-def _old_zero(top: dict[str, Any], found: Normalised) -> None:
+def _old_zero(top: dict[str, Any], reading: Normalised) -> None:
     """Rewrites the oldest forms of ``zero_optimization``, in a copy."""
     zero = coerce(top.get("zero_optimization"), bool | dict)
     if isinstance(zero, bool):
-        found.warnings.append(
+        reading.warnings.append(
             f'"zero_optimization": {shown(zero)} is an old form; write {{"stage": {1 if zero else 0}}}.'
         )
         size = top.pop("allgather_size", None)
         top["zero_optimization"] = {"stage": 1 if zero else 0}
         if size is not None:
             top["zero_optimization"]["allgather_bucket_size"] = size
-            found.warnings.append('"allgather_size" is an old name; write zero_optimization.allgather_bucket_size.')
-            found.origins["zero_optimization.allgather_bucket_size"] = "deprecated alias"
-        found.origins["zero_optimization.stage"] = "deprecated alias"
+            reading.warnings.append('"allgather_size" is an old name; write zero_optimization.allgather_bucket_size.')
+            reading.origins["zero_optimization.allgather_bucket_size"] = "deprecated alias"
+        reading.origins["zero_optimization.stage"] = "deprecated alias"
     elif isinstance(zero, Mapping):
         copy = {name: dict(inner) if isinstance(inner, Mapping) else inner for name, inner in zero.items()}
         for old, new in rewrite_old_keys(copy):
-            found.warnings.append(f"zero_optimization.{old} is deprecated; write {new}.")
+            reading.warnings.append(f"zero_optimization.{old} is deprecated; write {new}.")
             if OLD_KEYS[old] in copy:
-                found.origins[f"zero_optimization.{OLD_KEYS[old]}.device"] = "deprecated alias"
+                reading.origins[f"zero_optimization.{OLD_KEYS[old]}.device"] = "deprecated alias"
         top["zero_optimization"] = copy
 
 
-def _section(raw: Mapping[Any, Any], model: type[Section], at: At, found: Normalised) -> dict[str, Any]:
+def _section(raw: Mapping[Any, Any], model: type[Section], at: At, reading: Normalised) -> dict[str, Any]:
     spellings = names_of(model)
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
@@ -163,27 +163,27 @@ def _section(raw: Mapping[Any, Any], model: type[Section], at: At, found: Normal
             if model.model_config.get("extra") == "allow":
                 values[str(name)] = value
             else:
-                _unknown(name, value, model, at, found)
+                _unknown(name, value, model, at, reading)
             continue
         here = at.key(key, name)
         if key.name in spelled:
-            _twice(here, (spelled[key.name], name), (values.get(key.name), coerce(value, key.annotation)), found)
+            _twice(here, (spelled[key.name], name), (values.get(key.name), coerce(value, key.annotation)), reading)
             continue
         spelled[key.name] = name
-        found.raw_paths[here.path] = here.place
+        reading.raw_paths[here.path] = here.place
         if name in key.deprecated:
-            found.warnings.append(f"{_join(at.path, name)} is deprecated; write {key.name}.")
-            found.origins[here.path] = "deprecated alias"
-        read = _value(value, key, here, found)
+            reading.warnings.append(f"{_join(at.path, name)} is deprecated; write {key.name}.")
+            reading.origins[here.path] = "deprecated alias"
+        read = _value(value, key, here, reading)
         if read is not DROPPED:
             values[key.name] = read
     return values
 
 
-def _twice(at: At, names: tuple[str, str], values: tuple[Any, Any], found: Normalised) -> None:
+def _twice(at: At, names: tuple[str, str], values: tuple[Any, Any], reading: Normalised) -> None:
     """The same key under two of its names: harmless where both say the same."""
     if values[0] != values[1]:
-        found.problem(
+        reading.problem(
             at.path,
             f"given twice, as {names[0]!r} = {shown(values[0])} and as {names[1]!r} = {shown(values[1])}.",
             f"keep {at.path.rpartition('.')[2]!r}.",
@@ -191,42 +191,42 @@ def _twice(at: At, names: tuple[str, str], values: tuple[Any, Any], found: Norma
         )
 
 
-def _value(value: Any, key: Key, at: At, found: Normalised) -> Any:
+def _value(value: Any, key: Key, at: At, reading: Normalised) -> Any:
     if isinstance(value, str) and value.strip().lower() == "auto" and not _takes_auto(key):
-        found.origins[at.path] = "auto"
+        reading.origins[at.path] = "auto"
         return DROPPED
     if value is None and not _takes_null(key):
         return DROPPED  # as DeepSpeed has it, and as clients write it: the key is not set
     if key.kind == "leaf":
-        found.origins.setdefault(at.path, "user")
+        reading.origins.setdefault(at.path, "user")
         read = coerce(value, key.annotation)
-        found.given[at.path] = Given(read, key, at.schema_path, at.switches, at.is_inside)
+        reading.given[at.path] = Given(read, key, at.schema_path, at.switches, at.is_inside)
         if key.accepts(read):
             return read
-        found.wrong.append(at.path)
+        reading.wrong.append(at.path)
         value = HIDDEN if key.is_secret else shown(read)
-        found.problem(at.path, f"{value} is not {key.expected}.", raw=at.place)
+        reading.problem(at.path, f"{value} is not {key.expected}.", raw=at.place)
         return DROPPED
     assert key.model is not None
     if key.kind == "list":
         if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
-            found.problem(at.path, f"{shown(value)} is not a list of objects.", raw=at.place)
+            reading.problem(at.path, f"{shown(value)} is not a list of objects.", raw=at.place)
             return DROPPED
-        return tuple(_section(item, key.model, at.inside(key, index), found) for index, item in enumerate(value))
+        return tuple(_section(item, key.model, at.inside(key, index), reading) for index, item in enumerate(value))
     if not isinstance(value, Mapping):
-        found.problem(at.path, f"{shown(value)} is not an object.", f'write {{"{_first(key)}": ...}}.', at.place)
+        reading.problem(at.path, f"{shown(value)} is not an object.", f'write {{"{_first(key)}": ...}}.', at.place)
         return DROPPED
     if key.kind == "map":
         read = {}
         for name, inner in value.items():
             if isinstance(inner, Mapping):
-                read[name] = _section(inner, key.model, at.inside(key, name), found)
+                read[name] = _section(inner, key.model, at.inside(key, name), reading)
             else:
-                found.problem(f"{at.path}.{name}", f"{shown(inner)} is not an object.", raw=(*at.place, name))
+                reading.problem(f"{at.path}.{name}", f"{shown(inner)} is not an object.", raw=(*at.place, name))
         return read
     if at.schema_path in SUPPORT:
-        found.given[at.path] = Given(value, key, at.schema_path, at.switches, at.is_inside)
-    return _section(value, key.model, at.inside(key), found)
+        reading.given[at.path] = Given(value, key, at.schema_path, at.switches, at.is_inside)
+    return _section(value, key.model, at.inside(key), reading)
 
 
 def _first(key: Key) -> str:
@@ -252,20 +252,20 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _unknown(given_name: object, value: Any, model: type[Section], at: At, found: Normalised) -> None:
+def _unknown(given_name: object, value: Any, model: type[Section], at: At, reading: Normalised) -> None:
     name = str(given_name)
     here = _join(at.path, name)
     if not at.path and (name in OF_OTHER_PROGRAMS or _is_flat(name)):
         why = OF_OTHER_PROGRAMS.get(name) or "a path written as one key, as TRL writes it"
-        found.warnings.append(f"{here} = {shown(value)} is ignored: {why}.")
+        reading.warnings.append(f"{here} = {shown(value)} is ignored: {why}.")
         return
     what, do = "no such key" + (f" in {at.path}" if at.path else "") + ".", _suggestion(name, model, at.path)
     if name.strip() != name and name.strip() in names_of(model):
         what, do = "no such key: there is space around its name.", f"did you mean {name.strip()!r}, without the space?"
-    if found.is_strict:
-        found.problem(here, what, do, (*at.place, name))
+    if reading.is_strict:
+        reading.problem(here, what, do, (*at.place, name))
     else:
-        found.warnings.append(f"{here} = {shown(value)} is ignored: {what} {do}")
+        reading.warnings.append(f"{here} = {shown(value)} is ignored: {what} {do}")
 
 
 def _is_flat(name: str) -> bool:
@@ -306,17 +306,17 @@ def _either(names: list[str]) -> str:
     return " or ".join(repr(name) for name in names)
 
 
-def read_params(kind: Literal["optimizer", "scheduler"], model: type[Section], found: Normalised) -> None:
+def read_params(kind: Literal["optimizer", "scheduler"], model: type[Section], reading: Normalised) -> None:
     """Read the arguments of an optimizer or schedule of a known type, in place.
 
     Only what the file sets stays; an "auto" is taken out, and ``found.origins`` has it.
     """
     at = At(path=f"{kind}.params", place=(kind, "params"))
-    del found.given[at.path]
-    values = _section(found.values[kind]["params"], model, at, found)
-    for path in [path for path in found.given if path.startswith(f"{at.path}.")]:
-        found.given[path] = replace(found.given[path], schema_path="")
-    found.values[kind]["params"] = values
+    del reading.given[at.path]
+    values = _section(reading.values[kind]["params"], model, at, reading)
+    for path in [path for path in reading.given if path.startswith(f"{at.path}.")]:
+        reading.given[path] = replace(reading.given[path], schema_path="")
+    reading.values[kind]["params"] = values
 
 
 DTYPES = {

@@ -75,15 +75,15 @@ class _JsonReader:
         self.twice: list[str] = []
 
     def skip(self) -> bool:
-        """Skip space and comments. Returns: whether a line ended in them."""
-        found = self.match(SPACE)
-        return found is not None and "\n" in found.group()
+        """Skip space and comments. Returns: True if a line ended in them."""
+        match = self.match(SPACE)
+        return match is not None and "\n" in match.group()
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         """Skip what matches here."""
-        found = pattern.match(self.text, self.at)
-        self.at = found.end() if found else self.at
-        return found
+        match = pattern.match(self.text, self.at)
+        self.at = match.end() if match else self.at
+        return match
 
     def takes(self, char: str) -> bool:
         """Skip a character, if it is here."""
@@ -113,8 +113,8 @@ class _JsonReader:
         if self.text.startswith(("'", '"'), self.at):
             return self.string()
         start = self.at
-        found = self.match(WORD)
-        word = found.group() if found else ""
+        match = self.match(WORD)
+        word = match.group() if match else ""
         is_literal = word in WORDS or NUMBER.fullmatch(word)
         if self.is_hjson and word and not (is_literal and HJSON_ENDS.match(self.text, self.at)):
             self.at = start
@@ -137,16 +137,16 @@ class _JsonReader:
 
     def items(self, path: Path, end: str) -> list[tuple[str | int, Any]]:
         """The items up to a closing bracket; a comma between two may be missing at the end of a line."""
-        found: list[tuple[str | int, Any]] = []
+        pairs: list[tuple[str | int, Any]] = []
         is_separated = True
         while True:
             is_separated = self.skip() or is_separated
             if self.takes(end) if end else self.at >= len(self.text):
-                return found
+                return pairs
             if not is_separated:
                 raise self.error(f"expected a comma or '{end}', found {self.here()}")
-            name = len(found) if end == "]" else self.key(path, {name for name, _ in found})
-            found.append((name, self.value((*path, name))))
+            name = len(pairs) if end == "]" else self.key(path, {name for name, _ in pairs})
+            pairs.append((name, self.value((*path, name))))
             is_separated = self.skip()
             is_separated = self.takes(",") or is_separated
 
@@ -155,8 +155,8 @@ class _JsonReader:
         line = self.line()
         if self.text.startswith(("'", '"'), self.at):
             name = self.string()
-        elif found := self.match(WORD):
-            name = found.group()
+        elif match := self.match(WORD):
+            name = match.group()
         else:
             raise self.error(f"expected a key, found {self.here()}")
         self.skip()
@@ -172,10 +172,10 @@ class _JsonReader:
 
     def string(self) -> str:
         start = self.at
-        found = self.match(TEXT)
-        if found is None:
+        match = self.match(TEXT)
+        if match is None:
             raise self.error("a string without its closing quote", "close it on the same line.")
-        verbatim, double, single = found.groups()
+        verbatim, double, single = match.groups()
         if verbatim is not None:
             return str(verbatim)
         if single is not None:
@@ -184,4 +184,4 @@ class _JsonReader:
             return str(json.loads(f'"{double}"', strict=False))
         except ValueError:
             self.at = start
-            raise self.error(f"a string with an escape that JSON does not have: {found.group()[:40]}") from None
+            raise self.error(f"a string with an escape that JSON does not have: {match.group()[:40]}") from None

@@ -24,34 +24,34 @@ from shoal.config.types import type_problems
 OLD_DEFAULTS: dict[tuple[int, int], dict[str, Any]] = {(0, 18): {"gradient_clipping": 0.0}}
 
 
-def put_old_defaults(found: Normalised) -> None:
+def put_old_defaults(reading: Normalised) -> None:
     """Apply the defaults of the DeepSpeed version that ``compat`` names."""
-    compat = found.values.get("compat")
+    compat = reading.values.get("compat")
     if compat is None:
         return
     numbers = str(compat).removeprefix("ds-").split(".")[:2]
     if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
-        found.problem("compat", f"{shown(compat)} is not a version of DeepSpeed.", 'write it as "ds-0.18".')
+        reading.problem("compat", f"{shown(compat)} is not a version of DeepSpeed.", 'write it as "ds-0.18".')
         return
     version = (int(numbers[0]), int(numbers[1]))
     for newest, defaults in OLD_DEFAULTS.items():
         if version <= newest:
-            found.values.update({name: value for name, value in defaults.items() if name not in found.values})
+            reading.values.update({name: value for name, value in defaults.items() if name not in reading.values})
 
 
-def resolve_types(found: Normalised) -> list[str]:
+def resolve_types(reading: Normalised) -> list[str]:
     """Check the arguments of the optimizer and the schedule; return the paths of those that stay "auto"."""
-    return [*_resolve("optimizer", OPTIMIZERS, found), *_resolve("scheduler", SCHEDULERS, found)]
+    return [*_resolve("optimizer", OPTIMIZERS, reading), *_resolve("scheduler", SCHEDULERS, reading)]
 
 
-def check_types(found: Normalised, replaced: Collection[str]) -> None:
+def check_types(reading: Normalised, replaced: Collection[str]) -> None:
     """Check that the optimizer and the schedule can be built: their types, and arguments that go together.
 
     Args:
         replaced: of the two sections, those for which the caller passes an object.
     """
     for kind in ("optimizer", "scheduler"):
-        part = found.values.get(kind)
+        part = reading.values.get(kind)
         name = part.get("type") if isinstance(part, dict) else None
         if kind in replaced or not isinstance(part, dict) or not isinstance(name, str) or not name:
             continue
@@ -61,69 +61,71 @@ def check_types(found: Normalised, replaced: Collection[str]) -> None:
         params = params if isinstance(params, Mapping) else {}
         given = {key: value for key, value in params.items() if not _is_auto(value)}
         if name not in (OPTIMIZERS if kind == "optimizer" else SCHEDULERS):
-            found.problems += [
-                replace(problem, line=found.line(problem.path)) for problem in type_problems(kind, name, given)
+            reading.problems += [
+                replace(problem, line=reading.line(problem.path)) for problem in type_problems(kind, name, given)
             ]
             continue
         for key, what, do in argument_problems(name, given):
-            found.problem(f"{kind}.params.{key}", what, do)
+            reading.problem(f"{kind}.params.{key}", what, do)
         for key in REQUIRED.get(name, ()):
             if params.get(key) is None:
-                found.problem(f"{kind}.params.{key}", f"missing, and {name} needs it.", "write it.")
+                reading.problem(f"{kind}.params.{key}", f"missing, and {name} needs it.", "write it.")
 
 
 def _resolve(
-    kind: Literal["optimizer", "scheduler"], known: Mapping[str, type[Section]], found: Normalised
+    kind: Literal["optimizer", "scheduler"], known: Mapping[str, type[Section]], reading: Normalised
 ) -> list[str]:
-    part = found.values.get(kind)
+    part = reading.values.get(kind)
     if not isinstance(part, dict):
         return []
     if isinstance(part.get("type"), str):
         part["type"] = canonical_type(part["type"], known)
-        found.given[f"{kind}.type"] = replace(found.given[f"{kind}.type"], value=part["type"])
+        reading.given[f"{kind}.type"] = replace(reading.given[f"{kind}.type"], value=part["type"])
     params = part.get("params")
     if not isinstance(params, Mapping):
         return []
     if kind == "optimizer" and "max_grad_norm" in params:
-        params = _without_clipping(params, found)
+        params = _without_clipping(params, reading)
     part["params"] = dict(params)
     auto = [name for name, value in params.items() if _is_auto(value)]
     model = known.get(part["type"]) if isinstance(part.get("type"), str) else None
     if model is not None:
-        read_params(kind, model, found)
+        read_params(kind, model, reading)
     else:
         for name in auto:
             del part["params"][name]
-            found.origins[f"{kind}.params.{name}"] = "auto"
-    return _fill_in(kind, auto, found)
+            reading.origins[f"{kind}.params.{name}"] = "auto"
+    return _fill_in(kind, auto, reading)
 
 
 def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value.strip().lower() == "auto"
 
 
-def _without_clipping(params: Mapping[str, Any], found: Normalised) -> dict[str, Any]:
+def _without_clipping(params: Mapping[str, Any], reading: Normalised) -> dict[str, Any]:
     """The arguments without ``max_grad_norm``, the oldest name of ``gradient_clipping``."""
     norm = coerce(params["max_grad_norm"], float)
-    clip = found.values.setdefault("gradient_clipping", norm) if isinstance(norm, float) and norm > 0 else norm
+    clip = reading.values.setdefault("gradient_clipping", norm) if isinstance(norm, float) and norm > 0 else norm
     if clip != norm:
-        found.problem(
+        reading.problem(
             "optimizer.params.max_grad_norm",
             f"{shown(norm)}, but gradient_clipping is {shown(clip)}, and gradients are clipped once.",
             "leave it out.",
         )
     elif norm not in (None, 0, "auto"):
-        found.warnings.append(f"optimizer.params.max_grad_norm is deprecated; write gradient_clipping = {shown(norm)}.")
+        reading.warnings.append(
+            f"optimizer.params.max_grad_norm is deprecated; write gradient_clipping = {shown(norm)}."
+        )
     return {name: value for name, value in params.items() if name != "max_grad_norm"}
 
 
-def _fill_in(kind: str, auto: list[str], found: Normalised) -> list[str]:
+def _fill_in(kind: str, auto: list[str], reading: Normalised) -> list[str]:
     """Derive values of "auto" arguments where possible; return the paths of those that stay "auto"."""
-    params, unresolved = found.values[kind]["params"], []
-    rate = ((found.values.get("optimizer") or {}).get("params") or {}).get("lr")
+    params, unresolved = reading.values[kind]["params"], []
+    rate = ((reading.values.get("optimizer") or {}).get("params") or {}).get("lr")
     for name in auto:
         path = f"{kind}.params.{name}"
-        if path not in found.origins:
+        if path not in reading.origins:
             continue  # not a name of this type: a problem already
         if name in AUTO_IS_DEFAULT:
             continue

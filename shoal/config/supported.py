@@ -45,12 +45,12 @@ class KeySupport:
     is_inside: bool = False
 
 
-def keys_with_support(found: Normalised) -> list[KeySupport]:
+def keys_with_support(reading: Normalised) -> list[KeySupport]:
     """Every key that the file sets, in its order."""
     keys = []
-    chosen = found.given.get("zero_optimization.stage")
+    chosen = reading.given.get("zero_optimization.stage")
     stage = 0 if chosen is None else chosen.value
-    for path, given in found.given.items():
+    for path, given in reading.given.items():
         if not given.schema_path:
             support = PARAMS.get(path.rpartition(".")[2], SUPPORTED)
             keys.append(KeySupport(path, given.value, support, asks=_is_on(given.value)))
@@ -62,16 +62,16 @@ def keys_with_support(found: Normalised) -> list[KeySupport]:
             continue
         is_changed = given.key.model is None and given.value is not None and given.value != given.key.default
         off = [
-            switch for switch, default in given.switches if switch != path and _is_switch_off(switch, default, found)
+            switch for switch, default in given.switches if switch != path and _is_switch_off(switch, default, reading)
         ]
         keys.append(
             KeySupport(
                 path,
                 given.value,
                 support,
-                _asks(path, given, support, found.given),
+                _asks(path, given, support, reading.given),
                 given.schema_path if is_changed else "",
-                off[0] if off and not any(name in found.given for name in off) else "",
+                off[0] if off and not any(name in reading.given for name in off) else "",
                 bool(off),
                 given.is_inside,
             )
@@ -85,13 +85,13 @@ def _support(path: str, stage: Any) -> Support:
     return support_of(path)
 
 
-def _is_switch_off(switch: str, default: Any, found: Normalised) -> bool:
-    given = found.given.get(switch)
+def _is_switch_off(switch: str, default: Any, reading: Normalised) -> bool:
+    given = reading.given.get(switch)
     return not _is_on(given.value if given is not None else default)
 
 
 def unsupported_problems(
-    keys: list[KeySupport], found: Normalised, kinds: tuple[SupportKind, ...]
+    keys: list[KeySupport], reading: Normalised, kinds: tuple[SupportKind, ...]
 ) -> Iterator[Problem]:
     """Problems for the keys that ask for something that Shoal does not do."""
     for each in keys:
@@ -101,11 +101,11 @@ def unsupported_problems(
         do = f"{each.support.instead}."
         if each.support.kind == "refused":
             what, do = f"{shown(each.value)} is not supported.", f"{each.support.reason}."
-        yield Problem(each.path, what, do, found.line(each.path))
+        yield Problem(each.path, what, do, reading.line(each.path))
 
 
 def _asks(path: str, given: Given, support: Support, all_given: Mapping[str, Given]) -> bool:
-    """Whether a key's value differs from its default, and no key above it is reported already."""
+    """True if a key's value differs from its default, and no key above it is reported already."""
     value, key = given.value, given.key
     if given.is_inside or any(value == same and type(value) is type(same) for same in support.harmless):
         return False

@@ -65,8 +65,8 @@ class TableKey:
 
     def conditions_of(self, kind: str) -> list[str]:
         """What follows a word in the conditions."""
-        found = [each.partition(" ") for each in self.conditions.split(", ")]
-        return [value for word, _, value in found if word == kind]
+        words = [each.partition(" ") for each in self.conditions.split(", ")]
+        return [value for word, _, value in words if word == kind]
 
     @property
     def is_section(self) -> bool:

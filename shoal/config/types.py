@@ -78,25 +78,25 @@ def type_problems(section: Section, name: str, params: Mapping[str, Any]) -> Ite
         classes = classes | {name: classes[of] for name, of in BY_WIDTH.items()}
         if name.casefold().replace("_", "") in map(str.casefold, BY_WIDTH):
             params = {key: value for key, value in params.items() if key != "decoupled_wd"}
-    found = next((each for each in classes if each.casefold() == name.casefold().replace("_", "")), None)
+    chosen = next((each for each in classes if each.casefold() == name.casefold().replace("_", "")), None)
     path, code = f"{section}.type", "optimizer-name" if section == "optimizer" else "schedule-name"
-    if found is None:
+    if chosen is None:
         names = [*own, *(each for each in classes if each not in BY_WIDTH)]
         names = [each for each in dict.fromkeys(names) if _is_offered(section, each)]
         near = nearest(name, names)
         do = f"did you mean {' or '.join(map(repr, near))}?" if near else f"use one of {', '.join(names)}."
         kind = "optimizer" if section == "optimizer" else "schedule"
         yield Problem(path, f"there is no {kind} {shown(name)}.", do, code=code)
-    elif section == "optimizer" and found in NOT_ELEMENTWISE:
-        do = INSTEAD.get(found, "use an elementwise optimizer, such as AdamW.")
-        what = f"torch.optim.{found} is not elementwise: {NOT_ELEMENTWISE[found]}."
+    elif section == "optimizer" and chosen in NOT_ELEMENTWISE:
+        do = INSTEAD.get(chosen, "use an elementwise optimizer, such as AdamW.")
+        what = f"torch.optim.{chosen} is not elementwise: {NOT_ELEMENTWISE[chosen]}."
         yield Problem(path, what, do, code="optimizer-not-elementwise")
-    elif section == "scheduler" and found in NOT_FROM_JSON:
-        what = f"{shown(found)} cannot come from a configuration: {NOT_FROM_JSON[found]}."
+    elif section == "scheduler" and chosen in NOT_FROM_JSON:
+        what = f"{shown(chosen)} cannot come from a configuration: {NOT_FROM_JSON[chosen]}."
         yield Problem(path, what, "create it in Python and pass it as lr_scheduler=.", code=code)
     else:
         code = "optimizer-params" if section == "optimizer" else "schedule-params"
-        for where, what, do in _argument_problems(section, classes[found], params):
+        for where, what, do in _argument_problems(section, classes[chosen], params):
             yield Problem(where, what, do, code=code)
 
 

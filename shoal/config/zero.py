@@ -117,20 +117,20 @@ def rewrite_old_keys(zero: dict[str, Any]) -> list[tuple[str, str]]:
 
     Returns: (old key, its replacement) for each key found.
     """
-    found = []
+    replaced = []
     for old, target in OLD_KEYS.items():
         if "." not in target and old in zero:
             asked = zero.pop(old)
             if str(asked).lower() == "true" and not zero.get(target):
                 zero[target] = {"device": "cpu"}
-            found.append((old, f'"{target}": {{"device": "{"cpu" if str(asked).lower() == "true" else "none"}"}}'))
+            replaced.append((old, f'"{target}": {{"device": "{"cpu" if str(asked).lower() == "true" else "none"}"}}'))
     if "cpu_offload_use_pin_memory" in zero:
         pin = zero.pop("cpu_offload_use_pin_memory")
         for target in ("offload_optimizer", "offload_param"):
             if isinstance(zero.get(target), dict):
                 zero[target] = {"pin_memory": pin, **zero[target]}
-        found.append(("cpu_offload_use_pin_memory", '"pin_memory" in offload_optimizer and offload_param'))
-    return found
+        replaced.append(("cpu_offload_use_pin_memory", '"pin_memory" in offload_optimizer and offload_param'))
+    return replaced
 
 
 OLD_KEYS = {

@@ -68,8 +68,8 @@ def _files_of(source: str | Path) -> list[Path]:
     if path.is_file():
         return [path.resolve()]
     if path.is_dir():
-        found = (file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
-        visible = (file for file in found if not _is_hidden(file.relative_to(path)))
+        files = (file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
+        visible = (file for file in files if not _is_hidden(file.relative_to(path)))
         return sorted(file.resolve() for file in visible)
     return sorted(Path(name).resolve() for name in glob.glob(str(source), recursive=True) if Path(name).is_file())
 

@@ -21,8 +21,8 @@ def main(arguments: list[str]) -> None:
     environment = dict(os.environ)
     assignments = arguments[1:separator]
     if assignments[:1] == ["--cores"]:
-        own = assignments[1].split(";")[int(environment["LOCAL_RANK"])]
-        os.sched_setaffinity(0, [int(cpu) for cpu in own.split(",")])
+        cpus = assignments[1].split(";")[int(environment["LOCAL_RANK"])]
+        os.sched_setaffinity(0, [int(cpu) for cpu in cpus.split(",")])
         assignments = assignments[2:]
     for assignment in assignments:
         name, _, value = assignment.partition("=")

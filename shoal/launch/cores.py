@@ -23,13 +23,13 @@ def cpu_list(text: str) -> list[int]:
     >>> cpu_list("0-2,8")
     [0, 1, 2, 8]
     """
-    found: list[int] = []
+    cpus: list[int] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         if not low.isdigit() or not (high if dash else low).isdigit():
             raise ConfigError(f"{text!r} is not a list of CPUs.", do="write it as 0-3,8-11.", code="launch-cores")
-        found += range(int(low), int(high or low) + 1)
-    return found
+        cpus += range(int(low), int(high or low) + 1)
+    return cpus
 
 
 def physical_cores(wanted: Collection[int] | None = None, topology: str = _TOPOLOGY) -> list[list[int]]:

@@ -89,8 +89,8 @@ def read_error(text: str) -> RankError:
     lines = tuple(_PREFIX.sub("", line) for line in text.splitlines() if not _LOG_OF_TORCH.match(line))
     starts = [index for index, line in enumerate(lines) if TRACEBACK.match(line)]
     # The message of a rank-failed error has a traceback of its own: that of the rank that failed.
-    own = next((at for at, line in enumerate(lines) if _OWN_ERROR.match(line)), len(lines))
-    starts = [start for start in starts if start < own] or starts
+    first_own = next((at for at, line in enumerate(lines) if _OWN_ERROR.match(line)), len(lines))
+    starts = [start for start in starts if start < first_own] or starts
     if not starts:
         return RankError(lines)
     first = last = starts[-1]
@@ -207,10 +207,10 @@ def describe_restart(errors: Mapping[int, RankError]) -> str:
 
 def stderr_of(local_rank: int, log_dir: Path) -> Path | None:
     """The file of the last attempt."""
-    found = {
+    attempts = {
         int(path.parts[-3].rpartition("_")[2]): path for path in log_dir.glob(f"*/attempt_*/{local_rank}/stderr.log")
     }
-    return found[max(found)] if found else None
+    return attempts[max(attempts)] if attempts else None
 
 
 def _listed(ranks: Sequence[int]) -> str:

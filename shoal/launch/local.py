@@ -148,10 +148,12 @@ def run_local(job: LocalJob) -> Outcome:
                 return Outcome(*describe(ended, whole=read_environment().wants_tracebacks))
             except SignalException as error:
                 errors = errors_of(log_dir, job.num_ranks)
-                own = {rank: each for rank, each in errors.items() if each.error[:1] == ("KeyboardInterrupt",)}
-                output.end(withheld=[rank for rank, each in errors.items() if rank in own or each.is_of_a_lost_peer])
+                interrupted = {rank: each for rank, each in errors.items() if each.error[:1] == ("KeyboardInterrupt",)}
+                output.end(
+                    withheld=[rank for rank, each in errors.items() if rank in interrupted or each.is_of_a_lost_peer]
+                )
                 report = f"shoal: stopped by {error.sigval.name}; all {job.num_ranks} ranks have ended."
-                places = [f"\n  rank {rank} was at {each.place}" for rank, each in own.items() if each.place]
+                places = [f"\n  rank {rank} was at {each.place}" for rank, each in interrupted.items() if each.place]
                 return Outcome(128 + int(error.sigval), report + "".join(places[:_MOST_PLACES]))
         return Outcome(0)
     finally:

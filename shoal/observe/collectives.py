@@ -143,7 +143,7 @@ def stragglers(log: CollectiveLog, comm: Communicator) -> dict[str, dict[int, di
     """
     mine = {name: {str(nbytes): record[1] for nbytes, record in sizes.items()} for name, sizes in log.records.items()}
     everyone = comm.gather_objects(mine, label="times of collectives")
-    found: dict[str, dict[int, dict[str, Any]]] = {}
+    waits: dict[str, dict[int, dict[str, Any]]] = {}
     for name, sizes in mine.items():
         for nbytes, times in sizes.items():
             rows = [theirs.get(name, {}).get(nbytes, []) for theirs in everyone]
@@ -151,7 +151,7 @@ def stragglers(log: CollectiveLog, comm: Communicator) -> dict[str, dict[int, di
                 continue
             least = [min(column) for column in zip(*rows, strict=True)]
             waited = [time - low for time, low in zip(times, least, strict=True)]
-            found.setdefault(name, {})[int(nbytes)] = {
+            waits.setdefault(name, {})[int(nbytes)] = {
                 "count": len(times),
                 "total_comm_lat_ms": sum(least),
                 "total_straggler_ms": sum(waited),
@@ -160,15 +160,15 @@ def stragglers(log: CollectiveLog, comm: Communicator) -> dict[str, dict[int, di
                 "msg_size_bytes": int(nbytes),
                 "msg_size_str": format_bytes(int(nbytes)),
             }
-    return found
+    return waits
 
 
-def straggler_table(found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
+def straggler_table(waits: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
     """The result of ``stragglers`` as a table."""
     keys = ("total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms")
     rows = [
         [name, each["msg_size_str"], each["count"], *(f"{each[key]:.3f}" for key in keys)]
-        for name, sizes in found.items()
+        for name, sizes in waits.items()
         for each in sizes.values()
     ]
     headers = ["collective", "size", "count", "total ms", "total waiting ms", "mean ms", "mean waiting ms"]

@@ -50,12 +50,12 @@ class LoadSpan:
 
 def spans(series: Mapping[str, Sequence[tuple[int, float]]]) -> list[LoadSpan]:
     """The run cut into at most ``_MAX_SPANS`` spans with equally many of the steps that have loads."""
-    found: dict[str, dict[int, dict[int, float]]] = {}
+    loads: dict[str, dict[int, dict[int, float]]] = {}
     for name, points in series.items():
         match = _LOAD.fullmatch(name)
         if match is not None:
-            found.setdefault(match[1], {})[int(match[2])] = dict(points)
-    steps = sorted({step for experts in found.values() for points in experts.values() for step in points})
+            loads.setdefault(match[1], {})[int(match[2])] = dict(points)
+    steps = sorted({step for experts in loads.values() for points in experts.values() for step in points})
     num = min(_MAX_SPANS, len(steps))
     cuts = [steps[index * len(steps) // num : (index + 1) * len(steps) // num] for index in range(num)]
     return [
@@ -64,18 +64,18 @@ def spans(series: Mapping[str, Sequence[tuple[int, float]]]) -> list[LoadSpan]:
             cut[-1],
             {
                 layer: [_mean([experts[i][s] for s in cut if s in experts.get(i, ())]) for i in range(max(experts) + 1)]
-                for layer, experts in sorted(found.items(), key=lambda item: _by_numbers(item[0]))
+                for layer, experts in sorted(loads.items(), key=lambda item: _by_numbers(item[0]))
             },
         )
         for cut in cuts
     ]
 
 
-def draw_load(found: Sequence[LoadSpan]) -> str:
+def draw_load(load_spans: Sequence[LoadSpan]) -> str:
     """A heat map of layers (rows) and experts (columns) for each span, side by side, as ``<svg>``."""
-    layers = list(found[0].loads)
-    columns = max(len(loads) for loads in found[0].loads.values())
-    width = (_WIDTH - _LABELS - _GAP * len(found)) / len(found)
+    layers = list(load_spans[0].loads)
+    columns = max(len(loads) for loads in load_spans[0].loads.values())
+    width = (_WIDTH - _LABELS - _GAP * len(load_spans)) / len(load_spans)
     cell, row = width / columns, max(3.0, min(18.0, 480 / len(layers)))
     height = _TOP + row * len(layers) + _BOTTOM
     parts: list[str] = []
@@ -85,7 +85,7 @@ def draw_load(found: Sequence[LoadSpan]) -> str:
             f"{html.escape(_shortened(layer))}</text>"
             for index, layer in enumerate(layers)
         ]
-    for index, span in enumerate(found):
+    for index, span in enumerate(load_spans):
         left = _LABELS + index * (width + _GAP)
         steps = f"step {span.first:,}" if span.first == span.last else f"steps {span.first:,} to {span.last:,}"
         parts.append(f'<text class="tick" x="{left:.1f}" y="{_TOP - 7}">{steps}</text>')
@@ -108,15 +108,15 @@ def draw_load(found: Sequence[LoadSpan]) -> str:
 
 def load_section(series: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     """The report's section; empty where no load was logged."""
-    found = spans(series)
-    if not found:
+    load_spans = spans(series)
+    if not load_spans:
         return ""
     legend = "".join(f'<li><i class="load-{number}"></i>{text}</li>' for number, text in enumerate(_LEGEND))
     headers = ("layer", "experts", "most loaded, first", "most loaded, last", "least loaded, last", "no token, last")
-    rows = table("ledger", headers, [_row(layer, found) for layer in found[0].loads])
+    rows = table("ledger", headers, [_row(layer, load_spans) for layer in load_spans[0].loads])
     return card(
         "Load of the experts",
-        f'<div class="scroll">{draw_load(found)}{rows}</div>',
+        f'<div class="scroll">{draw_load(load_spans)}{rows}</div>',
         "tokens over the mean of the layer; a row is a layer, a column an expert",
         legend=f'<ul class="legend">{legend}</ul>',
     )
@@ -131,8 +131,8 @@ def level(load: float) -> int:
     return 0 if load <= 0 else 1 + sum(load >= bound for bound in _LEVELS)
 
 
-def _row(layer: str, found: Sequence[LoadSpan]) -> list[str]:
-    first, last = found[0].loads[layer], found[-1].loads[layer]
+def _row(layer: str, load_spans: Sequence[LoadSpan]) -> list[str]:
+    first, last = load_spans[0].loads[layer], load_spans[-1].loads[layer]
 
     def one(loads: Sequence[float], expert: int) -> str:
         return f"{short(loads[expert])} (expert {expert})"

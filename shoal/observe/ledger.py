@@ -58,10 +58,10 @@ class Ledger:
 
     def by_kind(self) -> dict[str, int]:
         """Bytes of each kind."""
-        found = dict.fromkeys(KINDS, 0)
+        totals = dict.fromkeys(KINDS, 0)
         for entry in self.entries:
-            found[entry.kind] += entry.nbytes
-        return found
+            totals[entry.kind] += entry.nbytes
+        return totals
 
     def _on_accelerator(self, *kinds: str) -> int:
         """Bytes of these kinds in memory that is not the host's."""
@@ -71,10 +71,10 @@ class Ledger:
 
     def by_unit(self) -> dict[str, int]:
         """Bytes of each unit."""
-        found: dict[str, int] = {}
+        totals: dict[str, int] = {}
         for entry in self.entries:
-            found[entry.unit] = found.get(entry.unit, 0) + entry.nbytes
-        return found
+            totals[entry.unit] = totals.get(entry.unit, 0) + entry.nbytes
+        return totals
 
     def as_dict(self) -> dict[str, object]:
         """The ledger as plain data, in bytes."""

@@ -206,18 +206,18 @@ def _breakable(key: str) -> str:
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for key, value in values.items():
         path = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            found += _flatten(value, path + ".")
+            pairs += _flatten(value, path + ".")
         elif isinstance(value, str):
-            found.append((path, value))
+            pairs.append((path, value))
         elif isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**6:
-            found.append((path, f"{value:,} ({format_count(value)})"))
+            pairs.append((path, f"{value:,} ({format_count(value)})"))
         else:
-            found.append((path, json.dumps(value)))
-    return found
+            pairs.append((path, json.dumps(value)))
+    return pairs
 
 
 STYLE = """

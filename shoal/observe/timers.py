@@ -80,8 +80,8 @@ class StepTimers:
 
     def end_step(self) -> dict[str, float]:
         """Milliseconds of the step that ends here, by phase, in the order of ``PHASES``."""
-        found = sorted(self._of_step.items(), key=lambda item: PHASES.index(item[0]) if item[0] in PHASES else 99)
-        self.last_step = {name: seconds * 1e3 for name, seconds in found}
+        phases = sorted(self._of_step.items(), key=lambda item: PHASES.index(item[0]) if item[0] in PHASES else 99)
+        self.last_step = {name: seconds * 1e3 for name, seconds in phases}
         self._of_step.clear()
         return self.last_step
 

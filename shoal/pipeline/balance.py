@@ -48,11 +48,11 @@ def _best(sums: Sequence[Sequence[float]], add: Callable[[float, float], float])
     best = [0.0] + [_NONE] * num_layers  # by how many layers the stages so far have
     begins: list[list[int]] = []
     for of_stage in sums:
-        found = [(_NONE, 0)]
+        totals = [(_NONE, 0)]
         for end in range(1, num_layers + 1):
-            found.append(min((add(best[start], of_stage[end] - of_stage[start]), -start) for start in range(end)))
-        best = [total for total, _ in found]
-        begins.append([-start for _, start in found])
+            totals.append(min((add(best[start], of_stage[end] - of_stage[start]), -start) for start in range(end)))
+        best = [total for total, _ in totals]
+        begins.append([-start for _, start in totals])
     bounds = [num_layers]
     for starts in reversed(begins):
         bounds.append(starts[bounds[-1]])

@@ -212,9 +212,9 @@ class CutModel(StageModule):
 
     @property
     def own_blocks(self) -> list[str]:
-        own = dict(self.named_modules())
+        modules = dict(self.named_modules())
         names = (self.cut_blocks.name(block) for block in range(len(self.cut_blocks.names)))
-        return [name for name in names if name in own]
+        return [name for name in names if name in modules]
 
     @property
     def loss_model(self) -> nn.Module | None:
@@ -322,15 +322,18 @@ class CutModel(StageModule):
         members = [member for stage in self.stages for member in self._members_of(outside, stage)]
         modules = {name: model.get_submodule(name) for name in outside.modules}
         modules |= {blocks.name(at): block for at, block in enumerate(self._cut_modules)}
-        own = {id(member) for member in members}
-        stay = {name: module if id(module) in own else _shell(module, name, names) for name, module in modules.items()}
+        on_this_rank = {id(member) for member in members}
+        stay = {
+            name: module if id(module) in on_this_rank else _shell(module, name, names)
+            for name, module in modules.items()
+        }
         kept = {id(part) for module in stay.values() if module is not None for part in module.modules()}
 
         for at, block in enumerate(self._cut_modules):
             _set(container, blocks.names[at], stay[blocks.name(at)])
             if id(block) not in kept:
                 to_meta(block, kept)
-        found = []
+        others = []
         for name, side in outside.modules.items():
             module, stays = modules[name], stay[name]
             parent = model.get_submodule(name.rpartition(".")[0])
@@ -343,14 +346,14 @@ class CutModel(StageModule):
                     meta = meta_copy(module)
                 else:
                     to_meta(module, kept)
-            found.append(Member(name, side, parent, key, meta))
+            others.append(Member(name, side, parent, key, meta))
         for name, side in outside.parameters.items():
             parent, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             parameter = model.get_parameter(name)
-            found.append(Member(name, side, parent, key, torch.empty_like(parameter, device="meta")))
-            if id(parameter) not in own and name not in names:
+            others.append(Member(name, side, parent, key, torch.empty_like(parameter, device="meta")))
+            if id(parameter) not in on_this_rank and name not in names:
                 parent._parameters[key] = None
-        return found
+        return others
 
     @contextmanager
     def _replaced(self, stage: int, forward: OneForward, container: nn.Module) -> Iterator[nn.Module]:

@@ -97,7 +97,7 @@ def outline(layers: Sequence[Any]) -> list[LayerOutline]:
 
     Raises: ModelError: layers of one key whose shared parameters differ.
     """
-    found: list[LayerOutline] = []
+    outlines: list[LayerOutline] = []
     names: WeakIdKeyDictionary = WeakIdKeyDictionary()
     modules: dict[int, nn.Module] = {}  # kept: what shares a parameter is recognised by the parameter
     firsts = _first_of_key(layers)
@@ -105,20 +105,20 @@ def outline(layers: Sequence[Any]) -> list[LayerOutline]:
         for index, layer in enumerate(layers):
             first = firsts.get(layer.key, index) if isinstance(layer, TiedLayerSpec) else index
             if first != index and layer.typename is layers[first].typename:
-                found.append(LayerOutline(found[first].names, found[first].numel, first))
+                outlines.append(LayerOutline(outlines[first].names, outlines[first].numel, first))
                 continue
             module = _on_meta(layer) if isinstance(layer, LayerSpec) else layer
             if not isinstance(module, nn.Module):
-                found.append(LayerOutline((), 0, index))
+                outlines.append(LayerOutline((), 0, index))
                 continue
             if first != index:
                 tie(module, layer, shared_parameters(modules[first], layers[first]), index)
             modules[index] = module
             prefix = str(index) if first != index or index not in firsts.values() else f"tied_modules.{layer.key}"
-            own = [names.setdefault(p, f"{prefix}.{name}") for name, p in module.named_parameters()]
+            its_names = [names.setdefault(p, f"{prefix}.{name}") for name, p in module.named_parameters()]
             numel = sum(p.numel() for p in module.parameters() if p.requires_grad)
-            found.append(LayerOutline(tuple(own), numel, index, first if first != index else None))
-    return found
+            outlines.append(LayerOutline(tuple(its_names), numel, index, first if first != index else None))
+    return outlines
 
 
 def build(

@@ -125,10 +125,10 @@ class Learnt:
             return all(t.is_floating_point() and (is_likely or t.numel() == 1) for t in place.tensors)
 
         owners = {id(place.owner) for place in places if is_left(place)}
-        found = [place for place in places if id(place.owner) in owners]
+        left = [place for place in places if id(place.owner) in owners]
         if torch.is_grad_enabled():
-            self._paths.update(((), *(place.named for place in found if place.path[1] == "module")))
-        return found
+            self._paths.update(((), *(place.named for place in left if place.path[1] == "module")))
+        return left
 
     def collected(
         self, outputs: dict[str, torch.Tensor], sent: Sequence[torch.Tensor]

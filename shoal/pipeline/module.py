@@ -132,8 +132,8 @@ class PipelineModule(StageModule):
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         for index, module in modules.items():
             if module is not None:  # whose parameters may have been replaced (tensor parallelism)
-                own = tuple(names[id(parameter)] for parameter in module.parameters())
-                outlines[index] = replace(outlines[index], names=own)
+                its_names = tuple(names[id(parameter)] for parameter in module.parameters())
+                outlines[index] = replace(outlines[index], names=its_names)
         self._modules.clear()
         if partition_method.casefold() != "best":
             self._method = partition_method
@@ -201,8 +201,8 @@ class PipelineModule(StageModule):
             key = layer.key if isinstance(layer, TiedLayerSpec) and known.tied_to is None else None
             name = str(index) if key is None else f"tied_modules.{key}"
             if key is None or key not in self.tied_modules:
-                for canonical, (own, parameter) in zip(known.names, module.named_parameters(), strict=True):
-                    if canonical != f"{name}.{own}":
+                for canonical, (key_name, parameter) in zip(known.names, module.named_parameters(), strict=True):
+                    if canonical != f"{name}.{key_name}":
                         self._register_shared(canonical, parameter)
                 (self if key is None else self.tied_modules).add_module(key or name, module)
             if not isinstance(layer, TiedLayerSpec):
@@ -374,16 +374,16 @@ class PipelineModule(StageModule):
         named = Path(self.ckpt_layer_path(folder, position)).name
         ending = named.removeprefix(f"layer_{index:02d}")
         for alike in self._alike[index]:
-            found = [path.name for path in Path(folder).glob(f"layer_{alike:02d}-*model_states.pt")]
-            is_split = len(found) != self._grid.slice_parallel_size
-            if found and (is_split or f"layer_{alike:02d}{ending}" not in found):
+            files = [path.name for path in Path(folder).glob(f"layer_{alike:02d}-*model_states.pt")]
+            is_split = len(files) != self._grid.slice_parallel_size
+            if files and (is_split or f"layer_{alike:02d}{ending}" not in files):
                 raise _wrong(
-                    f"layer {alike} has the files {sorted(found)}, and there are {self._grid.slice_parallel_size} "
+                    f"layer {alike} has the files {sorted(files)}, and there are {self._grid.slice_parallel_size} "
                     "tensor-parallel ranks.",
                     "call engine.load_checkpoint(folder) after initialize(), which loads at any number.",
                     where=str(folder),
                 )
-            if found:
+            if files:
                 return str(Path(folder) / f"layer_{alike:02d}{ending}")
         raise _wrong(
             f"{named} of layer {index} is not there.",
@@ -469,11 +469,11 @@ def _check_layers(layers: Sequence[Any]) -> None:
 
 
 def _tied(outlines: Sequence[LayerOutline], stages: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, set[int]] = {}
+    stages_of: dict[str, set[int]] = {}
     for known, stage in zip(outlines, stages, strict=True):
         for name in known.names:
-            found.setdefault(name, set()).add(stage)
-    return {name: tuple(sorted(of)) for name, of in found.items() if len(of) > 1}
+            stages_of.setdefault(name, set()).add(stage)
+    return {name: tuple(sorted(of)) for name, of in stages_of.items() if len(of) > 1}
 
 
 def _part(batch: Any, index: int) -> Any:

@@ -285,9 +285,10 @@ class OneForward:
         self._position = position
 
     def _order_error(self, position: int) -> ModelError:
-        own = self.blocks.name(self.begin)
+        first = self.blocks.name(self.begin)
         return cut_error(
-            f"the model calls block {self.blocks.name(position)!r} out of order on the stage that begins with {own!r}.",
+            f"the model calls block {self.blocks.name(position)!r} out of order on the stage that begins with "
+            f"{first!r}.",
             "cut a list whose blocks the model calls once each, from the first to the last, by naming its blocks in "
             "pipeline.split_points; or write a PipelineModule.",
         )
@@ -451,9 +452,9 @@ def _chosen(key: str, value: Any, at: str, leaf: Any) -> Any:
 
 
 def _leaves(args: Any, kwargs: Any) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    _map_arguments(lambda key, leaf: found.append((key, leaf)), args, kwargs)
-    return found
+    leaves: list[tuple[str, Any]] = []
+    _map_arguments(lambda key, leaf: leaves.append((key, leaf)), args, kwargs)
+    return leaves
 
 
 def _items(output: Any) -> list[tuple[str, Any]]:
@@ -486,9 +487,9 @@ def _plain(value: Any) -> Any:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    _map(lambda _, leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, _plain(value), "")
-    return found
+    tensors: list[torch.Tensor] = []
+    _map(lambda _, leaf: tensors.append(leaf) if isinstance(leaf, torch.Tensor) else None, _plain(value), "")
+    return tensors
 
 
 def _outside_error(name: str, side: Side, when: str, other: Side) -> ModelError:

@@ -279,10 +279,10 @@ class PipelineRun:
         visit = self._visits.get((stage, micro))
         if visit is None or self._failure is not None:
             return self._zeros(known.gradients)
-        found, visit.input_gradients = visit.input_gradients, []
+        gradients, visit.input_gradients = visit.input_gradients, []
         return [
             torch.zeros(form.shape, dtype=form.dtype, device=self._device) if gradient is None else gradient
-            for form, gradient in zip(known.gradients.tensors, found, strict=True)
+            for form, gradient in zip(known.gradients.tensors, gradients, strict=True)
         ]
 
     def _zeros(self, form: MessageForm) -> list[torch.Tensor]:
@@ -362,12 +362,12 @@ class PipelineRun:
                 pairs = [(end, start) for end, start in zip(visit.outputs, starts, strict=True) if end.requires_grad]
                 edges = [torch.autograd.graph.get_gradient_edge(end) for end, _ in pairs]
                 try:
-                    found, visit.weight_groups = stage_backward_input(
+                    of_inputs, visit.weight_groups = stage_backward_input(
                         visit.outputs, starts, visit.inputs, iter(self._compute.weights(stage))
                     )
                 except RuntimeError as error:  # torch's has the shapes alone
                     raise error.__cause__ or error from None
-                if all(gradient is None for gradient in found):  # no weight is on the way to an input
+                if all(gradient is None for gradient in of_inputs):  # no weight is on the way to an input
                     visit.weight_groups = (edges, [start for _, start in pairs])
                 elif len(edges) > 1:  # one output may depend on an input, and another one on weights alone
                     known = {node for group in visit.weight_groups for node in group["params"]}

@@ -218,10 +218,10 @@ def read_schedule(text: str, *, name: str = "text") -> PipelineSchedule:
     problems: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = _OVERLAPPED.sub(lambda pair: pair[1].replace(";", " "), line.partition("#")[0])
-        found = [(word, _ACTION.fullmatch(word)) for word in words.replace(",", " ").split()]
-        problems += [f"line {number}: {word!r} is no action" for word, match in found if match is None]
-        if found:
-            parts = [match.groups() for _, match in found if match is not None]
+        matches = [(word, _ACTION.fullmatch(word)) for word in words.replace(",", " ").split()]
+        problems += [f"line {number}: {word!r} is no action" for word, match in matches if match is None]
+        if matches:
+            parts = [match.groups() for _, match in matches if match is not None]
             actions.append(tuple(Action(int(s), cast(ActionKind, kind), int(m)) for s, kind, m in parts))
     owners: dict[int, set[int]] = {}
     for rank, order in enumerate(actions):

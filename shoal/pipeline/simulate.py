@@ -123,13 +123,13 @@ def _count_problems(schedule: PipelineSchedule) -> list[str]:
 
 def _order_problems(at: Mapping[Action, int], stage: int, micro: int, is_forward_only: bool) -> list[str]:
     """What is wrong with one micro-batch of one stage. ``at`` gives the place of each action in the rank's order."""
-    found = [action for kind in ("F", "B", "I", "W") if (action := Action(stage, kind, micro)) in at]
-    names = "".join(action.kind for action in found)
+    actions = [action for kind in ("F", "B", "I", "W") if (action := Action(stage, kind, micro)) in at]
+    names = "".join(action.kind for action in actions)
     if names not in (("F",) if is_forward_only else ("FB", "FIW")):
-        shown = " and ".join(map(str, found)) or "nothing"
+        shown = " and ".join(map(str, actions)) or "nothing"
         wanted = "F" if is_forward_only else "F and B, or F, I and W"
         return [f"stage {stage} has {shown} of micro-batch {micro}, and needs {wanted}"]
-    return [f"{later} comes before {first}" for first, later in pairwise(found) if at[first] > at[later]]
+    return [f"{later} comes before {first}" for first, later in pairwise(actions) if at[first] > at[later]]
 
 
 def _waits_for_ever(schedule: PipelineSchedule) -> ConfigError:

@@ -68,8 +68,8 @@ class ProcessTopology:
         'a_01-b_01'
         """
         omitted = set(omit_axes)
-        found = zip(self.axes, self.get_coord(rank), strict=True)
-        return outer_sep.join(f"{axis}{inner_sep}{index:02d}" for axis, index in found if axis not in omitted)
+        indices = zip(self.axes, self.get_coord(rank), strict=True)
+        return outer_sep.join(f"{axis}{inner_sep}{index:02d}" for axis, index in indices if axis not in omitted)
 
     def get_dim(self, axis: str) -> int:
         """The ranks along an axis; 0 for one that there is not."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json as json_text
 import shlex
 import sys
-from dataclasses import replace
-from enum import StrEnum
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -16,6 +17,7 @@ from shoal.cli.as_deepspeed import as_deepspeed
 from shoal.cli.checkpoint import app as checkpoint_app
 from shoal.cli.convert import convert
 from shoal.cli.estimate import estimate
+from shoal.cli.job import VERBOSE, TrainJob, default_ranks
 from shoal.cli.usage import OrderedGroup, UsageCommand
 
 app = typer.Typer(
@@ -32,10 +34,6 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.command("estimate", cls=UsageCommand)(estimate)
 app.command("convert", cls=UsageCommand)(convert)
 app.command("as-deepspeed", cls=UsageCommand)(as_deepspeed)
-
-
-PrecisionOption = StrEnum("PrecisionOption", "fp32 bf16 fp16")
-ScheduleOption = StrEnum("ScheduleOption", "cosine linear constant")
 
 
 def _show_version(value: bool) -> None:
@@ -55,9 +53,6 @@ def _root(
     pass
 
 
-_VERBOSE = typer.Option("--verbose", "-v", help="Also print the placement and memory tables (SHOAL_LOG_LEVEL=debug).")
-
-
 @app.command("run", cls=UsageCommand, context_settings={"allow_interspersed_args": False})
 def run(
     script: Annotated[str, typer.Argument(help="A Python file, or with --module the name of a module.")],
@@ -74,14 +69,13 @@ def run(
             help="`import deepspeed` imports Shoal, also in child processes. SCRIPT may be a launcher (accelerate).",
         ),
     ] = False,
-    verbose: Annotated[bool, _VERBOSE] = False,
+    verbose: Annotated[bool, VERBOSE] = False,
     stop_seconds: Annotated[
         int,
         typer.Option(min=0, help="Seconds from SIGTERM to SIGKILL when ranks are terminated, so that they can save."),
     ] = 5,
 ) -> None:
     """Start a script on several local ranks, one process each."""
-    from shoal.cli.job import default_ranks
     from shoal.launch import LocalJob, run_local
     from shoal.launch.environment import LOG_LEVEL
     from shoal.launch.script import check_script, misplaced_ranks
@@ -128,100 +122,28 @@ def ds_report() -> None:
     main()
 
 
-@app.command("train", cls=UsageCommand)
-def train(
-    model: Annotated[
-        str | None, typer.Option(help="A shape by name: nano, tiny, mini, small-34m, 124m ... 175b.")
-    ] = None,
-    parameters: Annotated[str | None, typer.Option(help="A shape by its number of parameters, such as 10M.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Number of blocks.")] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Width of the model.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Attention heads per block.")] = None,
-    vocab: Annotated[
-        int | None, typer.Option(min=1, help="Vocabulary size, at least the tokenizer's. Default: the tokenizer's.")
-    ] = None,
-    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
-    experts: Annotated[
-        int | None, typer.Option(min=1, help="Experts (feed-forward networks) in each block. Default: none.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Experts that each token uses. Default: 2.")] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(help="A file, folder or pattern to train on; may be given several times. Default: Python's docs."),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="A tokenizers JSON file. Default: text is read as bytes.")
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", min=1, help="Local ranks. Default: one per visible GPU, else 1.")
-    ] = None,
-    stage: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage. Default: 3.")] = None,
-    pp: Annotated[
-        int | None, typer.Option(min=1, help="Pipeline-parallel ranks: each holds different layers. Default: 1.")
-    ] = None,
-    pipeline_schedule: Annotated[
-        str | None, typer.Option(help="gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, ..., or a file. Default: 1f1b.")
-    ] = None,
-    virtual_stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages of one rank. Default: 1.")] = None,
-    tp: Annotated[
-        int | None, typer.Option(min=1, help="Tensor-parallel ranks: each holds a part of each layer. Default: 1.")
-    ] = None,
-    sp: Annotated[int | None, typer.Option(min=1, help="Sequence-parallel ranks (Ulysses). Default: 1.")] = None,
-    cp: Annotated[int | None, typer.Option(min=1, help="Context-parallel ranks (ring attention). Default: 1.")] = None,
-    ep: Annotated[
-        int | None, typer.Option(min=1, help="Expert-parallel ranks: each holds different experts. Default: 1.")
-    ] = None,
-    precision: Annotated[PrecisionOption | None, typer.Option(help="Default: bf16 on a GPU, fp32 on CPU.")] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences per rank and forward pass. Default: 8.")
-    ] = None,
-    accumulation: Annotated[int | None, typer.Option(min=1, help="Forward passes per step. Default: 1.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Stop after this many steps.")] = None,
-    minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="Stop after this many minutes. Default: 3, without --steps.")
-    ] = None,
-    learning_rate: Annotated[
-        float | None, typer.Option(min=0, help="Peak learning rate. Default: by the model's size.")
-    ] = None,
-    schedule: Annotated[
-        ScheduleOption | None, typer.Option(help="Learning-rate schedule after a warm-up. Default: cosine.")
-    ] = None,
-    clip: Annotated[
-        float | None, typer.Option(min=0, help="Largest gradient norm; 0: no clipping. Default: 1.0.")
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="A DeepSpeed-style JSON file; options given here override it."),
-    ] = None,
-    out: Annotated[str | None, typer.Option(metavar="PATH", help="Folder of the run. Default: runs/DATE-TIME.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that --out contains.")] = False,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of the weights, the order of data, and sampling. Default: 0.")
-    ] = None,
-    validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between validations.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Prompt of the sample that is generated at the end.")] = None,
-    sample_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Number of tokens to generate at the end; 0: none. Default: 400.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature. Default: 0.8.")] = None,
-    save_every: Annotated[
-        int | None, typer.Option(min=0, help="Steps between checkpoints; 0: no checkpoints. Default: one at the end.")
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(help="Resume the run in this folder with its options; those given here replace them."),
-    ] = None,
-    verbose: Annotated[bool, _VERBOSE] = False,
-) -> None:
+def _train(*, overwrite: bool, **options: Any) -> None:
     """Train a GPT on text, with validation, logs, a sample and a report."""
-    options = {**locals()}  # by the names of ``TrainJob``
-    from shoal.cli.job import TrainJob
     from shoal.cli.start import start
 
-    del options["overwrite"]
-    command = shlex.join(["shoal", *sys.argv[1:]])
-    job = TrainJob(**{**options, "text": tuple(text or ())}, command=command)
+    job = TrainJob(**options, command=shlex.join(["shoal", *sys.argv[1:]]))
     raise typer.Exit(start(job, overwrites=overwrite))
+
+
+def _options_of(job: type[TrainJob]) -> Iterator[inspect.Parameter]:
+    """The fields of a job as options of a command, and ``--overwrite``."""
+    types = {**get_type_hints(job), "overwrite": bool}
+    annotated: Any = Annotated
+    overwrite = typer.Option("--overwrite", help="Replace the run that --out contains.")
+    options = [(each.name, each.default, each.metadata["option"]) for each in fields(job) if each.metadata]
+    options.insert([name for name, *_ in options].index("out") + 1, ("overwrite", False, overwrite))
+    for name, default, option in options:
+        annotation = annotated[types[name], option]
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+_train.__signature__ = inspect.Signature([*_options_of(TrainJob)])  # type: ignore[attr-defined]  # which typer reads
+app.command("train", cls=UsageCommand)(_train)
 
 
 @app.command("report", cls=UsageCommand)

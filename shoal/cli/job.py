@@ -6,13 +6,18 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from shoal.config.batch import MICRO, STEPS, TRAIN
 from shoal.errors import UsageError
-from shoal.models import NAMED_SHAPES, GPTConfig, named_config, nearest_config, parse_count
+
+if TYPE_CHECKING:
+    from shoal.models import GPTConfig
 
 CHECKPOINTS = "checkpoints"
 JOB_FILE = "job.json"
@@ -23,49 +28,60 @@ _DEFAULT_TOP_K = 2
 _DEFAULT_CLIP = 1.0
 _DEFAULT_MINUTES = 3.0
 
+VERBOSE = typer.Option("--verbose", "-v", help="Also print the placement and memory tables (SHOAL_LOG_LEVEL=debug).")
+PrecisionOption = StrEnum("PrecisionOption", "fp32 bf16 fp16")
+ScheduleOption = StrEnum("ScheduleOption", "cosine linear constant")
+
+
+def option(help: str, names: tuple[str, ...] = (), **limits: Any) -> Any:
+    """A field (RUF009 does not see that it is one) that is an option of the command; None where it is not given."""
+    return field(default=None, metadata={"option": typer.Option(*names, help=help, **limits)})
+
 
 @dataclass(frozen=True)
 class TrainJob:
     """The options of ``shoal train``; None where the user gives none."""
 
-    model: str | None = None
-    parameters: str | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    vocab: int | None = None
-    sequence: int | None = None
-    experts: int | None = None
-    top_k: int | None = None
-    text: tuple[str, ...] = ()
-    tokenizer: str | None = None
-    ranks: int | None = None
-    pp: int | None = None
-    pipeline_schedule: str | None = None
-    virtual_stages: int | None = None
-    tp: int | None = None
-    sp: int | None = None
-    cp: int | None = None
-    ep: int | None = None
-    stage: int | None = None
-    precision: str | None = None
-    micro_batch: int | None = None
-    accumulation: int | None = None
-    steps: int | None = None
-    minutes: float | None = None
-    learning_rate: float | None = None
-    schedule: str | None = None
-    clip: float | None = None
-    config: str | None = None
-    out: str | None = None
-    seed: int | None = None
-    validate_every: int | None = None
-    prompt: str | None = None
-    sample_tokens: int | None = None
-    temperature: float | None = None
-    save_every: int | None = None
-    resume: str | None = None
-    verbose: bool = False
+    model: str | None = option("A shape by name: nano, tiny, mini, small-34m, 124m ... 175b.")
+    parameters: str | None = option("A shape by its number of parameters, such as 10M.")
+    layers: int | None = option("Number of blocks.", min=1)
+    hidden: int | None = option("Width of the model.", min=1)
+    heads: int | None = option("Attention heads per block.", min=1)
+    vocab: int | None = option("Vocabulary size, at least the tokenizer's. Default: the tokenizer's.", min=1)
+    sequence: int | None = option("Tokens per sequence.", min=1)
+    experts: int | None = option("Experts (feed-forward networks) in each block. Default: none.", min=1)
+    top_k: int | None = option("Experts that each token uses. Default: 2.", min=1)
+    text: list[str] | None = option(  # noqa: RUF009
+        "A file, folder or pattern to train on; may be given several times. Default: Python's docs."
+    )
+    tokenizer: str | None = option("A tokenizers JSON file. Default: text is read as bytes.", metavar="PATH")
+    ranks: int | None = option("Local ranks. Default: one per visible GPU, else 1.", names=("--ranks", "-n"), min=1)
+    stage: int | None = option("ZeRO stage. Default: 3.", min=0, max=3)
+    pp: int | None = option("Pipeline-parallel ranks: each holds different layers. Default: 1.", min=1)
+    pipeline_schedule: str | None = option("gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, ..., or a file. Default: 1f1b.")
+    virtual_stages: int | None = option("Pipeline stages of one rank. Default: 1.", min=1)
+    tp: int | None = option("Tensor-parallel ranks: each holds a part of each layer. Default: 1.", min=1)
+    sp: int | None = option("Sequence-parallel ranks (Ulysses). Default: 1.", min=1)
+    cp: int | None = option("Context-parallel ranks (ring attention). Default: 1.", min=1)
+    ep: int | None = option("Expert-parallel ranks: each holds different experts. Default: 1.", min=1)
+    precision: PrecisionOption | None = option("Default: bf16 on a GPU, fp32 on CPU.")  # noqa: RUF009
+    micro_batch: int | None = option("Sequences per rank and forward pass. Default: 8.", min=1)
+    accumulation: int | None = option("Forward passes per step. Default: 1.", min=1)
+    steps: int | None = option("Stop after this many steps.", min=1)
+    minutes: float | None = option("Stop after this many minutes. Default: 3, without --steps.", min=0.01)
+    learning_rate: float | None = option("Peak learning rate. Default: by the model's size.", min=0)
+    schedule: ScheduleOption | None = option("Learning-rate schedule after a warm-up. Default: cosine.")  # noqa: RUF009
+    clip: float | None = option("Largest gradient norm; 0: no clipping. Default: 1.0.", min=0)
+    config: str | None = option("A DeepSpeed-style JSON file; options given here override it.", metavar="PATH")
+    out: str | None = option("Folder of the run. Default: runs/DATE-TIME.", metavar="PATH")
+    seed: int | None = option("Seed of the weights, the order of data, and sampling. Default: 0.", min=0)
+    validate_every: int | None = option("Steps between validations.", min=1)
+    prompt: str | None = option("Prompt of the sample that is generated at the end.")
+    sample_tokens: int | None = option("Number of tokens to generate at the end; 0: none. Default: 400.", min=0)
+    temperature: float | None = option("Sampling temperature. Default: 0.8.", min=0)
+    save_every: int | None = option("Steps between checkpoints; 0: no checkpoints. Default: one at the end.", min=0)
+    resume: str | None = option("Resume the run in this folder with its options; those given here replace them.")
+    verbose: bool = field(default=False, metadata={"option": VERBOSE})
     command: str = ""  # the command line, for the report
 
     def save(self, path: Path) -> None:
@@ -76,7 +92,7 @@ class TrainJob:
     @classmethod
     def load(cls, path: Path) -> TrainJob:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{**values, "text": tuple(values["text"])})
+        return cls(**values)
 
     @property
     def seconds(self) -> float | None:
@@ -92,6 +108,8 @@ class TrainJob:
             experts that do not fit each other.
             ModelError: a shape that does not exist.
         """
+        from shoal.models import named_config, nearest_config, parse_count
+
         if self.model is not None and self.parameters is not None:
             raise UsageError(
                 f"--model {self.model} and --parameters {self.parameters} both choose the shape.",
@@ -276,6 +294,8 @@ def _heads_for(hidden: int) -> int:
 
 def describe_shape(shape: GPTConfig) -> str:
     """The shape's name, or its layers and width; and its experts."""
+    from shoal.models import NAMED_SHAPES
+
     same = (
         name
         for name, other in NAMED_SHAPES.items()

@@ -81,7 +81,7 @@ def _with_saved(job: TrainJob, resume: str) -> tuple[TrainJob, list[str]]:
     if (saved := _saved_job(resume)) is None:
         return dataclasses.replace(job, out=out), []
     options = {name: value for name, value in dataclasses.asdict(job).items() if name not in _OF_ONE_COMMAND}
-    given = {name: value for name, value in options.items() if value is not None and value != ()}
+    given = {name: value for name, value in options.items() if value is not None}
     replaced = {*given, *(_LIMITS if given.keys() & {*_LIMITS} else ())}
     if given.keys() & {"model", "parameters"}:
         replaced |= {*_SHAPE}
@@ -89,7 +89,7 @@ def _with_saved(job: TrainJob, resume: str) -> tuple[TrainJob, list[str]]:
     changes = []
     for name, value in given.items():
         if (before := getattr(saved, name)) != value and name not in _SHAPE:
-            instead = "the default" if before is None or before == () else before
+            instead = "the default" if before is None else before
             changes.append(f"--{name.replace('_', '-')} {value} in place of {instead}")
     return dataclasses.replace(job, **kept, out=out), changes
 
@@ -144,7 +144,7 @@ def _check(job: TrainJob) -> None:
                 f" {describe_shape(shape)}.",
                 do="leave out the options of the model: --resume takes those of the run.",
             )
-    for source in job.text:
+    for source in job.text or ():
         if not any(mark in source for mark in "*?[") and not Path(source).exists():
             raise UsageError(f"--text {source!r}: no such file or folder.")
     _check_writable(Path(str(job.out)))

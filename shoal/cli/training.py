@@ -456,7 +456,7 @@ class _Run:
                 "command": self.job.command,
                 "length": self.budget.length(),
                 "learning rate": self._schedule(),
-                "text": ", ".join(self.job.text) or "Python's documentation",
+                "text": ", ".join(self.job.text or ()) or "Python's documentation",
                 "seed": self.seed,
             },
             model={

@@ -122,17 +122,17 @@ def ds_report() -> None:
     main()
 
 
-def _train(*, overwrite: bool, **options: Any) -> None:
+def _train(*, overwrite: bool, text: list[str] | None, **options: Any) -> None:
     """Train a GPT on text, with validation, logs, a sample and a report."""
     from shoal.cli.start import start
 
-    job = TrainJob(**options, command=shlex.join(["shoal", *sys.argv[1:]]))
+    job = TrainJob(**options, text=tuple(text or ()) or None, command=shlex.join(["shoal", *sys.argv[1:]]))
     raise typer.Exit(start(job, overwrites=overwrite))
 
 
 def _options_of(job: type[TrainJob]) -> Iterator[inspect.Parameter]:
     """The fields of a job as options of a command, and ``--overwrite``."""
-    types = {**get_type_hints(job), "overwrite": bool}
+    types = {**get_type_hints(job), "text": list[str] | None, "overwrite": bool}  # typer takes no tuple of any length
     annotated: Any = Annotated
     overwrite = typer.Option("--overwrite", help="Replace the run that --out contains.")
     options = [(each.name, each.default, each.metadata["option"]) for each in fields(job) if each.metadata]

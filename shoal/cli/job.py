@@ -51,7 +51,7 @@ class TrainJob:
     sequence: int | None = option("Tokens per sequence.", min=1)
     experts: int | None = option("Experts (feed-forward networks) in each block. Default: none.", min=1)
     top_k: int | None = option("Experts that each token uses. Default: 2.", min=1)
-    text: list[str] | None = option(  # noqa: RUF009
+    text: tuple[str, ...] | None = option(
         "A file, folder or pattern to train on; may be given several times. Default: Python's docs."
     )
     tokenizer: str | None = option("A tokenizers JSON file. Default: text is read as bytes.", metavar="PATH")
@@ -92,7 +92,7 @@ class TrainJob:
     @classmethod
     def load(cls, path: Path) -> TrainJob:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**values)
+        return cls(**{**values, "text": tuple(values["text"] or ()) or None})
 
     @property
     def seconds(self) -> float | None:

@@ -48,9 +48,9 @@ class OutsideBlocks:
     parameters: Mapping[str, Side] = field(default_factory=dict)
 
 
-def cut_error(what: str, do: str, *, where: str = "pipeline", code: str = "pipeline-cut") -> ModelError:
+def cut_error(what: str, do: str, *, where: str = "pipeline") -> ModelError:
     """The error of a model that cannot be cut, or not so."""
-    return ModelError(what, where=where, do=do, code=code)
+    return ModelError(what, where=where, do=do, code="pipeline-cut")
 
 
 def joined(parent: str, child: str) -> str:

@@ -382,10 +382,10 @@ class RecomputedRun:
         )
         if other is not None:
             forward = self._forward
-            raise cut_error(
+            raise ModelError(
                 f"block {forward.blocks.name(position)!r} cannot be recomputed together with"
                 f" {forward.blocks.name(self._begin)!r}: its argument {other!r} is a different one.",
-                "write 1, which recomputes each block by itself, or write the layers as a PipelineModule.",
+                do="write 1, which recomputes each block by itself, or write the layers as a PipelineModule.",
                 where="pipeline.activation_checkpoint_interval",
                 code="pipeline-recompute",
             )
@@ -493,9 +493,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _outside_error(name: str, side: Side, when: str, other: Side) -> ModelError:
-    return cut_error(
+    return ModelError(
         f"module {name!r} is on the {side} pipeline stage, but the model calls it {when}.",
-        f"add {name!r} to pipeline.{other}_stage; to pipeline.{side}_stage, too, if the model calls it before and "
+        where="pipeline",
+        do=f"add {name!r} to pipeline.{other}_stage; to pipeline.{side}_stage, too, if the model calls it before and "
         "after its blocks; or to pipeline.every_stage.",
         code="pipeline-beside",
     )

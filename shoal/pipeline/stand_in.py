@@ -98,9 +98,10 @@ class AbsentModule(nn.Module):
     """Keeps the place of a module that is on other pipeline stages only. It has no parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise cut_error(
+        raise ModelError(
             "this module is on other pipeline stages only, so it can be called within a pipeline stage's forward only.",
-            "call engine.train_batch() or engine.eval_batch().",
+            where="pipeline",
+            do="call engine.train_batch() or engine.eval_batch().",
             code="pipeline-absent",
         )
 

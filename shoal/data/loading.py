@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -155,13 +155,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, int | bool]:
         """The position, in numbers that do not depend on rank, world size or batch size."""
-        position = self._position
-        return {
-            "num_samples": position.num_samples,
-            "seed": position.seed,
-            "shuffle": position.shuffle,
-            "taken": position.taken,
-        }
+        return asdict(self._position)
 
     def load_state_dict(self, state: dict[str, int | bool]) -> None:
         """Continue at the position of another loader over the same data set.

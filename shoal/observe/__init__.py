@@ -1,3 +1,3 @@
-"""Measurements of memory and time: the ledger, the monitor, the report."""
+"""Measurements: memory by kind, times, operations, collectives, load of experts; monitors and the report of a run."""
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: a model in stages, and the order in which ranks run them."""
+"""Pipeline parallelism: a model in stages, the orders in which ranks run them, and what they send each other."""

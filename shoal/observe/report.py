@@ -118,7 +118,10 @@ def render(record: RunRecord, series: Series) -> str:
 def _charts(series: Series) -> list[Chart]:
     """The charts that the series fill, in reading order; series of names not known here come last, one chart each."""
 
+    named: set[str] = set()
+
     def line(name: str, label: str, number: int, *, smoothed: bool = False, marks: bool = False) -> list[Line]:
+        named.add(name)
         points = series.get(name, ())
         return [Line(label, points, f"series-{number}", smoothed, marks)] if points else []
 
@@ -142,15 +145,6 @@ def _charts(series: Series) -> list[Chart]:
             is_in_bytes=True,
         ),
     ]
-    named = {
-        "train/loss",
-        "validation/loss",
-        "train/tokens_per_second",
-        "train/gradient_norm",
-        "train/learning_rate",
-        "memory/allocated_bytes",
-        "memory/peak_bytes",
-    }
     unknown = [name for name in sorted(series) if name not in named and not name.startswith(PREFIX)]
     others = [Chart(name, "", line(name, name, 1)) for name in unknown]
     return [chart for chart in known + others if chart.lines]

@@ -306,19 +306,9 @@ def make_monitor(config: Config, rank: int) -> Monitor | None:
     if config.wandb.enabled:
         writers.append(WandbWriter(config.wandb.project, group=config.wandb.group, team=config.wandb.team))
     if config.comet.enabled:
-        section = config.comet
-        writers.append(
-            CometWriter(
-                every=section.samples_log_interval,
-                name=section.experiment_name,
-                api_key=section.api_key,
-                project=section.project,
-                workspace=section.workspace,
-                experiment_key=section.experiment_key,
-                mode=section.mode,
-                online=section.online,
-            )
-        )
+        comet = config.comet
+        given = comet.model_dump(include={"api_key", "project", "workspace", "experiment_key", "mode", "online"})
+        writers.append(CometWriter(every=comet.samples_log_interval, name=comet.experiment_name, **given))
     if config.mlflow.enabled:
         mlflow = config.mlflow
         writers.append(

@@ -256,7 +256,7 @@ def beside(comm: Communicator, sizes: Sizes) -> Pair:
 
     def forward(hidden: Tensor, is_beside: bool) -> Tensor:
         kept: list[Tensor] = [] if is_beside else [shared(hidden)]
-        layer.options = {"beside": lambda: kept.append(shared(hidden))} if is_beside else {}
+        layer.options = {"meanwhile": lambda: kept.append(shared(hidden))} if is_beside else {}
         output, _ = layer(hidden)
         loss: Tensor = (output + kept[0]).square().mean()
         return loss

@@ -187,7 +187,7 @@ EXPORTS: dict[str, dict[str, str]] = {
     "moe.mappings": {_EXPERTS: "drop_tokens gather_tokens"},
     "moe.sharded_moe": {
         _MOE_LAYER: "MOELayer TopKGate",
-        "shoal.parallel.expert.dense": "top1gating top2gating topkgating",
+        "shoal.parallel.expert.gate": "top1gating top2gating topkgating",
         _EXPERTS: "drop_tokens gather_tokens",
     },
     "moe.utils": {

@@ -1,1 +1,1 @@
-"""Parallelism and memory of activations, beside ZeRO: so far, recomputation and offload of activations."""
+"""Parallelism of tensors, sequences and experts; recomputation, offload and tiling of activations; chunked losses."""

@@ -34,7 +34,7 @@ class Done(Protocol):
 
 
 class Copies(Protocol):
-    """Copies between one device and the host, in order, beside the device's work."""
+    """Copies between one device and the host, in order, while the device computes."""
 
     def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, Done]:
         """Start a copy. The caller keeps ``source`` until it is done.

@@ -101,7 +101,7 @@ class CrossEntropy:
         return gradient.scatter_add_(1, index, is_here[:, None].to(gradient.dtype) * (self.label_smoothing - 1))
 
     def _find(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Whether each target is in this rank's range, [T]; its column there, else 0, [T, 1].
+        """A mask of the targets in this rank's range, [T]; the column of each there, else 0, [T, 1].
 
         What is out of the vocabulary is given to the first or the last rank, where gather() raises torch's own error.
         """

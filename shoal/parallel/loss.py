@@ -178,7 +178,7 @@ def _check(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UsageError(
-            f"a bias of shape {tuple(bias.shape)} beside a weight of shape {tuple(weight.shape)}.",
+            f"a bias of shape {tuple(bias.shape)} does not fit a weight of shape {tuple(weight.shape)}.",
             where="linear_cross_entropy",
             do=do,
             code="loss-shape",

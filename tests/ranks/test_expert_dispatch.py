@@ -217,7 +217,7 @@ def test_parts_are_sent_before_the_experts_run_on_earlier_ones() -> None:
                 lambda rows, counts: Mark.apply(rows, "compute"),
                 held,
                 overlap=2,
-                beside=lambda: shared.append(Mark.apply(hidden, "beside")),
+                meanwhile=lambda: shared.append(Mark.apply(hidden, "beside")),
             )
             (output + shared[0]).sum().backward()
             note("end")

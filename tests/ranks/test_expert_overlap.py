@@ -45,7 +45,7 @@ class OverlappedBlock(nn.Module):
             self.experts,
             self.experts.experts_held,
             overlap=self.overlap,
-            beside=lambda: shared.append(self.shared(rows)),
+            meanwhile=lambda: shared.append(self.shared(rows)),
         )
         return hidden + (output + shared[0]).view(hidden.shape)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shoal.errors import AssertedUsageError, ConfigError, UsageError
-from shoal.parallel.expert import dense
-from shoal.parallel.expert.gate import capacity_of, gumbel, jitter, positions, route_top1, route_top2, route_topk
+from shoal.parallel.expert import gate as gates
+from shoal.parallel.expert.gate import capacity_of, gumbel, jitter, positions, top1gating, top2gating, topkgating
 from shoal.parallel.expert.held import first_bad_router
 from shoal.parallel.expert.layer import Experts, MoE, TopKGate
 from tests.fixtures.experts.cases import EXPERTS, GATES, TOKENS, WIDTH, call_gate, logits_of, used_tokens
 
 RECORDED = Path(__file__).resolve().parent.parent / "fixtures" / "experts" / "gates.safetensors"
+
+route_top1, route_top2, route_topk = (
+    partial(function, sparse_routes=True) for function in (top1gating, top2gating, topkgating)
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +34,7 @@ def recorded() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", GATES)
 def test_a_gate_computes_what_deepspeeds_does(case: str, recorded: dict[str, torch.Tensor]) -> None:
-    found = call_gate(dense, case)
+    found = call_gate(gates, case)
     for name in ("counts", "mask"):
         assert torch.equal(found[name], recorded[f"{case}/{name}"]), name
     for name in ("l_aux", "combine", "grad"):

@@ -197,7 +197,7 @@ def preset_of(model: nn.Module, section: ExpertParallel) -> ExpertPreset | None:
 
 
 def has_name(name: str, preset: ExpertPreset) -> bool:
-    """Whether a module of this name may be a layer with experts."""
+    """True if a module of this name may be a layer with experts."""
     try:
         return re.fullmatch(rf"(?:.+\.)?(?:{preset.layers})", name) is not None
     except re.error as error:
@@ -215,27 +215,24 @@ def find_layers(model: nn.Module, preset: ExpertPreset, section: ExpertParallel)
         router, experts = _child(block, preset.router), _child(block, preset.experts)
         if router is None and experts is None:
             continue  # a dense layer
-        for found, wanted, what in ((router, preset.router, "router"), (experts, preset.experts, "experts")):
-            if found is None:
-                raise _misfit(name, f"{type(block).__name__} has no attribute {wanted!r}, its {what}")
-        assert router is not None and experts is not None
-        if hasattr(block.get_submodule(experts), "experts_held"):
+        if router is None or experts is None:
+            attribute, what = (preset.router, "router") if router is None else (preset.experts, "experts")
+            raise _misfit(name, f"{type(block).__name__} has no attribute {attribute!r}, its {what}")
+        router_module, experts_module = block.get_submodule(router), block.get_submodule(experts)
+        if hasattr(experts_module, "experts_held"):
             continue  # Shoal's already: an engine had the model before
-        is_list = isinstance(block.get_submodule(experts), nn.ModuleList)
-        num_experts = _check_experts(f"{name}.{experts}", block.get_submodule(experts), preset, config_of(model))
-        needs_bias = (
-            section.load_balance_coeff is not None and bias_of(block.get_submodule(router), num_experts) is None
-        )
-        own_router = not (is_list or router_keys(section) or needs_bias)
-        routing = None if own_router else routing_of(model, block.get_submodule(router), preset, section, num_experts)
-        if routing is not None:
-            _check_router(f"{name}.{router}", block.get_submodule(router), num_experts)
-        shared, shared_gate = (
-            _child(block, wanted) if wanted else "" for wanted in (preset.shared, preset.shared_gate)
-        )
-        for found, wanted in ((shared, preset.shared), (shared_gate, preset.shared_gate)):
-            if found is None and is_list:
-                raise _misfit(name, f"{type(block).__name__} has no attribute {wanted!r}, its shared experts")
+        is_list = isinstance(experts_module, nn.ModuleList)
+        num_experts = _check_experts(f"{name}.{experts}", experts_module, preset, config_of(model))
+        needs_bias = section.load_balance_coeff is not None and bias_of(router_module, num_experts) is None
+        routing = None
+        if is_list or router_keys(section) or needs_bias:
+            routing = routing_of(model, router_module, preset, section, num_experts)
+            _check_router(f"{name}.{router}", router_module, num_experts)
+        wanted = (preset.shared, preset.shared_gate)
+        shared, shared_gate = (_child(block, attribute) if attribute else "" for attribute in wanted)
+        if is_list and None in (shared, shared_gate):
+            attribute = wanted[(shared, shared_gate).index(None)]
+            raise _misfit(name, f"{type(block).__name__} has no attribute {attribute!r}, its shared experts")
         names = LayerNames(router, experts, shared or "", shared_gate or "")
         yield ExpertLayer(name, block, names, routing, _returns_logits(block) if is_list else None)
 
@@ -278,7 +275,7 @@ def routing_of(
 
 
 def _returns_logits(block: nn.Module) -> bool:
-    """Whether the layer's own ``forward`` returns the router's logits beside its output, by its source."""
+    """True if the source of the layer's own ``forward`` returns its output and the router's logits."""
     tree = syntax_tree(type(block).forward)
     if tree is None:
         return False
@@ -301,7 +298,7 @@ def config_of(model: nn.Module) -> Any:
 
 def _child(block: nn.Module, wanted: str) -> str | None:
     """The attribute of a layer that is called so, or whose name the expression matches."""
-    names = [name for name, _ in block.named_children()]
+    names = dict(block.named_children())
     if wanted in names:
         return wanted
     try:

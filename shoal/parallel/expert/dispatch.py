@@ -11,7 +11,7 @@ A collective is issued by one autograd function and waited for by another, forwa
     _Return    sort by source, issue            wait, sort by expert
     _Combine   wait, weigh and sum              gather gradients times weights, issue
 
-Whatever runs between an issue and its wait runs beside the communication. Rows move outside autograd, in
+Whatever runs between an issue and its wait overlaps the communication. Rows move outside autograd, in
 ``_Moving``; a tensor without elements joins the functions, so that every rank's backward issues all collectives, also
 where no row arrived or ``hidden`` needs no gradient.
 """
@@ -51,7 +51,7 @@ def run_experts(
     *,
     score_before: bool = False,
     overlap: int = 1,
-    beside: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
     may_drop: bool = True,
     label: str = "experts",
 ) -> Tensor:
@@ -65,7 +65,7 @@ def run_experts(
             ``counts`` has the number for each expert, and returns [rows, out width].
         score_before: multiply the rows by their weights before the experts, not the outputs after them.
         overlap: parts of the tokens; the rows of one are sent while the experts run on another.
-        beside: called once while rows are sent: a shared expert. It keeps its result itself.
+        meanwhile: called once while rows are sent: a shared expert. It keeps its result itself.
         may_drop: False: no index is -1. One rank then need not wait for the device.
 
     Returns: [tokens, out width], of the dtype of ``hidden``. Sums over k are computed in fp32 at least.
@@ -96,7 +96,7 @@ def run_experts(
     divided = partial(run, held=held, overlap=overlap, digest=digest)
     copies = held.copies
     if copies is None or not copies.experts or held.comm is None:
-        out = divided(hidden, expert_index, weights, beside=beside, may_drop=may_drop)
+        out = divided(hidden, expert_index, weights, meanwhile=meanwhile, may_drop=may_drop)
     else:
         tensors = copies.gather(held.ids, held.owners, held.comm, label)
         place = copies.place_of(expert_index, held.num_experts)
@@ -105,13 +105,15 @@ def run_experts(
         parts: list[Tensor] = []
 
         def run_copies() -> None:
-            if beside is not None:
-                beside()
+            if meanwhile is not None:
+                meanwhile()
             with copies.used(tensors):
-                parts.append(run(hidden, place, weights, held=ExpertsHeld(len(copies.experts)), overlap=1, beside=None))
+                parts.append(
+                    run(hidden, place, weights, held=ExpertsHeld(len(copies.experts)), overlap=1, meanwhile=None)
+                )
 
         elsewhere = expert_index.masked_fill(place >= 0, -1)
-        out = divided(hidden, elsewhere, weights, beside=run_copies) + parts[0]
+        out = divided(hidden, elsewhere, weights, meanwhile=run_copies) + parts[0]
     if others is not None:
         return autograd.split(out, others, label=f"{label} outputs")
     return out if same is None else autograd.gather(out, same, label=f"{label} outputs")[:num_tokens]
@@ -126,7 +128,7 @@ def _run_divided(
     held: ExpertsHeld,
     score_before: bool,
     overlap: int,
-    beside: Callable[[], None] | None,
+    meanwhile: Callable[[], None] | None,
     label: str,
     may_drop: bool = True,
     digest: Tensor | None = None,
@@ -135,8 +137,8 @@ def _run_divided(
     chunks = _chunks(route(expert_index, held, overlap, may_drop=may_drop, digest=digest), held, label)
     anchor = hidden.new_empty(0, requires_grad=torch.is_grad_enabled())
     sent: tuple[Tensor, ...] = _Send.apply(chunks, hidden, weights if score_before else None, anchor)
-    if beside is not None:
-        beside()
+    if meanwhile is not None:
+        meanwhile()
     returned = []
     with held.using([chunk.route.counts for chunk in chunks], hidden):
         for chunk, ticket in zip(chunks, sent, strict=True):

@@ -10,19 +10,26 @@
 The capacity is counted over what one rank routes, so the same tokens are dropped however the experts are divided among
 ranks. Without drops nothing has a capacity.
 
+Shoal's layers take a routing as ``GateResult`` (``sparse_routes``). Otherwise a gate returns DeepSpeed's dense tensors
+of ``[tokens, experts, capacity]``: at 4,096 tokens, 8 experts and two experts a token, each has 33 million elements for
+8,192 weights.
+
 Source: GShard (arXiv:2006.16668), Switch Transformers (arXiv:2101.03961); DeepSpeed's numbers and random draws.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch.nn import functional
 
+from shoal.comm.world import communicator_of
 from shoal.parallel.sequence.context import sum_over_sequence
+
+Dense = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class GateResult(NamedTuple):
@@ -58,7 +65,7 @@ def gumbel(like: torch.Tensor) -> torch.Tensor:
     return noise.mul_(1.0 - limits.eps).add_(limits.tiny).log_().neg_().log_().neg_()
 
 
-def route_top1(
+def top1gating(
     logits: torch.Tensor,
     capacity_factor: float,
     min_capacity: int,
@@ -66,7 +73,10 @@ def route_top1(
     noisy_gate_policy: str | None = None,
     drop_tokens: bool = True,
     use_rts: bool = True,
-) -> GateResult:
+    ep_group: Any = None,
+    sparse_routes: bool = False,
+    use_tutel: bool = False,
+) -> Any:
     """Route each token to one expert.
 
     Args:
@@ -74,6 +84,9 @@ def route_top1(
         used_token: 0 or false for tokens that go nowhere. Shape: [tokens]; None: all are used.
         noisy_gate_policy: ``RSample``: choose by logits with Gumbel noise.
         use_rts: drop tokens at random, not by their place.
+        ep_group: of the dense form; see ``dense``.
+        sparse_routes: return a ``GateResult``, not the dense form.
+        use_tutel: has no effect.
     """
     num_tokens, num_experts = logits.shape
     noisy = logits + gumbel(logits) if noisy_gate_policy == "RSample" else None
@@ -88,20 +101,23 @@ def route_top1(
     if capacity is not None:
         routed = torch.zeros_like(gates, dtype=torch.int64).scatter_(1, index, is_kept.long())
         is_kept = is_kept & kept_by_score(routed * draws, capacity).gather(1, index)
-    return GateResult(index.masked_fill(~is_kept, -1), gates.gather(1, index) * is_kept, l_aux, counts, capacity)
+    weights = gates.gather(1, index) * is_kept
+    routing = GateResult(index.masked_fill(~is_kept, -1), weights, l_aux, counts, capacity)
+    return routing if sparse_routes else dense(routing, ep_group)
 
 
-def route_top2(
+def top2gating(
     logits: torch.Tensor,
     capacity_factor: float,
     min_capacity: int,
     drop_tokens: bool = True,
+    ep_group: Any = None,
     top2_2nd_expert_sampling: bool = True,
-) -> GateResult:
-    """Route each token to two experts.
+    sparse_routes: bool = False,
+) -> Any:
+    """Route each token to two experts; otherwise as ``top1gating``.
 
     Args:
-        logits: scores of the router, in fp32. Shape: [tokens, experts].
         top2_2nd_expert_sampling: choose the second expert by logits with Gumbel noise.
     """
     num_tokens, num_experts = logits.shape
@@ -117,21 +133,23 @@ def route_top2(
     if capacity is not None:
         is_kept = (positions(index.t().reshape(-1), num_experts) < capacity).view(2, -1).t()
     weights = _normalized(gates.gather(1, index) * is_kept)
-    return GateResult(index.masked_fill(~is_kept, -1), weights, l_aux, of_first + of_second, capacity)
+    routing = GateResult(index.masked_fill(~is_kept, -1), weights, l_aux, of_first + of_second, capacity)
+    return routing if sparse_routes else dense(routing, ep_group, is_by_choice=True)
 
 
-def route_topk(
+def topkgating(
     logits: torch.Tensor,
     k: int,
     capacity_factor: float,
     min_capacity: int,
     drop_tokens: bool = True,
+    ep_group: Any = None,
     drop_policy: str = "probs",
-) -> GateResult:
-    """Route each token to its ``k`` most probable experts.
+    sparse_routes: bool = False,
+) -> Any:
+    """Route each token to its ``k`` most probable experts; otherwise as ``top1gating``.
 
     Args:
-        logits: scores of the router, in fp32. Shape: [tokens, experts].
         drop_policy: ``probs`` drops the least probable tokens of an expert, ``position`` the last ones.
     """
     num_tokens, num_experts = logits.shape
@@ -146,7 +164,40 @@ def route_topk(
     elif capacity is not None:
         scores = torch.zeros_like(gates).scatter(1, index, top.detach())
         is_kept = kept_by_score(scores, capacity).gather(1, index)
-    return GateResult(index.masked_fill(~is_kept, -1), _normalized(top * is_kept), l_aux, counts, capacity)
+    weights = _normalized(top * is_kept)
+    routing = GateResult(index.masked_fill(~is_kept, -1), weights, l_aux, counts, capacity)
+    return routing if sparse_routes else dense(routing, ep_group)
+
+
+def dense(routing: GateResult, ep_group: Any = None, *, is_by_choice: bool = False) -> Dense:
+    """A routing as DeepSpeed's gates return it.
+
+    Args:
+        ep_group: without drops, the capacity is the most tokens that any expert gets from a rank of this process group;
+            None: from this rank.
+        is_by_choice: an expert's tokens are those that chose it first, then those that chose it second; else in order.
+
+    Returns: the auxiliary loss; the weight and whether there is one, by token, expert and place in the expert's buffer
+        (shape: [tokens, experts, capacity]); the tokens routed to each expert.
+    Communicates: without drops and with ``ep_group``: one number per rank.
+    Order: without drops the host waits for the counts.
+    """
+    num_tokens, num_experts = len(routing.expert_index), len(routing.exp_counts)
+    capacity = _largest(routing.exp_counts, ep_group) if routing.capacity is None else routing.capacity
+    index = routing.expert_index.t() if is_by_choice else routing.expert_index
+    place = positions(index.reshape(-1), num_experts).view_as(index)
+    slots = (index * capacity + place).where(index >= 0, num_experts * capacity)  # the dropped ones: a column more
+    weights = routing.weights.new_zeros(num_tokens, num_experts * capacity + 1)
+    weights = weights.scatter(1, slots.t() if is_by_choice else slots, routing.weights)
+    combine = weights[:, :-1].reshape(num_tokens, num_experts, capacity)
+    return routing.l_aux, combine, combine.bool(), routing.exp_counts
+
+
+def _largest(counts: torch.Tensor, group: Any) -> int:
+    largest = counts.max().view(1)
+    if group is not None and group.size() > 1:
+        largest = communicator_of(group).exchange(largest, label="capacity of experts").wait().max()
+    return int(largest)
 
 
 def _counts(index: torch.Tensor, num_experts: int, is_counted: torch.Tensor | None = None) -> torch.Tensor:

@@ -19,18 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator
-from shoal.compiler import untraced
 
 Counts = Sequence[Sequence[int]]  # rows by source and target
 
 
-@untraced
-def hierarchical_all_to_all(
-    rows: Tensor, counts: Counts, local: Communicator, node: Communicator, *, label: str
-) -> Tensor:
-    """The rows from every rank for this one, by source.
+class TwoStepRows:
+    """The rows from every rank for this one: the first step is issued at construction, the second by ``wait``.
 
     Args:
         rows: [rows, width], by target.
@@ -38,25 +33,19 @@ def hierarchical_all_to_all(
         local: the ranks of this node.
         node: the ranks of this coordinate, one of each node.
 
-    Communicates: one all-to-all along ``local`` and one along ``node``; the same in backward.
+    Communicates: one all-to-all along ``local`` and one along ``node``.
     """
-    result: Tensor = _Exchange.apply(rows, counts, local, node, label)
-    return result
-
-
-class TwoStepRows:
-    """Rows on their way: the first step is issued at construction, the second by ``wait``. See the function above."""
 
     def __init__(self, rows: Tensor, counts: Counts, local: Communicator, node: Communicator, label: str) -> None:
         self._local, self._node, self._label = local, node, label
-        own = node.rank * local.size + local.rank
+        this = node.rank * local.size + local.rank
         ranks = [[at * local.size + peer for peer in range(local.size)] for at in range(node.size)]  # by node
         column = [ranks[at][local.rank] for at in range(node.size)]  # those of this coordinate
         row = ranks[node.rank]  # those of this node
-        by_local = [[counts[own][ranks[at][peer]] for at in range(node.size)] for peer in range(local.size)]
+        by_local = [[counts[this][ranks[at][peer]] for at in range(node.size)] for peer in range(local.size)]
         self._passed_on = [[counts[peer][target] for target in column] for peer in row]
-        self._received = [sum(counts[peer][own] for peer in of_node) for of_node in ranks]
-        in_order = _transposed(rows, counts[own], node.size, local)
+        self._received = [sum(counts[peer][this] for peer in of_node) for of_node in ranks]
+        in_order = _transposed(rows, counts[this], node.size, local)
         self._width = rows.shape[1]
         self._out = rows.new_empty(sum(map(sum, self._passed_on)), self._width)
         self._work = self._issue(local, self._out, in_order, map(sum, self._passed_on), map(sum, by_local))
@@ -92,15 +81,3 @@ def _transposed(rows: Tensor, lengths: Sequence[int], outer: int, comm: Communic
     inner = len(segments) // outer
     in_order = [segments[first * inner + second] for second in range(inner) for first in range(outer)]
     return torch.cat(in_order, out=comm.empty(rows.numel(), rows.dtype, rows.device).view(rows.shape))
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: Counts, local: Communicator, node: Communicator, label: str) -> Tensor:
-        ctx.arguments = list(zip(*counts, strict=True)), local, node, f"{label} backward"
-        return TwoStepRows(rows, counts, local, node, label).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return TwoStepRows(gradient, *ctx.arguments).wait(), None, None, None, None

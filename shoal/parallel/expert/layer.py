@@ -1,4 +1,4 @@
-"""DeepSpeed's layer of experts: a gate, the experts that this rank holds, and beside them a residual expert.
+"""DeepSpeed's layer of experts: a gate, the experts that this rank holds, and a residual expert.
 
 MoE
     deepspeed_moe                 MOELayer
@@ -23,9 +23,8 @@ from torch.nn import functional
 from shoal.comm.world import current_world
 from shoal.errors import AssertedUsageError, UsageError
 from shoal.mesh import Mesh
-from shoal.parallel.expert.dense import top1gating, top2gating, topkgating
 from shoal.parallel.expert.dispatch import run_experts
-from shoal.parallel.expert.gate import jitter
+from shoal.parallel.expert.gate import jitter, top1gating, top2gating, topkgating
 from shoal.parallel.expert.held import ExpertsHeld, ListedExperts
 
 NOISE = (None, "None", "Jitter", "RSample")
@@ -37,12 +36,12 @@ class TopKGate(nn.Module):
     Args:
         model_dim: the width of a token.
         capacity_factor, eval_capacity_factor: of the capacity while training and while evaluating; see
-            ``capacity.capacity_of``.
+            ``gate.capacity_of``.
         noisy_gate_policy: while training, ``Jitter`` multiplies the input by random numbers near 1; with ``k=1``,
             ``RSample`` adds Gumbel noise to the scores.
         use_rts: with ``k=1``, drop tokens at random.
         top2_2nd_expert_sampling: with ``k=2``, choose the second expert by scores with Gumbel noise.
-        ep_group: of ``forward`` alone; see ``dense.dense``.
+        ep_group: of ``forward`` alone; see ``gate.dense``.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class TopKGate(nn.Module):
                 Shape: [tokens].
             use_tutel: has no effect.
 
-        Returns: with ``sparse_routes`` a GateResult; else what ``dense.dense`` returns.
+        Returns: with ``sparse_routes`` a GateResult; else what ``gate.dense`` returns.
         """
         if used_token is not None and self.k > 1:
             warnings.warn(f"used_token has no effect with k={self.k}, as in DeepSpeed.", stacklevel=2)

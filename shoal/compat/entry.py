@@ -113,7 +113,7 @@ def initialize(
     is_wrapped = engine.zero_optimization_stage() > 0 or resolved.fp16.enabled or resolved.bf16.enabled
     if isinstance(made, DeepSpeedShardedOptimizer) and not is_wrapped:
         take_class(made)
-    engine.checkpointing.beside = partial(prepare, cast(Engine, weakref.proxy(engine)))
+    engine.checkpointing.extra_files = partial(prepare, cast(Engine, weakref.proxy(engine)))
     engine.checkpointing.allows_missing = True
     if resolved.checkpoint.async_save and engine.zero_optimization_stage() < 3:
         say_on_rank_0(

@@ -297,7 +297,7 @@ class Accumulation:
         return ((losses * counts).sum() / counts.sum().clamp(min=1)).float()
 
     def refuse_mixed(self, num_plain_passes: int) -> None:
-        """Raises: UsageError: ``loss.backward()`` was used beside ``engine.backward(loss)``, or where it cannot be.
+        """Raises: UsageError: ``loss.backward()`` was used with ``engine.backward(loss)``, or where it cannot be.
 
         Args:
             num_plain_passes: passes of ``loss.backward()`` since the last step.

@@ -27,9 +27,8 @@ from shoal.engine import run_state
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.log import logger, say_on_rank_0
 from shoal.engine.over_stages import joined_groups, joined_records, names_elsewhere, own_buffers
-from shoal.engine.properties import Properties
 from shoal.engine.run_state import RunState
-from shoal.engine.settings import flat
+from shoal.engine.settings import Properties, flat
 from shoal.engine.sharding import Sharding
 from shoal.engine.weights import Weights
 from shoal.errors import CheckpointError, CommError, UsageError
@@ -40,8 +39,8 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,150}")
 
 
 # Called on rank 0 with the storage, the tag, the client state and whether frozen parameters are left out. It takes what
-# other files beside the checkpoint will hold, and returns the function that writes them after the commit.
-Beside = Callable[[Storage, str, Mapping[str, Any], bool], Callable[[], None]]
+# other files next to the checkpoint will hold, and returns the function that writes them after the commit.
+ExtraFiles = Callable[[Storage, str, Mapping[str, Any], bool], Callable[[], None]]
 
 
 class TagsDifferError(CheckpointError, AssertionError):
@@ -75,7 +74,7 @@ class Checkpointing:
         self._weights = weights
         self._optimizer = optimizer
         self.on_phase: Callable[[str], None] = lambda phase: None
-        self.beside: Beside | None = None
+        self.extra_files: ExtraFiles | None = None
         self.allows_missing = False  # loading from a folder without a checkpoint is no error
         self.folder: str | os.PathLike[str] | None = None  # of the last save or load
         self.loaded_size: int | None = None  # ranks of the run that saved the checkpoint loaded last
@@ -136,11 +135,11 @@ class Checkpointing:
             return self._report(error)
         finally:
             shards.leave()
-        if self.beside is not None and self._comm.rank == 0:
-            self._after = self.beside(storage, tag, client_state or {}, exclude_frozen)
+        if self.extra_files is not None and self._comm.rank == 0:
+            self._after = self.extra_files(storage, tag, client_state or {}, exclude_frozen)
         if save.is_done:
-            self._write_beside()
-            self._wait_for_files_beside()
+            self._write_extra_files()
+            self._wait_for_extra_files()
         else:
             self._in_flight = save
             for group in self._sharding.groups:
@@ -148,8 +147,8 @@ class Checkpointing:
             self._finish_at_exit()
         return True
 
-    def _write_beside(self) -> None:
-        """Write the files beside a committed checkpoint. Their failure does not undo the commit."""
+    def _write_extra_files(self) -> None:
+        """Write the files next to a committed checkpoint. Their failure does not undo the commit."""
         after, self._after = self._after, None
         if after is None:
             return
@@ -158,10 +157,10 @@ class Checkpointing:
         except (OSError, CheckpointError) as error:
             logger.warning("the checkpoint is saved, but not all additional files for DeepSpeed's clients: %s", error)
 
-    def _wait_for_files_beside(self) -> None:
-        """Every rank waits until rank 0 has written the files beside the checkpoint."""
-        if self.beside is not None:
-            agree(self._comm, None, None, "checkpoint: beside")
+    def _wait_for_extra_files(self) -> None:
+        """Every rank waits until rank 0 has written the files next to the checkpoint."""
+        if self.extra_files is not None:
+            agree(self._comm, None, None, "checkpoint: extra files")
 
     def _report(self, error: CheckpointError) -> bool:
         if self._settings.on_save_error == "warn":
@@ -288,7 +287,7 @@ class Checkpointing:
             self._report(error)
         if save.is_done:
             self._in_flight = None
-            self._write_beside()
+            self._write_extra_files()
 
     def finish(self) -> None:
         """Wait for a save in progress. Every rank calls. Raises: CheckpointError: as ``poll``."""
@@ -300,8 +299,8 @@ class Checkpointing:
         except CheckpointError as error:
             self._report(error)
             return
-        self._write_beside()
-        self._wait_for_files_beside()
+        self._write_extra_files()
+        self._wait_for_extra_files()
 
     def _finish_at_exit(self) -> None:
         """Let a process that exits normally wait for the checkpoint that it is writing."""
@@ -432,7 +431,7 @@ class Checkpointing:
             self._optimizer.loss_scale = scale.scale
 
     def _compare_own(self, chosen: Chosen, trees: dict[str, Any], *, is_strict: bool, has_schedule: bool) -> list[str]:
-        """Returns: notes. Raises: CheckpointError: on every rank, what does not fit beside the tensors."""
+        """Returns: notes. Raises: CheckpointError: on every rank, what does not fit, apart from the tensors."""
         problems, notes = self._run.compare(trees["engine"], is_strict=is_strict, has_schedule=has_schedule)
         lines = "".join(f"\n    {text}" for text in problems)
         problem = CheckpointError(
@@ -468,7 +467,7 @@ class Checkpointing:
         manifest, rank = chosen.manifest, self._comm.rank
         ranks = manifest.engine.get("ranks", [])
         extra, mine = partial(reader.tensor, "extra"), partial(reader.tensor, f"rank/{rank}")
-        what = "the state beside the tensors cannot be read"
+        what = "what belongs to the tensors cannot be read"
         with self._on_all_ranks("checkpoint: state", what, where=chosen.where):
             trees = {
                 "engine": tree.decode({k: v for k, v in manifest.engine.items() if k != "ranks"}, extra),

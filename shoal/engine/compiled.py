@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from shoal.compiler import refuse_cuda_graphs
-from shoal.engine.properties import Properties
+from shoal.engine.settings import Properties
 from shoal.errors import ModelError
 from shoal.parallel.recompute_blocks import find_blocks
 

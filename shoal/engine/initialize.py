@@ -35,7 +35,6 @@ from shoal.engine.client_optimizer import (
 )
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible, say_on_rank_0
-from shoal.engine.low_precision import lower_precision_parameters
 from shoal.engine.model_parts import parts_of, with_experts
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
@@ -53,9 +52,16 @@ from shoal.engine.parts.tensor import TensorParallelChecks
 from shoal.engine.pipeline_parts import of_own_units, recomputed_blocks, stages_of
 from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.progress import Progress
-from shoal.engine.properties import Properties
 from shoal.engine.run_state import RunState
-from shoal.engine.settings import Plan, flat, loss_scale_of, plan_of, state_dtype_of
+from shoal.engine.settings import (
+    Plan,
+    Properties,
+    flat,
+    loss_scale_of,
+    lower_precision_parameters,
+    plan_of,
+    state_dtype_of,
+)
 from shoal.engine.sharding import Sharding
 from shoal.errors import ConfigError, ModelError
 from shoal.host_heap import HostHeap
@@ -112,7 +118,7 @@ def initialize(
     """Shard a model that ``check_model`` accepted. The arguments are those of ``shoal.initialize``.
 
     Args:
-        degrees: by axis, what the script gives beside the config.
+        degrees: by axis, what the script gives in addition to the config.
         pipeline_class: of the engine of a model in pipeline stages.
         parts: the script's own, called after the others.
     """

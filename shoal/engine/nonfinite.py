@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from shoal.engine.log import logger
-from shoal.engine.properties import Properties
+from shoal.engine.settings import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import NonFiniteError
 from shoal.optim.loss_scale import Event, LossScale

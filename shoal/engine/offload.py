@@ -15,7 +15,7 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.device import Device, is_fake
-from shoal.engine.properties import Properties
+from shoal.engine.settings import Properties
 from shoal.errors import OutOfMemoryError, ShoalError, TierError
 from shoal.memory.disk import DiskTier, UnwrittenDisk
 from shoal.memory.disk_store import DiskStore

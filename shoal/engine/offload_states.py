@@ -18,7 +18,7 @@ import torch
 
 from shoal.engine.accumulation import Counters
 from shoal.engine.log import say_on_rank_0
-from shoal.engine.properties import Properties
+from shoal.engine.settings import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import UsageError
 from shoal.memory.host import aligned_empty, host_available_nbytes, host_too_small

@@ -29,7 +29,7 @@ _is_same_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_ali
 class ParameterCheck:
     """Compares the model with what was sharded, and copies parameters that a script changes to main parameters.
 
-    Each forward counts modules and parameters, checks that some parameters are still there and in their bucket's
+    Each forward counts modules and parameters, checks that some parameters are still there and in their buffer's
     memory, and compares the version counters of parameters that have a main parameter of their own. Every 64th forward
     checks all parameters. Changes through ``parameter.data`` do not change a version counter.
 

@@ -33,7 +33,7 @@ def next_batches(
         source: None: this rank has no data.
         batch_fn: changes each micro-batch; None: nothing does.
         schedule: what all stages must have alike.
-        arguments: of the model, beside each micro-batch.
+        arguments: of the model, with each micro-batch.
         comm: the ranks along ``pp``; None: there is one.
 
     Communicates: one exchange of 3 numbers, and one for each micro-batch.

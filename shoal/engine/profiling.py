@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.engine.accumulation import Accumulation
-from shoal.engine.properties import Properties
+from shoal.engine.settings import Properties
 from shoal.observe.flops import OperationCount
 from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.flops_text import StepSeconds

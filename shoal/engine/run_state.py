@@ -1,4 +1,4 @@
-"""What a checkpoint saves beside tensors: where the run is.
+"""What a checkpoint saves in addition to tensors: where the run is.
 
 Counters, the learning-rate schedule, the loss scale, the position in the data, each rank's RNG states, buffers that
 differ between ranks, gradients of an unfinished step.
@@ -25,7 +25,7 @@ from shoal.engine.accumulation import Accumulation
 from shoal.engine.log import logger
 from shoal.engine.parts.curriculum import Curriculum
 from shoal.engine.parts.part import Part, stateful
-from shoal.engine.properties import Properties
+from shoal.engine.settings import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import UsageError
 

@@ -1,19 +1,24 @@
-"""Translates the config, in DeepSpeed's words, into the settings of Shoal's parts."""
+"""The settings of an engine: translated from the config, in DeepSpeed's words, and fixed before the first step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.build.settings import Precision, ZeroSettings
+from shoal.comm.world import World
 from shoal.config import Config
 from shoal.config.ranks import mesh_of
+from shoal.device import Device
 from shoal.errors import ConfigError
 from shoal.mesh import Mesh
 from shoal.optim.loss_scale import LossScale, LossScaleSettings
+from shoal.sharding.axes import Axes
 from shoal.sharding.gradient import GradientPolicy
 from shoal.sharding.partition import UnitRules
 from shoal.sharding.placement import Tier
@@ -44,6 +49,31 @@ class Plan:
     input_dtype: torch.dtype | None  # floating-point inputs of forward are cast to it
     mesh: Mesh
     secondary_size: int | None  # hpZ
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What is fixed about an engine from its start: its config, the plan made from it, its ranks, its device."""
+
+    config: Config
+    plan: Plan
+    world: World
+    axes: Axes
+    device: Device
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        return self.plan.zero.stage
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the world."""
+        return self.world.rank
+
+    def where(self, step: int) -> str:
+        """The place that an error names."""
+        return f"rank {self.rank}, step {step}"
 
 
 def dtype_of(name: str | None, where: str) -> torch.dtype | None:
@@ -149,7 +179,7 @@ def state_dtype_of(config: Config) -> torch.dtype | None:
     """Format of optimizer state; None: that of the main parameters."""
     main = "fp32" if has_main_parameters(config) else "fp16" if config.fp16.enabled else "bf16"
     wanted = config.precision.state_dtype
-    if wanted is None:  # as in DeepSpeed, whose CPU optimizers have fp32 moments beside 16-bit main parameters
+    if wanted is None:  # as in DeepSpeed, whose CPU optimizers have fp32 moments with 16-bit main parameters
         wanted = "bf16" if config.bf16.bf16_optimizer_states else "fp32"
     return None if wanted == main else dtype_of(wanted, "precision.state_dtype")
 
@@ -211,3 +241,53 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
     if isinstance(value, Mapping):
         return {k: v for key, inner in value.items() for k, v in flat(inner, f"{path}.{key}" if path else key).items()}
     return {path: value}
+
+
+def lower_precision_parameters(model: nn.Module, config: Config, plan: Plan) -> dict[str, torch.dtype]:
+    """The reduce dtype by parameter name, where it is that of ``torch.autocast``, not the parameter's.
+
+    Under autocast a linear or convolutional module computes its weights' gradients in low precision and casts them to
+    fp32 at the end. Reducing them in low precision loses little and halves the bytes. Sums are rounded: over several
+    micro-batches before they are reduced, and at stage 0 over the ranks. So the config has to ask for it.
+
+    Parameters of these very classes, not of those derived from them, as in DeepSpeed. A shared parameter counts where
+    all modules that hold it are of these classes.
+
+    Raises: ConfigError: classes of the config that do not exist; all of them are named.
+    """
+    given = config.torch_autocast.lower_precision_safe_modules
+    if plan.autocast_dtype is None or plan.precision.gradient.reduce_dtype is not None or not given:
+        return {}
+    classes = _classes_at(given)
+    low: set[int] = set()
+    other: set[int] = set()
+    for module in model.modules():
+        group = low if type(module) in classes else other
+        group.update(id(parameter) for parameter in module.parameters(recurse=False))
+    return {
+        name: plan.autocast_dtype
+        for name, parameter in model.named_parameters()
+        if id(parameter) in low - other and parameter.dtype == torch.float32
+    }
+
+
+def _classes_at(paths: Sequence[str]) -> tuple[type[nn.Module], ...]:
+    classes, wrong = [], []
+    for path in paths:
+        module, _, name = path.rpartition(".")
+        try:
+            kind = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            wrong.append(f"{path!r} ({error})")
+            continue
+        if isinstance(kind, type) and issubclass(kind, nn.Module):
+            classes.append(kind)
+        else:
+            wrong.append(f"{path!r} (not a class of modules)")
+    if wrong:
+        raise ConfigError(
+            f"torch_autocast.lower_precision_safe_modules names what is not there: {'; '.join(wrong)}.",
+            do='give whole paths of classes, such as "torch.nn.Linear".',
+            code="autocast-modules",
+        )
+    return tuple(classes)

@@ -18,7 +18,7 @@ from shoal.access.engine_parameters import EngineParameters
 from shoal.checkpoint.local_shards import LocalShards
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.parameter_check import ParameterCheck
-from shoal.engine.properties import Properties
+from shoal.engine.settings import Properties
 from shoal.errors import UsageError
 from shoal.observe.ledger import Ledger, account
 from shoal.running.runtime import ShardedModel

@@ -14,7 +14,7 @@ from shoal.checkpoint.local_shards import buffers_of, named_parameters_of, names
 from shoal.checkpoint.problems import agree
 from shoal.checkpoint.storage import open_storage
 from shoal.engine.over_stages import aliases_of, joined_values, names_elsewhere
-from shoal.engine.properties import Properties
+from shoal.engine.settings import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import CheckpointError
 from shoal.sharding.parts import cut, gather_parts

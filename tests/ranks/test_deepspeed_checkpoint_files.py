@@ -193,14 +193,14 @@ def test_weights_come_out_in_another_format(tmp_path: Path, dtype: Any) -> None:
 def test_what_lies_beside_is_there_on_every_rank_when_the_save_returns(tmp_path: Path, stage: int) -> None:
     def train() -> bool:
         engine, *_ = initialize(model=make(Plain), optimizer=adamw, config=config(stage), dist_init_required=False)
-        prepare = engine.checkpointing.beside
+        prepare = engine.checkpointing.extra_files
         assert prepare is not None
 
         def slowly(*about: Any) -> Callable[[], None]:
             write = prepare(*about)
             return lambda: (time.sleep(0.3), write())[1]
 
-        engine.checkpointing.beside = slowly
+        engine.checkpointing.extra_files = slowly
         engine.save_checkpoint(tmp_path)
         is_there = (tmp_path / "zero_to_fp32.py").exists()
         engine.destroy()

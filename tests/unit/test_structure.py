@@ -230,11 +230,13 @@ def test_the_core_is_small() -> None:
     assert lines_of(CORE) < CORE_LIMIT
 
 
+ENGINE = (PACKAGE / "engine" / "engine.py", PACKAGE / "engine" / "state.py")
+
+
 def test_the_engine_names_no_technique() -> None:
-    tree = parsed(PACKAGE / "engine" / "engine.py")
-    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    nodes = [node for path in ENGINE for node in ast.walk(parsed(path)) if isinstance(node, ast.ImportFrom)]
     techniques = ("shoal.parallel", "shoal.pipeline", "shoal.simulation")
-    assert sorted(module for module in modules if module.startswith(techniques)) == []
+    assert sorted(node.module for node in nodes if node.module and node.module.startswith(techniques)) == []
 
 
 # What a technique adds to an engine is a method of its part: ``engine.part(kind)``.
@@ -242,27 +244,23 @@ ENGINE_NAMES = """
     backward clip_grad_norm_ compile config destroy device dp_world_size empty_partition_cache forward
     get_global_grad_norm get_lr global_rank global_samples global_steps gradient_accumulation_steps gradient_clipping
     is_compiled is_gradient_accumulation_boundary is_watched load_checkpoint load_module_state_dict local_rank
-    loss_scale lr_scheduler memory_report micro_steps module_state_dict no_sync offload_states optimizer
-    optimizer_class part reload_states save_16bit_model save_checkpoint scale set_gradient_accumulation_boundary
+    loss_scale lr_scheduler memory_report micro_steps module_state_dict no_sync offload_states optimizer part
+    reload_states save_16bit_model save_checkpoint scale set_gradient_accumulation_boundary
     set_train_batch_size set_train_micro_batch_size skipped_steps step train_batch_size train_micro_batch_size_per_gpu
     trained_groups training_dataloader was_step_applied weights_filename world_size zero_grad zero_optimization_stage
 """
 
 
 def test_the_public_names_of_the_engine_are_these() -> None:
-    tree = parsed(PACKAGE / "engine" / "engine.py")
-    (engine,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Engine")
-    names = {node.name for node in engine.body if isinstance(node, ast.FunctionDef)}
-    names |= {
-        node.target.id for node in engine.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-    names |= {
-        target.id
-        for node in engine.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    members = [
+        member
+        for path in ENGINE
+        for node in parsed(path).body
+        if isinstance(node, ast.ClassDef)
+        for member in node.body
+    ]
+    names = {member.name for member in members if isinstance(member, ast.FunctionDef)}
+    names |= {target.id for node in members if isinstance(node, ast.Assign) for target in node.targets}  # type: ignore[attr-defined]
     assert sorted(name for name in names if not name.startswith("_")) == ENGINE_NAMES.split()
 
 

@@ -35,7 +35,7 @@ class SavedActivations(Part):
     ``shoal.checkpointing.configure()`` of the script takes precedence over a config that leaves the section out.
 
     Args:
-        more: modules to recompute beside those of the section.
+        more: modules to recompute in addition to those of the section.
         blocks: of this pipeline stage, whose activations are offloaded; empty: those that the model shows.
     """
 

@@ -66,7 +66,7 @@ _NORM_OF = _REPLACED[0]
 class ClippingCheck:
     """Engines that live, and the replacement of torch's functions while there are any.
 
-    A hook of torch looks at every optimizer's ``step()`` too: one that the script made beside an engine without an
+    A hook of torch looks at every optimizer's ``step()`` too: one that the script made next to an engine without an
     optimizer would update parameters by gradients of this rank alone.
 
     ``is_error``: False: a warning, as scripts written for DeepSpeed run with a call that does nothing.

@@ -13,7 +13,7 @@ from shoal.engine.log import say_on_rank_0
 from shoal.engine.move_experts import can_move, move_experts
 from shoal.engine.over_stages import from_stages
 from shoal.engine.parts.part import Part
-from shoal.engine.properties import Properties
+from shoal.engine.settings import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import ConfigError, NotBuiltError
 from shoal.observe.expert_load import load_events

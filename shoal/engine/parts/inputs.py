@@ -16,7 +16,7 @@ from shoal.device import in_transform, is_fake
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.log import logger
 from shoal.engine.parts.part import Part
-from shoal.engine.properties import Properties
+from shoal.engine.settings import Properties
 from shoal.errors import UsageError
 
 NUM_COMPARED = 3  # training forwards

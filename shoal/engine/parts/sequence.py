@@ -13,7 +13,7 @@ from torch import nn
 from shoal.comm.recorder import Entry
 from shoal.device import in_transform, is_fake
 from shoal.engine.parts.part import Part
-from shoal.engine.properties import Properties
+from shoal.engine.settings import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import ShoalError, UsageError
 from shoal.parallel.sequence.context import (

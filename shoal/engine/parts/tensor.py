@@ -21,7 +21,7 @@ from torch import nn
 from shoal.device import is_fake
 from shoal.engine.log import logger
 from shoal.engine.parts.part import Part
-from shoal.engine.properties import Properties
+from shoal.engine.settings import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import ShoalError
 from shoal.parallel.tensor.hooks import SplitTensors
@@ -147,7 +147,7 @@ _DRIFTS = (
 def explain_split_module(error: Exception, model: nn.Module) -> None:
     """Add a note to an error inside of a module of which layers are split over tensor-parallel ranks.
 
-    What the module has for every head or element, beside those layers, is whole, and does not fit them.
+    What else the module has for every head or element is whole, and does not fit them.
     """
     if not isinstance(error, RuntimeError | ValueError | IndexError) or isinstance(error, ShoalError):
         return

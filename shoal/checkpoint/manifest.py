@@ -145,10 +145,10 @@ class Manifest(_Model):
 def versions() -> dict[str, str]:
     """Of Shoal, torch and Python."""
     try:
-        own = metadata.version("shoal")
+        shoal = metadata.version("shoal")
     except metadata.PackageNotFoundError:
-        own = "from a folder"
-    return {"shoal": own, "torch": torch.__version__, "python": platform.python_version()}
+        shoal = "from a folder"
+    return {"shoal": shoal, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def checksum(data: bytes | memoryview) -> str:

@@ -105,7 +105,7 @@ def _not_kept(manifest: Manifest, state: Mapping[str, Any]) -> list[str]:
     if parts := state.get("extra_state"):
         names = listed([name or "the model" for name in parts], 4)
         notes.append(f"what get_extra_state() of {names} gave is not converted; left out.")
-    if any(own.get("gradients") for own in manifest.engine.get("ranks") or ()):
+    if any(of_rank.get("gradients") for of_rank in manifest.engine.get("ranks") or ()):
         notes.append(
             f"gradients of the {counted(state.get('micro_in_step', 0), 'micro-batch', 'micro-batches')} since step"
             f" {manifest.step}, whose step was not complete: only the layout that saved them can use them; left out."

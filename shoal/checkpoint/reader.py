@@ -135,12 +135,12 @@ class CheckpointReader:
         dtype = dtype_of(record.dtype)
         for wanted_begin, wanted in shard.rectangles():
             for file, offset, start, shape in record.chunks:
-                held = Rectangle(start, shape)
-                common = held.meet(wanted)
+                saved = Rectangle(start, shape)
+                common = saved.meet(wanted)
                 if common is None:
                     continue
                 # The common elements are several runs in each; the runs need not have the same lengths.
-                sources = list(held.runs_of(common))
+                sources = list(saved.runs_of(common))
                 targets = list(wanted.runs_of(common))
                 for source, target, numel in _paired(sources, targets):
                     begin = wanted_begin + target

@@ -129,9 +129,9 @@ def cover_problem(shape: tuple[int, ...], parts: list[Rectangle]) -> str | None:
         bounds = zip(part.start, part.shape, shape, strict=True)
         if any(low < 0 or size < 1 or low + size > full for low, size, full in bounds):
             return f"the part at {list(part.start)} of shape {list(part.shape)} is not inside {list(shape)}"
-    held, numel = sum(part.numel for part in parts), math.prod(shape)
-    if held != numel:
-        return f"{held} of {numel} elements are there"
+    num_covered, numel = sum(part.numel for part in parts), math.prod(shape)
+    if num_covered != numel:
+        return f"{num_covered} of {numel} elements are there"
     dims = [dim for dim, full in enumerate(shape) if any(part.shape[dim] != full for part in parts)]
     if len(dims) > _FEW_DIMS and len(parts) << len(dims) > _MAX_CORNERS:
         return f"it is cut in {len(dims)} dims into {len(parts)} parts"

@@ -117,8 +117,8 @@ class _MetadataReader:
         by_offset = dict(places)
         parts = []
         for chunk in chunks:
-            held = self._is(chunk, f"{_DCP}.metadata.ChunkStorageMetadata")
-            start, sizes = self._size(held.get("offsets")), self._size(held.get("sizes"))
+            extent = self._is(chunk, f"{_DCP}.metadata.ChunkStorageMetadata")
+            start, sizes = self._size(extent.get("offsets")), self._size(extent.get("sizes"))
             if not math.prod(sizes):
                 continue
             if start not in by_offset:

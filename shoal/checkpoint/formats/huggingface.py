@@ -379,13 +379,13 @@ def write_huggingface(
 
 def _shards(entries: Sequence[TensorEntry], max_file_nbytes: float) -> list[list[TensorEntry]]:
     shards: list[list[TensorEntry]] = [[]]
-    held = 0
+    nbytes = 0
     for entry in entries:
-        if shards[-1] and held + entry.nbytes > max_file_nbytes:
+        if shards[-1] and nbytes + entry.nbytes > max_file_nbytes:
             shards.append([])
-            held = 0
+            nbytes = 0
         shards[-1].append(entry)
-        held += entry.nbytes
+        nbytes += entry.nbytes
     return shards
 
 

@@ -143,9 +143,9 @@ class DequantizedWeights:
         out = torch.empty(values.shape)
         step = max(1, _CHUNK_NUMEL // num_columns)
         for at in range(0, len(values), step):
-            own = slice(at, at + step)
-            by_element = scales[in_grid[own] - grid_first].repeat_interleave(width, 1)[:, :num_columns]
-            torch.mul(values[own].float(), by_element, out=out[own])
+            chunk = slice(at, at + step)
+            by_element = scales[in_grid[chunk] - grid_first].repeat_interleave(width, 1)[:, :num_columns]
+            torch.mul(values[chunk].float(), by_element, out=out[chunk])
         return out.view(-1)[begin - first * num_columns : end - first * num_columns]
 
     def _read_mxfp4(self, stored: QuantizedTensor, begin: int, end: int) -> torch.Tensor:
@@ -170,9 +170,9 @@ class DequantizedWeights:
         out = torch.empty(num_columns, num_rows)
         step = max(1, _CHUNK_NUMEL // num_columns)
         for at in range(0, num_rows, step):
-            own = slice(at, at + step)
-            values = pairs[codes[own].int()].view(-1, num_columns // 32, 32) * scales[own]
-            out[:, own] = values.view(-1, num_columns).t()
+            chunk = slice(at, at + step)
+            values = pairs[codes[chunk].int()].view(-1, num_columns // 32, 32) * scales[chunk]
+            out[:, chunk] = values.view(-1, num_columns).t()
         self._expert = stored.values, expert, out.view(-1)
         return self._expert[2]
 

@@ -286,8 +286,8 @@ def _tensor(key: str, info: TensorInfo) -> bytes:
     size = numel if storage is not None else numel * info.dtype.itemsize
     function = "_rebuild_tensor_v2" if storage is not None else "_rebuild_tensor_v3"
     strides = [math.prod(info.shape[dim + 1 :]) for dim in range(len(info.shape))]
-    held = _text("storage") + _name(home, storage or "UntypedStorage") + _text(key) + _text("cpu") + _count(size)
-    arguments = b"(" + held + b"tQ" + _count(0) + _tuple(info.shape) + _tuple(strides) + b"\x89"
+    storage_key = _text("storage") + _name(home, storage or "UntypedStorage") + _text(key) + _text("cpu") + _count(size)
+    arguments = b"(" + storage_key + b"tQ" + _count(0) + _tuple(info.shape) + _tuple(strides) + b"\x89"
     arguments += _name("collections", "OrderedDict") + b")R"
     if storage is None:
         arguments += _name("torch", str(info.dtype).removeprefix("torch."))

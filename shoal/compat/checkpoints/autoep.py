@@ -243,8 +243,8 @@ def spread_holders(
                 if part != (len(ranks), at):
                     what = f"flat group {index} is part {part[1]} of {part[0]}, expected part {at} of {len(ranks)}"
                     raise damaged(what, files[rank])
-            own = names[number] if is_experts == {True} else {name: name for name in members}
-            yield {own[name]: shape for name, shape in members.items()}, ranks
+            global_names = names[number] if is_experts == {True} else {name: name for name in members}
+            yield {global_names[name]: shape for name, shape in members.items()}, ranks
 
     return holders
 
@@ -273,8 +273,8 @@ def split_into_experts(state: FlatState, layers: Sequence[AutoEpLayer], file: st
                     raise damaged(f"{tensor} has {number} experts on rank {rank}, expected {len(experts)}", file)
                 places, numel = list(flat_ranges), math.prod(shape)
                 for at, expert in enumerate(experts):
-                    own = _between(places, at * numel, (at + 1) * numel)
-                    state.add(of_expert(tensor, expert), shape, group, own, scalars)
+                    ranges = _between(places, at * numel, (at + 1) * numel)
+                    state.add(of_expert(tensor, expert), shape, group, ranges, scalars)
 
 
 def _between(places: Iterable[FlatRange], begin: int, end: int) -> list[FlatRange]:

@@ -114,7 +114,7 @@ class ModelNames:
             raise _unnamed("its configuration, which names the layers' attributes, is not in it", file)
         for layer in layers:
             self._add(_Attributes(layer, dict(section or {}), tensors, model, file), tensors, model)
-        self._renamed = {own: name for name, own in self._own_of.items()}
+        self._renamed = {original: name for name, original in self._own_of.items()}
         self._own_of |= {part: name for name, made in self._made.items() for part in made.names}
         if model is None and self._made:
             self.notes.append(
@@ -132,13 +132,13 @@ class ModelNames:
         made_of = {gate: [w1, w3], down: [w2]} if up is None else {gate: [w1], down: [w2], up: [w3]}
         numbers = range(names.layer.num_experts)
         parts = {
-            weight: tuple(tuple(of_expert(each, expert) for each in own) for expert in numbers)
-            for weight, own in made_of.items()
+            weight: tuple(tuple(of_expert(each, expert) for each in tensors_of_expert) for expert in numbers)
+            for weight, tensors_of_expert in made_of.items()
         }
         place = f"{start}{names.experts}."
         if names.is_listed:
             listed = ((f"{place}{e}.{weight}", each[e]) for weight, each in parts.items() for e in numbers)
-            self._made |= {name: MadeTensor((own,), is_listed=True) for name, own in listed}
+            self._made |= {name: MadeTensor((tensors_of_expert,), is_listed=True) for name, tensors_of_expert in listed}
             return
         made = {f"{place}{weight}": MadeTensor(each) for weight, each in parts.items()}
         turned = {name: replace(each, is_transposed=True) for name, each in made.items()}
@@ -151,23 +151,25 @@ class ModelNames:
         """
         result: dict[str, TensorInfo] = {}
         for name, info in infos.items():
-            own = self._own_of.get(name, name)
-            if own in result:
-                if own not in self._made:
-                    raise damaged(f"two tensors are {own}", self._file)
+            model_name = self._own_of.get(name, name)
+            if model_name in result:
+                if model_name not in self._made:
+                    raise damaged(f"two tensors are {model_name}", self._file)
                 continue
-            made = self._made.get(own)
-            result[own] = info if made is None else self._checked(own, made, infos)
+            made = self._made.get(model_name)
+            result[model_name] = info if made is None else self._checked(model_name, made, infos)
         return result
 
-    def _checked(self, own: str, made: MadeTensor, infos: Mapping[str, TensorInfo]) -> TensorInfo:
+    def _checked(self, model_name: str, made: MadeTensor, infos: Mapping[str, TensorInfo]) -> TensorInfo:
         missing = [name for name in made.names if name not in infos]
         if missing:
-            raise damaged(f"{len(missing)} of the tensors of {own} are missing, {missing[0]} for one", self._file)
+            raise damaged(
+                f"{len(missing)} of the tensors of {model_name} are missing, {missing[0]} for one", self._file
+            )
         kinds = {tuple((infos[name].dtype, infos[name].shape) for name in names) for names in made.parts}
         sizes = {shape[1:] for kind in kinds for _, shape in kind}
         if len(kinds) > 1 or len(sizes) > 1 or any(len(shape) != 2 for kind in kinds for _, shape in kind):
-            raise damaged(f"{own} is made of tensors of several shapes or dtypes", self._file)
+            raise damaged(f"{model_name} is made of tensors of several shapes or dtypes", self._file)
         return made.info(infos)
 
     def read(self, name: str, info: TensorInfo, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
@@ -201,9 +203,9 @@ class ModelNames:
     def _same(self, what: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
         result: dict[str, _Value] = {}
         for name, value in values.items():
-            own = self._own_of.get(name, name)
-            if result.setdefault(own, value) != value:
-                raise damaged(f"{name} has other {what} than other parts of {own}", self._file)
+            model_name = self._own_of.get(name, name)
+            if result.setdefault(model_name, value) != value:
+                raise damaged(f"{name} has other {what} than other parts of {model_name}", self._file)
         return result
 
 

@@ -237,10 +237,10 @@ class _RankFiles:
             raise not_saved(what, self.folder, has_experts=bool(self.module.experts))
 
     def _collect(self) -> None:
-        held = {} if self.trained is None else {kind: self.trained.infos(kind) for kind in self.trained.kinds()}
-        self._masters = held.pop(MODEL, {})
+        infos = {} if self.trained is None else {kind: self.trained.infos(kind) for kind in self.trained.kinds()}
+        self._masters = infos.pop(MODEL, {})
         weights = self.module.infos({**(self._frozen.infos(MODEL) if self._frozen else {}), **self._masters})
-        self.infos: dict[str, Mapping[str, TensorInfo]] = {MODEL: weights, **held}
+        self.infos: dict[str, Mapping[str, TensorInfo]] = {MODEL: weights, **infos}
 
     def take_experts(self, other: _RankFiles) -> None:
         """Tell of the experts that another tensor-parallel rank has whole, which are read from its files."""

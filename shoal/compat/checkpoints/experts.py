@@ -65,10 +65,10 @@ def read_experts(
     for (layer, expert), path in sorted(files.experts.items()):
         if layer >= len(counts) or expert >= int(counts[layer]):
             raise damaged(f"the model has no expert {expert} in layer {layer}", str(path))
-        held = {name: each for name, each in open_file(path, verify=turns.take()).items() if name != _FOLDING}
-        expected = [of_expert(tensor, expert) for tensor in autoep[layer].tensors] if autoep else list(held)
-        for name in dict.fromkeys([*held, *expected]):
-            match, tensor = _NAME.fullmatch(name), entry(held, name, str(path))
+        content = {name: each for name, each in open_file(path, verify=turns.take()).items() if name != _FOLDING}
+        expected = [of_expert(tensor, expert) for tensor in autoep[layer].tensors] if autoep else list(content)
+        for name in dict.fromkeys([*content, *expected]):
+            match, tensor = _NAME.fullmatch(name), entry(content, name, str(path))
             is_known = name in expected if autoep else match is not None and int(match["expert"]) == expert
             if not is_known or not isinstance(tensor, torch.Tensor):
                 raise not_built(f"{name[:200]!r} as a parameter of expert {expert}", str(path))
@@ -113,11 +113,11 @@ def holders_of(
             raise damaged(f"{len(names)} ranks divide the experts, and {size} hold {count} parts", f"group {group}")
         for rank in range(ep_size):
             ranks = range(rank * count, (rank + 1) * count) if data_first else range(rank, size, ep_size)
-            own = names[rank]
-            unknown = next((name for name in members if name not in own), None)
+            global_names = names[rank]
+            unknown = next((name for name in members if name not in global_names), None)
             if unknown is not None:
                 raise damaged(f"{unknown} of expert-parallel rank {rank} is in no expert's file", f"group {group}")
-            yield {own[name]: shape for name, shape in members.items()}, ranks
+            yield {global_names[name]: shape for name, shape in members.items()}, ranks
 
     return holders
 
@@ -139,9 +139,9 @@ def read_unnamed_experts(
     of_ranks = [{name: experts[name] for name in local.values()} for local in local_names(experts, len(states))]
 
     def read(rank: int) -> FlatState:
-        own, state, file = of_ranks[rank], states[rank], files[rank]
+        of_rank, state, file = of_ranks[rank], states[rank], files[rank]
         number = len(entry(state.get("optimizer_state_dict", state), "param_groups", file))
-        return read_unnamed(state, {**dense, **own}, _named(names, number, own.keys()), file)
+        return read_unnamed(state, {**dense, **of_rank}, _named(names, number, of_rank.keys()), file)
 
     return joined_ranks(read, of_ranks, files)
 
@@ -156,32 +156,32 @@ def joined_ranks(
         of_ranks: the parameters of each rank's experts.
     """
     whole = FlatState([], list(files))
-    for rank, own in enumerate(of_ranks):
+    for rank, of_rank in enumerate(of_ranks):
         part = read(rank)
         whole.flats += part.flats
         whole.notes += [note for note in part.notes if note not in whole.notes]
         whole.groups = whole.groups or part.groups
         for name, shape in part.shapes.items():
-            if rank == 0 or name in own:
+            if rank == 0 or name in of_rank:
                 places = [replace(place, rank=rank) for place in part.places[name]]
                 whole.add(name, shape, part.group_of[name], places, part.scalars.get(name, {}))
     return whole
 
 
-def _named(names: Sequence[Sequence[str]] | None, number: int, own: Collection[str]) -> list[list[str]] | None:
+def _named(names: Sequence[Sequence[str]] | None, number: int, experts: Collection[str]) -> list[list[str]] | None:
     """The parameters of each of one rank's ``number`` groups; None: the names given do not say them.
 
     Where there are more groups than the caller has, the experts of each have a group of their own, after all others.
     Experts are in the order of their numbers: with another expert-parallel size the caller has them in another order.
     """
-    if names is None or not set(own) <= {name for group in names for name in group}:
+    if names is None or not set(experts) <= {name for group in names for name in group}:
         return None
-    order = {_expert_of(name): index for index, name in reversed(list(enumerate(own)))}
+    order = {_expert_of(name): index for index, name in reversed(list(enumerate(experts)))}
     names = [sorted(group, key=lambda name: order.get(_expert_of(name), -1)) for group in names]
-    groups = [[name for name in group if name in own or not _NAME.fullmatch(name)] for group in names]
+    groups = [[name for name in group if name in experts or not _NAME.fullmatch(name)] for group in names]
     if len(groups) < number:
-        split = [[name for name in group if name in own] for group in groups]
-        groups = [[name for name in group if name not in own] for group in groups] + split
+        split = [[name for name in group if name in experts] for group in groups]
+        groups = [[name for name in group if name not in experts] for group in groups] + split
     return [group for group in groups if group]
 
 
@@ -217,9 +217,9 @@ def layout_of_experts(
     if not ep_size or settings.num_ranks % ep_size:
         return None
     names = local_names(experts, ep_size)
-    shapes = [{name: members[name] for name in members if name in set(own.values())} for own in names]
-    local = {name: each for own in names for each, name in own.items()}
-    kinds = {tuple((local[name], shape) for name, shape in own.items()) for own in shapes}
+    shapes = [{name: members[name] for name in members if name in set(of_rank.values())} for of_rank in names]
+    local = {name: each for of_rank in names for each, name in of_rank.items()}
+    kinds = {tuple((local[name], shape) for name, shape in of_rank.items()) for of_rank in shapes}
     if sum(map(len, shapes)) != len(members) or len(kinds) > 1:
         return None
     return divided(

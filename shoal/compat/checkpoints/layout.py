@@ -59,17 +59,17 @@ class DeepSpeedSettings:
             "last_overflow_iteration": -1,
             "hysteresis": hysteresis,
         }
-        held = {**first, **(state or {})}
+        values = {**first, **(state or {})}
         attributes = {
-            "cur_scale": held["scale"],
+            "cur_scale": values["scale"],
             "dynamic": True,
-            "cur_iter": held["iteration"],
-            "last_overflow_iter": held["last_overflow_iteration"],
+            "cur_iter": values["iteration"],
+            "last_overflow_iter": values["last_overflow_iteration"],
             "scale_factor": 2.0,
             "scale_window": int(_value(self.fp16, "loss_scale_window", 1000)),
             "min_scale": _value(self.fp16, "min_loss_scale", 1),
             "delayed_shift": hysteresis,
-            "cur_hysteresis": held["hysteresis"],
+            "cur_hysteresis": values["hysteresis"],
             "consecutive_hysteresis": bool(_value(self.fp16, "consecutive_hysteresis", False)),
             "raise_error_at_min_scale": True,
             "dtype": torch.float16,
@@ -266,8 +266,8 @@ def divided(
     count = num_ranks // ep_size
     whole: dict[str, tuple[int, ...]] = {}
     layout = FlatLayout(group, whole, count, paddings=[0] * num_ranks, local_names=local_names)
-    for rank, own in enumerate(shapes):
-        part = partitioned(group, own, count, param_alignment=param_alignment, is_round_robin=is_round_robin)
+    for rank, members in enumerate(shapes):
+        part = partitioned(group, members, count, param_alignment=param_alignment, is_round_robin=is_round_robin)
         ranks = range(rank * count, (rank + 1) * count) if is_data_first else range(rank, num_ranks, ep_size)
         whole |= part.shapes
         layout.gaps = part.gaps
@@ -318,21 +318,21 @@ def spread_one(name: str, numel: int, num_ranks: int) -> list[FlatPiece]:
     part = -(-numel // num_ranks)
     pieces = []
     for rank in range(num_ranks):
-        held = max(0, min(part, numel - rank * part))
-        if held:
-            pieces.append(FlatPiece(rank, name, rank * part, held))
-        if held < part:
-            pieces.append(FlatPiece(rank, None, 0, part - held))
+        length = max(0, min(part, numel - rank * part))
+        if length:
+            pieces.append(FlatPiece(rank, name, rank * part, length))
+        if length < part:
+            pieces.append(FlatPiece(rank, None, 0, part - length))
     return pieces
 
 
 def _sub_groups(shapes: Mapping[str, tuple[int, ...]], num_ranks: int, size: int) -> Sequence[list[str]]:
     groups: list[list[str]] = [[]]
-    held = 0
+    numel = 0
     for name, shape in shapes.items():
-        if held >= size:
+        if numel >= size:
             groups.append([])
-            held = 0
+            numel = 0
         groups[-1].append(name)
-        held += -(-math.prod(shape) // num_ranks)
+        numel += -(-math.prod(shape) // num_ranks)
     return groups

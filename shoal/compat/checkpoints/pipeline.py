@@ -86,10 +86,10 @@ def read_stages(
         return module, trained, states[0]["optimizer"], size * len(states)
     parts, scales = [], []
     for stage, state in zip(files.stages, states, strict=True):
-        own = ModelFile({**of_all, **{key: state.get(key) for key in (*_LISTS, "optimizer")}}, str(stage.model[0]),
-                        is_stage_3=False, aliases={})  # fmt: skip
-        part, scale = read_state(stage, own, size, names, turns)
-        module.notes += [note for note in own.notes if note not in module.notes]
+        of_stage = {**of_all, **{key: state.get(key) for key in (*_LISTS, "optimizer")}}
+        stage_module = ModelFile(of_stage, str(stage.model[0]), is_stage_3=False, aliases={})
+        part, scale = read_state(stage, stage_module, size, names, turns)
+        module.notes += [note for note in stage_module.notes if note not in module.notes]
         scales.append(scale)
         if part is not None:
             parts.append(part)
@@ -230,21 +230,21 @@ class _StageSearch:
             result: dict[str, list[FlatState]] = {}
             ends = range(start, len(self._layers) + 1) if stage < len(self._states) - 1 else [len(self._layers)]
             for end in ends:
-                for own in self._fitting(stage, start, end):
+                for state in self._fitting(stage, start, end):
                     for rest in self._from(stage + 1, end):
-                        states = [own, *rest]
+                        states = [state, *rest]
                         result.setdefault(repr([sorted(each.group_of.items()) for each in states]), states)
             self._found[stage, start] = list(result.values())
         return self._found[stage, start]
 
     def _fitting(self, stage: int, start: int, end: int) -> Iterable[FlatState]:
-        own = [name for layer in self._layers[start:end] for name in layer]
-        here = [key for key, members in self._tied.items() if set(members) & set(own)]
+        in_layers = [name for layer in self._layers[start:end] for name in layer]
+        here = [key for key, members in self._tied.items() if set(members) & set(in_layers)]
         others = [key for key in self._tied if key not in here]
         for more in chain.from_iterable(combinations(others, count) for count in range(len(others) + 1)):
             keys = [key for key in self._tied if key in here or key in more]
             tied = [name for key in keys for name in self._tied[key]]
-            members = {name: self._parameters[name] for name in dict.fromkeys([*tied, *own])}
+            members = {name: self._parameters[name] for name in dict.fromkeys([*tied, *in_layers])}
             state = self._fit(stage, members)
             if state is None:
                 continue

@@ -196,16 +196,16 @@ def read_partitioned(
     trained.groups, steps = hyperparameters(base[0], len(shapes), trained.notes)
     gaps = states[0].get("param_alignment_paddings")
     for group, members in enumerate(shapes):
-        for own, ranks in [(members, range(len(states)))] if holders is None else holders(group, members):
+        for subset, ranks in [(members, range(len(states)))] if holders is None else holders(group, members):
             where = _lined_up(
                 [weights[rank][group].numel() for rank in ranks],
                 [int(paddings[rank][group]) for rank in ranks],
-                [int(gap) for gap in gaps[group]] if gaps else [0] * len(own),
+                [int(gap) for gap in gaps[group]] if gaps else [0] * len(subset),
                 group,
-                own,
+                subset,
                 [files[rank] for rank in ranks],
             )
-            for name, shape in own.items():
+            for name, shape in subset.items():
                 numbers = {**steps[group], **scalars[group]}
                 places = [replace(place, rank=ranks[place.rank]) for place in where[name]]
                 trained.add(name, tuple(shape), group, places, numbers if math.prod(shape) else {})
@@ -250,9 +250,9 @@ def read_spread(
     }
     trained.groups, steps = hyperparameters(base[0], max(of_flat.values(), default=-1) + 1, trained.notes)
     for index, share in enumerate(shares):
-        for own, ranks in share:
+        for subset, ranks in share:
             start = 0
-            for name, shape in own.items():
+            for name, shape in subset.items():
                 spread = EqualParts(index, start, math.prod(shape), ranks)
                 group = of_flat.get(index, 0)
                 trained.add(name, tuple(shape), group, spread, {**steps[group], **scalars[index]})
@@ -341,8 +341,8 @@ def entry(state: Any, key: str, file: str) -> Any:
 def check_stored(what: str, tensor: torch.Tensor, file: str) -> None:
     """Raises: CheckpointError: a file's few bytes claim to be a large tensor, by strides of 0."""
     if tensor.nbytes > max(tensor.untyped_storage().nbytes(), _MAX_REPEATED_BYTES):
-        held = tensor.untyped_storage().nbytes()
-        raise unsafe(f"{what} is {tensor.nbytes} bytes, of which the file holds {held}.", file)
+        stored_nbytes = tensor.untyped_storage().nbytes()
+        raise unsafe(f"{what} is {tensor.nbytes} bytes, of which the file holds {stored_nbytes}.", file)
 
 
 def damaged(what: str, where: str) -> CheckpointError:

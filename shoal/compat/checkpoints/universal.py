@@ -194,8 +194,8 @@ def _refuse_parts(module: ModelFile, found: NamedState) -> None:
         raise not_built(f"tensor parallelism of parameters that are not trained ({', '.join(split[:3])})", module.file)
 
 
-def _whole_shape(held: Any, num_dims: int, path: Path) -> tuple[int, ...]:
-    value = held.get("param") if isinstance(held, Mapping) else None
+def _whole_shape(content: Any, num_dims: int, path: Path) -> tuple[int, ...]:
+    value = content.get("param") if isinstance(content, Mapping) else None
     if not isinstance(value, torch.Tensor) or value.dim() != num_dims:
         raise not_built("tensor parallelism of a tensor whose shape is not kept", str(path))
     return tuple(value.shape)
@@ -212,11 +212,11 @@ def _is_number(value: Any) -> bool:
     return value.dim() == 0 if isinstance(value, torch.Tensor) else isinstance(value, bool | int | float)
 
 
-def _value_of(held: Any, shape: Sequence[int], path: Path) -> Any:
-    if not isinstance(held, Mapping):
-        return held
-    value = entry(held, "param", str(path))
-    if isinstance(value, torch.Tensor) and _is_cut(value, shape) and not held.get("vocab_tensor"):
+def _value_of(content: Any, shape: Sequence[int], path: Path) -> Any:
+    if not isinstance(content, Mapping):
+        return content
+    value = entry(content, "param", str(path))
+    if isinstance(value, torch.Tensor) and _is_cut(value, shape) and not content.get("vocab_tensor"):
         raise damaged(f"it has {value.shape[0]} rows of {shape[0]}", str(path))
     return value
 

@@ -232,7 +232,7 @@ _Value = TypeVar("_Value")
 def read_replaced(
     state: dict[str, Any],
     dense: Mapping[str, torch.Tensor],
-    own: Mapping[str, torch.Tensor],
+    of_rank: Mapping[str, torch.Tensor],
     names: Sequence[Sequence[str]] | None,
     file: str,
     layers: Sequence[AutoEpLayer],
@@ -242,18 +242,18 @@ def read_replaced(
 
     Args:
         dense: the parameters that are not experts', in the model's order.
-        own: those of this rank's experts.
+        of_rank: those of this rank's experts.
         names: of each group, the model's names of its parameters, where the caller knows them.
 
     Raises: CheckpointError: no order of the parameters fits, or two that differ.
     """
     starts = tuple(f"{under(layer.path)}router." for layer in layers)
     number = len(entry(state.get("optimizer_state_dict", state), "param_groups", file))
-    said = None if names is None else _groups(names, number, dense, own, layers, own_names)
+    said = None if names is None else _groups(names, number, dense, of_rank, layers, own_names)
     fitting: list[FlatState] = []
     problem: CheckpointError | None = None
     for is_moved in (False, True):
-        parameters = _ordered({**dense, **own}, starts, is_moved=is_moved)
+        parameters = _ordered({**dense, **of_rank}, starts, is_moved=is_moved)
         groups = said and [list(_ordered(dict.fromkeys(group), starts, is_moved=is_moved)) for group in said]
         try:
             fitting.append(read_unnamed(state, parameters, groups, file))
@@ -277,7 +277,7 @@ def _groups(
     names: Sequence[Sequence[str]],
     number: int,
     dense: Mapping[str, torch.Tensor],
-    own: Mapping[str, torch.Tensor],
+    of_rank: Mapping[str, torch.Tensor],
     layers: Sequence[AutoEpLayer],
     own_names: ModelNames,
 ) -> _Groups | None:
@@ -292,9 +292,9 @@ def _groups(
         for tensor in layer.tensors
         for rank, experts in enumerate(layer.experts_of)
     }
-    if not all(first[part] in group_of for part in own):
+    if not all(first[part] in group_of for part in of_rank):
         return None
     groups = [[each for name in group for each in own_names.parts(name) if each in dense] for group in names]
-    experts: _Groups = [[part for part in own if group_of[first[part]] == index] for index in range(len(names))]
+    experts: _Groups = [[part for part in of_rank if group_of[first[part]] == index] for index in range(len(names))]
     groups = groups + experts if len(names) < number else [a + b for a, b in zip(groups, experts, strict=True)]
     return [group for group in groups if group]

@@ -186,19 +186,19 @@ class DeepSpeedFiles:
 
     def _scalars(self, layout: FlatLayout) -> dict[str, Any]:
         """The optimizer's state of one number, which DeepSpeed holds once for a flat tensor."""
-        held = {name: self._about.scalars[name] for name in layout.shapes if self._about.scalars.get(name)}
-        if not held:
+        scalars = {name: self._about.scalars[name] for name in layout.shapes if self._about.scalars.get(name)}
+        if not scalars:
             return {}
-        most = max(held, key=lambda name: float(held[name].get("step", 0)))
-        others = [name for name in layout.shapes if _plain(held.get(name, {})) != _plain(held[most])]
+        most = max(scalars, key=lambda name: float(scalars[name].get("step", 0)))
+        others = [name for name in layout.shapes if _plain(scalars.get(name, {})) != _plain(scalars[most])]
         if others:
-            step = f"step {int(held[most]['step'])}" if "step" in held[most] else "one value"
+            step = f"step {int(scalars[most]['step'])}" if "step" in scalars[most] else "one value"
             self.notes.append(
                 f"DeepSpeed has {step} for all parameters of a group; {listed(others, 4)} had another, or none, and"
                 f" take that of {most}."
             )
         # DeepSpeed's own optimizers need an integer; torch's take it too.
-        return {key: int(value) if key == "step" else value for key, value in held[most].items()}
+        return {key: int(value) if key == "step" else value for key, value in scalars[most].items()}
 
     # what the files hold
 
@@ -379,16 +379,16 @@ class DeepSpeedFiles:
                 entries.enter_context(file.next_tensor(flat.numel(rank) * flat.dtype.itemsize))
                 for rank, file in enumerate(files)
             ]
-            held: tuple[str, torch.Tensor] | None = None
+            current: tuple[str, torch.Tensor] | None = None
             stored = self._source.tensors(flat.kind)
             for piece in flat.layout.pieces:
                 name = piece.name
                 if name is None or name not in stored:  # of a parameter that never had a gradient there is no state
                     _append_zeros(appends[piece.rank], piece.numel, flat.dtype)
                     continue
-                if held is None or held[0] != name:
-                    held = name, self._source.read(flat.kind, name).reshape(-1).to(flat.dtype)
-                appends[piece.rank](held[1][piece.start : piece.start + piece.numel])
+                if current is None or current[0] != name:
+                    current = name, self._source.read(flat.kind, name).reshape(-1).to(flat.dtype)
+                appends[piece.rank](current[1][piece.start : piece.start + piece.numel])
             if flat.pads:
                 for rank, numel in enumerate(flat.layout.paddings):
                     _append_zeros(appends[rank], numel, flat.dtype)

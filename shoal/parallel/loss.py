@@ -243,8 +243,8 @@ class _LossGradients:
 
     def scaled(self, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """Multiply all, in place; in the inputs' dtype."""
-        found = (self.hidden, self.weight, self.bias)
-        return tuple(None if each is None else each.mul_(scale).to(dtype) for each in found)
+        gradients = (self.hidden, self.weight, self.bias)
+        return tuple(None if each is None else each.mul_(scale).to(dtype) for each in gradients)
 
 
 def _run(
@@ -262,11 +262,10 @@ def _run(
         for start in range(0, targets.numel(), formula.chunk_tokens):
             chunk = slice(start, start + formula.chunk_tokens)
             logits = F.linear(hidden[chunk], weight, bias)
-            found = _one_chunk(logits, targets[chunk], formula, has_gradient=gradients is not None)
-            losses[chunk] = found[0]
-            if gradients is not None and found[1] is not None:
-                gradients.add(chunk, found[1], hidden[chunk], weight, factor[chunk, None])
-            del logits, found  # before the next chunk's are allocated
+            losses[chunk], d_logits = _one_chunk(logits, targets[chunk], formula, has_gradient=gradients is not None)
+            if gradients is not None and d_logits is not None:
+                gradients.add(chunk, d_logits, hidden[chunk], weight, factor[chunk, None])
+            del logits, d_logits  # before the next chunk's are allocated
     return losses
 
 
@@ -283,11 +282,11 @@ def _one_chunk(
         logits = logits.float().div_(formula.softcap).tanh_()
         derivative = logits.square().neg_().add_(1) if has_gradient else None
         logits = logits.mul_(formula.softcap)
-    found = formula.of_tokens.losses(logits, targets, at_once=has_gradient)
+    values, log_p, log_sum, vocab_size = formula.of_tokens.losses(logits, targets, at_once=has_gradient)
     if not has_gradient:
-        return found.values, None
-    gradient = formula.of_tokens.gradient(found.log_p, found.log_sum, found.vocab_size, targets)
-    return found.values, gradient if derivative is None else gradient.mul_(derivative)
+        return values, None
+    gradient = formula.of_tokens.gradient(log_p, log_sum, vocab_size, targets)
+    return values, gradient if derivative is None else gradient.mul_(derivative)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -9,23 +9,25 @@ Each world has its configuration; without one, inputs stay where they are. The e
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import pathlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shoal.comm.world import World, current_world
 from shoal.config import Config, load
+from shoal.config.sections import ActivationCheckpointing
 from shoal.errors import NotBuiltError
 from shoal.parallel.recompute_blocks import RecomputedBlocks
 from shoal.parallel.recompute_blocks import recompute_blocks as _recompute_blocks
 from shoal.parallel.rng_tracker import RngTracker
 from shoal.parallel.segment import Recompute, RecomputeSettings, scoped_recompute, use_recompute
+from shoal.parallel.selective import operations_of
 
 __all__ = [
     "Recompute",
@@ -168,20 +170,21 @@ def configure(
 
     Raises: ConfigError: the config. NotBuiltError: partitioned activations and more than one model-parallel rank.
     """
-    settings, has_contiguous, reserved, is_synchronized = RecomputeSettings(), False, None, False
+    section = ActivationCheckpointing()
     if deepspeed_config is not None:
         config = deepspeed_config
         if not isinstance(config, Config):
             config = load(config, world_size=current_world().size, replaced=("optimizer", "scheduler"))
         section = config.activation_checkpointing
-        settings = RecomputeSettings.of(section)
-        has_contiguous = section.contiguous_memory_optimization
-        reserved, is_synchronized = section.number_checkpoints, section.synchronize_checkpoint_boundary
+
+    def asked(argument: Any, key: Any) -> Any:
+        return key if argument is None else argument
+
     settings = RecomputeSettings(
-        is_offloaded=settings.is_offloaded if checkpoint_in_cpu is None else checkpoint_in_cpu,
-        is_partitioned=settings.is_partitioned if partition_activations is None else partition_activations,
-        has_times=settings.has_times if profile is None else profile,
-        operations=settings.operations,
+        is_offloaded=asked(checkpoint_in_cpu, section.cpu_checkpointing),
+        is_partitioned=asked(partition_activations, section.partition_activations),
+        has_times=asked(profile, section.profile),
+        operations=operations_of(section.policy),
     )
     degree, _ = _model_parallel(mpu_)
     if settings.is_partitioned and degree > 1:
@@ -189,16 +192,14 @@ def configure(
             f"partition_activations with {degree} model-parallel ranks is not built yet.",
             do="leave partition_activations out; checkpoint_in_cpu saves more device memory.",
         )
-    before = current_recompute()
-    recompute = Recompute(settings, rng=before.rng if before is not _registry.unconfigured else None)
-    notes = recompute.notes()
-    if contiguous_checkpointing if contiguous_checkpointing is not None else has_contiguous:
+    notes = []
+    if asked(contiguous_checkpointing, section.contiguous_memory_optimization):
         notes.append("contiguous_checkpointing: no effect: saved inputs are left to the allocator.")
-    if num_checkpoints is not None or reserved is not None:
+    if asked(num_checkpoints, section.number_checkpoints) is not None:
         notes.append("num_checkpoints: no effect: no memory is reserved in advance.")
-    if synchronize if synchronize is not None else is_synchronized:
+    if asked(synchronize, section.synchronize_checkpoint_boundary):
         notes.append("synchronize: no effect: the device's own order suffices.")
-    _install_here(recompute, notes)
+    _install_here(settings, notes)
 
 
 def is_configured() -> bool:
@@ -213,10 +214,7 @@ def reset() -> None:
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Change ``partition_activations`` and nothing else; no effect with one model-parallel rank."""
-    before = current_recompute()
-    settings = dataclasses.replace(before.settings, is_partitioned=partition_activation)
-    recompute = Recompute(settings, rng=before.rng if before is not _registry.unconfigured else None)
-    _install_here(recompute, recompute.notes())
+    _install_here(replace(current_recompute().settings, is_partitioned=partition_activation))
 
 
 def set_num_layers(nlayers: int) -> None:
@@ -230,7 +228,7 @@ def get_cuda_rng_tracker() -> RngTracker:
     They are the accelerator's, or the CPU's where there is none.
     """
     if not is_configured():
-        _install_here(Recompute(), [])  # states must not be shared by worlds that configured nothing
+        _install_here(RecomputeSettings())  # states must not be shared by worlds that configured nothing
     return current_recompute().rng
 
 
@@ -244,9 +242,11 @@ def model_parallel_cuda_manual_seed(seed: int, mpu_: Any = None) -> None:
     get_cuda_rng_tracker().seed_model_parallel(seed, rank)
 
 
-def _install_here(recompute: Recompute, notes: list[str]) -> None:
+def _install_here(settings: RecomputeSettings, notes: Sequence[str] = ()) -> None:
+    """Configure this world, whose named random states stay."""
+    recompute = Recompute(settings, rng=current_recompute().rng if is_configured() else None)
     install(recompute, current_world())
-    _say(notes)
+    _say([*recompute.notes(), *notes])
 
 
 def _say(notes: list[str]) -> None:

@@ -211,10 +211,7 @@ class _TiledCall:
         Raises: UsageError: the output is not what the tiles' outputs must be.
         """
         is_tile = self.output == "tiles"
-        if output.dim() == 0 if is_tile else output.numel() != 1:
-            is_right = False
-        else:
-            is_right = not is_tile or output.shape[self.dim] == length
+        is_right = output.dim() > 0 and output.shape[self.dim] == length if is_tile else output.numel() == 1
         if not is_right:
             raise UsageError(
                 f"the function returned a tensor of shape {tuple(output.shape)} for a tile of {length} positions.",
@@ -246,7 +243,7 @@ class _TileGradients:
     def __init__(self, work: _TiledCall, tensors: Sequence[Tensor]) -> None:
         self._work = work
         self._inputs = [*tensors, *work.parameters]
-        self._found: list[Tensor | None] = [None] * len(self._inputs)
+        self._sums: list[Tensor | None] = [None] * len(self._inputs)
 
     def add(self, leaves: Sequence[Tensor], output: Tensor, gradient: Tensor, start: int) -> None:
         """Those of one tile, from the gradient of its output."""
@@ -254,29 +251,29 @@ class _TileGradients:
         asked = [index for index, each in enumerate(inputs) if each.requires_grad]
         if not output.requires_grad:
             return
-        found: Sequence[Tensor | None] = torch.autograd.grad(
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(
             output, [inputs[index] for index in asked], gradient, allow_unused=True
         )
-        for index, each in zip(asked, found, strict=True):
+        for index, each in zip(asked, gradients, strict=True):
             if each is None:
                 continue
-            whole = self._found[index]
+            whole = self._sums[index]
             if index < self._work.num_tiled:
                 if whole is None:
-                    whole = self._found[index] = torch.zeros_like(self._inputs[index])
+                    whole = self._sums[index] = torch.zeros_like(self._inputs[index])
                 whole.narrow(self._work.dim, start, each.shape[self._work.dim]).copy_(each)
             elif whole is None:  # a copy: autograd may give one tensor for two inputs
-                self._found[index] = each.to(torch.promote_types(each.dtype, torch.float32), copy=True)
+                self._sums[index] = each.to(torch.promote_types(each.dtype, torch.float32), copy=True)
             else:
                 whole.add_(each)
 
     def take(self, scale: Tensor | None = None) -> Iterator[Tensor | None]:
         """Each once, multiplied by ``scale``, in its input's dtype."""
         for index, each in enumerate(self._inputs):
-            found, self._found[index] = self._found[index], None
-            if found is not None:
-                found = (found if scale is None else found.mul_(scale)).to(each.dtype)
-            yield found
+            total, self._sums[index] = self._sums[index], None
+            if total is not None:
+                total = (total if scale is None else total.mul_(scale)).to(each.dtype)
+            yield total
 
 
 class _Replay:
@@ -376,12 +373,12 @@ def _parameters_read(
         return []
     tiles = [each.detach().narrow(dim, 0, min(1, each.shape[dim])) for each in tiles_of]
     passed = [each.detach() if isinstance(each, Tensor) else each for each in arguments]
-    own = torch.ones((), requires_grad=True).clone().grad_fn
-    assert own is not None
-    first = own._sequence_nr()
+    node = torch.ones((), requires_grad=True).clone().grad_fn
+    assert node is not None
+    first = node._sequence_nr()
     with _Replay(tiles_of[0]).enter():
         output = function(*tiles, *passed)
-    found: dict[nn.Parameter, None] = {}
+    parameters: dict[nn.Parameter, None] = {}
     seen, left = set(), [output.grad_fn]
     while left:
         node = left.pop()
@@ -390,7 +387,7 @@ def _parameters_read(
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
-            found[leaf] = None  # type: ignore[index]
+            parameters[leaf] = None  # type: ignore[index]
         elif node._sequence_nr() < first:
             raise UsageError(
                 f"the function reads a tensor with gradient that was computed outside of it (by {node.name()}).",
@@ -400,4 +397,4 @@ def _parameters_read(
             )
         else:
             left.extend(after for after, _ in node.next_functions)
-    return list(found)
+    return list(parameters)

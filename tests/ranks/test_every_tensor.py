@@ -1,4 +1,4 @@
-"""Every large tensor that an engine reaches between two phases of a step lies in one buffer, and the ledger counts it."""
+"""Every large tensor that an engine reaches between two phases of a step is in one buffer, and in the ledger."""
 
 from __future__ import annotations
 

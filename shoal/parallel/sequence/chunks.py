@@ -360,18 +360,14 @@ def _joined(runs: Sequence[Sequence[DocumentRun]]) -> list[DocumentRun]:
 
 def _merged(tiles: list[Tile]) -> list[Tile]:
     """The same scores in fewer tiles: neighbours with the same keys, then neighbours with the same queries."""
-    by_keys: list[Tile] = []
-    for tile in sorted(tiles, key=lambda tile: (tile.k0, tile.k1, tile.q0)):
-        last = by_keys[-1] if by_keys else None
-        if last and (last.k0, last.k1, last.q1) == (tile.k0, tile.k1, tile.q0):
-            by_keys[-1] = last._replace(q1=tile.q1)
-        else:
-            by_keys.append(tile)
-    by_queries: list[Tile] = []
-    for tile in sorted(by_keys, key=lambda tile: (tile.q0, tile.q1, tile.k0)):
-        last = by_queries[-1] if by_queries else None
-        if last and (last.q0, last.q1, last.k1) == (tile.q0, tile.q1, tile.k0):
-            by_queries[-1] = last._replace(k1=tile.k1)
-        else:
-            by_queries.append(tile)
-    return by_queries
+    for _ in range(2):
+        merged: list[Tile] = []
+        for tile in sorted(tiles, key=lambda tile: (tile.k0, tile.k1, tile.q0)):
+            last = merged[-1] if merged else None
+            if last and (last.k0, last.k1, last.q1) == (tile.k0, tile.k1, tile.q0):
+                merged[-1] = last._replace(q1=tile.q1)
+            else:
+                merged.append(tile)
+        # Queries and keys change places, so that the second pass merges along the keys and returns them to theirs.
+        tiles = [tile._replace(q0=tile.k0, q1=tile.k1, k0=tile.q0, k1=tile.q1) for tile in merged]
+    return tiles

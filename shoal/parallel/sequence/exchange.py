@@ -237,14 +237,15 @@ def direct_blocks(key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator
 
     What is received next moves while the caller computes.
     """
-    sent, received = _sent(key, value, plan, comm), _received(key, value, plan, comm)
+    sent, received = _needed(key, value, plan, comm)
     under_way: dict[int, tuple[Tensor, list[Work]]] = {}
 
     def start(step: int) -> None:
         reader, source = _peers(comm, step)
         outgoing = comm.empty(sent.numel(reader), key.dtype, key.device)
         for view, tensor in zip(sent.views(outgoing, reader), (key, value), strict=True):
-            _gather(tensor, plan.needed(reader, comm.rank), view)
+            for place, part in _places(tensor, plan.needed(reader, comm.rank), view):
+                part.copy_(place)
         incoming = torch.empty(received.numel(source), dtype=key.dtype, device=key.device)
         under_way[step] = incoming, _exchange(comm, outgoing, reader, incoming, source, label)
 
@@ -275,7 +276,7 @@ class DirectGradients(LocalGradients):
         super().__init__(key, value, plan)
         self._plan = plan
         self._comm = comm
-        self._sent, self._received = _received(key, value, plan, comm), _sent(key, value, plan, comm)
+        self._received, self._sent = _needed(key, value, plan, comm)
         self._share = self._own
         self._under_way: tuple[int, Tensor, list[Work]] | None = None
 
@@ -334,18 +335,12 @@ def _peers(comm: Communicator, step: int) -> tuple[int, int]:
     return (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
 
 
-def _sent(key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator) -> Packed:
-    """What other ranks need of this one."""
-    return Packed(key, value, [_total(plan.needed(reader, comm.rank)) for reader in range(comm.size)])
-
-
-def _received(key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator) -> Packed:
-    """What this rank needs of others."""
-    return Packed(key, value, [_total(plan.needed(comm.rank, source)) for source in range(comm.size)])
-
-
-def _total(places: Sequence[range]) -> int:
-    return sum(len(some) for some in places)
+def _needed(key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator) -> tuple[Packed, Packed]:
+    """What other ranks need of this one, and what this rank needs of others."""
+    ranks = range(comm.size)
+    here = [sum(map(len, plan.needed(reader, comm.rank))) for reader in ranks]
+    there = [sum(map(len, plan.needed(comm.rank, source))) for source in ranks]
+    return Packed(key, value, here), Packed(key, value, there)
 
 
 def _places(tensor: Tensor, places: Sequence[range], packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -353,11 +348,6 @@ def _places(tensor: Tensor, places: Sequence[range], packed: Tensor) -> Iterator
     parts = packed.split([len(some) for some in places], 2)
     for some, part in zip(places, parts, strict=True):
         yield tensor[:, :, some.start : some.stop], part
-
-
-def _gather(tensor: Tensor, places: Sequence[range], out: Tensor) -> None:
-    for place, part in _places(tensor, places, out):
-        part.copy_(place)
 
 
 def _exchange(comm: Communicator, outgoing: Tensor, to: int, incoming: Tensor, origin: int, label: str) -> list[Work]:

@@ -1,4 +1,4 @@
-"""The CPU optimizer: the step on host memory, beside the device's work (ZeRO-Offload).
+"""The CPU optimizer: the step on host memory, while the device works (ZeRO-Offload).
 
     device      backward 3 | backward 2 | backward 1 | backward 0 | norm | forward 0 | forward 1 | ...
     gradients     3 is sent    2 is sent    1 is sent    0 is sent

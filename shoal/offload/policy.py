@@ -4,7 +4,7 @@ Two ways to decide: ``from_config`` follows the file's keys (device, ``ratio``, 
 what is free, the device first, then the host, then the disk.
 
 Where not all units fit, the first in forward stay on the nearer tier. Their gradients arrive last in backward, so a CPU
-optimizer that updates beside backward would have the least time for them; the next forward waits for their parameters
+optimizer that updates during backward would have the least time for them; the next forward waits for their parameters
 first; and while they compute, those of later units are read.
 """
 
@@ -62,7 +62,7 @@ def from_config(
 
 @dataclass(frozen=True)
 class Free:
-    """Bytes that one rank may take. ``host``: beside the device's; 0 where they are the same memory.
+    """Bytes that one rank may take. ``host``: in addition to the device's; 0 where they are the same memory.
 
     ``disk``: None: there is none to be used.
     """

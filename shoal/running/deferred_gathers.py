@@ -5,7 +5,7 @@ forward   each unit's pre-forward hook waits for the unit's own update and gathe
           that it did not use
 others    whatever reads parameters through Shoal waits for all
 
-After an update on the host, parameters are copied back and gathered beside the forward of the units before. These
+After an update on the host, parameters are copied back and gathered during the forward of the units before. These
 gathers are issued in unit order, and all before the first collective of a backward pass, whatever a forward uses.
 """
 

@@ -32,7 +32,7 @@ class DirectStep(ShardedStep):
     """Runs one torch optimizer on the model's parameters, or on master weights in their shapes.
 
     Args:
-        states: every trainable bucket; their gradients are views (``is_view``).
+        states: every trained group; their gradients are views (``is_view``).
 
     Raises: OptimizerError: an optimizer that it holds steps parameters that are in none of its own groups: no rank
         would exchange their gradients.

@@ -1,4 +1,4 @@
-"""The gather of the unit that comes next, while its update on the host is pending, beside the forward before it.
+"""The gather of the unit that comes next, while its update on the host is pending, during the forward before it.
 
 before the forward   its buffers are allocated, and a mark is set in the compute stream
 after it is queued   the host waits for the update; copy and all-gather wait for the mark, not for the forward

@@ -179,7 +179,7 @@ class Reducer:
     def reset(self) -> None:
         """After an error: drop what is under way, and the gradients of this pass."""
         with suppress(CommError):  # a peer is gone; the error that came first counts
-            self._wait()  # what still writes into an accumulator must not do so in a later step
+            self._wait()  # what still writes into a sum must not do so in a later step
         self._under_way.clear()
         self._next = 0
         for unit in self.units:

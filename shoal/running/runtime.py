@@ -676,7 +676,7 @@ def _uses_any(used: Used | None) -> bool:
 
 
 def _kept_on_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    """Attributes in which a forward left a differentiable tensor beside its output (an auxiliary loss, say)."""
+    """Attributes in which a forward left a differentiable tensor in addition to its output (an auxiliary loss, say)."""
     for module in modules:
         for part in module.modules():
             for name, value in vars(part).items():

@@ -4,7 +4,7 @@ An optimizer sees *ranges*: contiguous parts of the flat main parameters, each w
 one of the optimizer's. On CPU a range is at most one block, so that casting its gradient, updating it and casting the
 parameter stay in cache; on an accelerator the ranges of many units are updated in one call, because each call costs the
 host more than the device. A parameter that got no gradient on any rank is left alone, as in PyTorch: a range that holds
-such a parameter beside others is cut, its optimizer state with it.
+such a parameter among others is cut, its optimizer state with it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class GroupMemory:
     """What one rank holds of one parameter group, in bytes. Padding is counted.
 
     Args:
-        dtype: of the parameters; ``main_dtype``: of the main parameters; ``gradient_dtype``: of the accumulator.
+        dtype: of the parameters; ``main_dtype``: of the main parameters; ``gradient_dtype``: of the sum.
         has_own_main: main parameters have memory of their own; else they are the parameters' memory.
         state_dtype: of optimizer state; None: that of the main parameters.
     """
@@ -60,12 +60,12 @@ class GroupMemory:
 
     @property
     def gradient(self) -> int:
-        """The accumulator between micro-batches."""
+        """The sum of gradients between micro-batches."""
         return self._numel(self.row.is_gradient_sharded) * self.gradient_dtype.itemsize
 
     @property
     def main(self) -> int:
-        """Main parameters beside the parameters."""
+        """Main parameters that have memory of their own."""
         return self.owned_numel * self.main_dtype.itemsize if self.has_own_main else 0
 
     def state(self, num_states: int = ADAM_STATES, itemsize: int | None = None) -> int:

@@ -41,7 +41,7 @@ class ParameterRange:
 
 
 class Updates(Protocol):
-    """What updates a group beside the device's work (the CPU optimizer)."""
+    """What updates a group on the host, while the device works (the CPU optimizer)."""
 
     def send_gradient(self, group: ParameterGroup, *, at_step: bool) -> None:
         """The group's gradient was reduced: start to copy it to the host."""

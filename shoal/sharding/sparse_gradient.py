@@ -1,7 +1,7 @@
 """The gradient of an embedding whose optimizer sees it as a sparse tensor: rows from autograd to the step.
 
 Only where every rank holds the whole embedding (stage 0) and the optimizer steps the model's own parameters; elsewhere
-rows are added up in a dense accumulator and sent as rows (``sparse_sum``).
+rows are added up in a dense sum and sent as rows (``sparse_sum``).
 """
 
 from __future__ import annotations

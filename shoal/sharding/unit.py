@@ -81,7 +81,7 @@ class Unit:
         self.used = used
         self._gathered: Used | None = None  # the blocks of the present, or last, gather; None: all
         self.state = UnitState.FULL
-        self.pin_count = 0  # callers beside the hooks that need it full
+        self.pin_count = 0  # callers other than the hooks that need it full
         self.shared: list[Unit] = []  # other units whose parameters this unit's forward reads
         self._works: list[Work] = []
         self._also = CopyDone()
@@ -213,7 +213,7 @@ class Unit:
             group.hide()
 
     def gather(self, *, from_second: bool = False, used: Used | None = None) -> None:
-        """Make the parameters whole and usable; or some blocks of them, beside those that are gathered.
+        """Make the parameters whole and usable; or some blocks of them, in addition to those that are gathered.
 
         Args:
             used: the blocks; None: all.
@@ -286,7 +286,7 @@ class Unit:
         self.is_reduced = False
 
     def reduces(self, *, at_step: bool) -> bool:
-        """True if a pass reduces the unit. A whole accumulator waits for the last micro-batch before the step."""
+        """True if a pass reduces the unit. A sum of the whole buffer waits for the last micro-batch before the step."""
         return at_step or any(not gradient.is_whole for gradient in self.gradients)
 
     def accumulate(self) -> None:

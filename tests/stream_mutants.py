@@ -101,7 +101,6 @@ UNREACHED = {
     "shoal/access/engine_parameters.py comm.drain()": _HOST,
     "shoal/engine/weights.py buffer.comm.drain()": _HOST,
     "shoal/sharding/buffer.py self.comm.drain()": _HOST,
-    "shoal/memory/disk.py self._threads.drain(": "threads of the disk; the order is the ticket's",
     "shoal/memory/host_thread.py self._future.result()": "the host's own; the order is ``_joined``",
     "shoal/sharding/buffer.py self.reader.drain()": _AGAIN,
     "shoal/sharding/buffer.py self._first.drain()": _AGAIN,

@@ -89,11 +89,11 @@ class EngineParameters(ParameterOwner):
         if axes.expert_data is not None and buffer.comm in (axes.expert_dp, axes.expert_data):
             # Of experts that ``source`` does not hold, the rank at its place among those that do.
             place = axes.mesh.index("expert_data", source)
-            axes.expert_data.broadcast(value, place, label=buffer.label).drain()
+            axes.expert_data.blocking.broadcast(value, place, label=buffer.label)
         else:
-            axes.data.broadcast(value, axes.mesh.index("loss", source), label=buffer.label).drain()
+            axes.data.blocking.broadcast(value, axes.mesh.index("loss", source), label=buffer.label)
         if (same := axes.same_in(group.replicas)) is not None:
-            same.broadcast(value, axes.mesh.index(same.axis, source), label=buffer.label).drain()
+            same.blocking.broadcast(value, axes.mesh.index(same.axis, source), label=buffer.label)
         buffer.comm.drain()
         if part is None:
             return
@@ -198,7 +198,7 @@ class EngineParameters(ParameterOwner):
             whole[segment.offset : segment.offset + owned.numel()] = owned
         if group.buffer.end - group.buffer.begin < group.buffer.layout.numel and info.numel:
             # Each element comes from one rank only, so the sum is exact.
-            comm.all_reduce(whole, label=f"{group.buffer.label}: {info.name}").drain()
+            comm.blocking.all_reduce(whole, label=f"{group.buffer.label}: {info.name}")
         part = whole.view(info.shape)
         return part if group.parts is None or not info.is_part else gather_parts(part, info, group.parts)
 

@@ -364,7 +364,7 @@ def _fill(
     if not are_alike:
         materializer.transfer_over(data).broadcast(values, buffer.label)
     if same is not None and any(id(parameter) in materializer.came_as_meta for parameter in parameters):
-        same.broadcast(values, 0, label=buffer.label).drain()
+        same.blocking.broadcast(values, 0, label=buffer.label)
     if values is not buffer.full:
         buffer.full.copy_(values)
     if buffer.is_sharded:

@@ -337,7 +337,7 @@ class Materializer:
                 if moved.numel() and self._comm.size > 1:
                     flat = moved.detach().reshape(-1).clone()
                     sent = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
-                    self._comm.broadcast(sent, 0, label="buffers").drain()
+                    self._comm.blocking.broadcast(sent, 0, label="buffers")
                     moved = flat.view(buffer.shape)
                 module._buffers[key] = moved
         for transfer in self._transfers.values():

@@ -45,7 +45,7 @@ def share(
             problem = CheckpointError(f"{type(problem).__name__}: {problem}", where=where, do=do, code=kind)
         words = [problem.what, problem.where, problem.do, problem.code]
     mine = {"problem": words, "value": value}
-    all_ranks = [mine] if comm.size == 1 else list(comm.gather_objects(mine, label=label))
+    all_ranks = comm.gather_objects(mine, label=label)
     failed = []
     for rank, entry in enumerate(all_ranks):
         if entry["problem"] is not None:

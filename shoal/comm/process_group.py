@@ -103,7 +103,7 @@ class CommunicatorGroup(_ProcessGroup):
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
         for tensor in tensors:
             with _Flat(tensor) as flat:
-                self._comm.broadcast(flat, opts.rootRank, label="torch broadcast").drain()
+                self._comm.blocking.broadcast(flat, opts.rootRank, label="torch broadcast")
         return _finished(tensors)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
@@ -167,7 +167,7 @@ class CommunicatorGroup(_ProcessGroup):
                 splits[name] = [width * count for count in rows]
         with _Flat(output) as flat:
             contiguous = source.detach().contiguous().view(-1)
-            self._comm.all_to_all(flat, contiguous, **splits, label="torch all_to_all").drain()
+            self._comm.blocking.all_to_all(flat, contiguous, **splits, label="torch all_to_all")
         return _finished(output)
 
     alltoall_base = all_to_all_single
@@ -176,13 +176,13 @@ class CommunicatorGroup(_ProcessGroup):
         source = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
         received = source.new_empty(sum(tensor.numel() for tensor in outputs))
         out_splits = [tensor.numel() for tensor in outputs]
-        self._comm.all_to_all(
+        self._comm.blocking.all_to_all(
             received,
             source,
             out_splits=out_splits,
             source_splits=[tensor.numel() for tensor in inputs],
             label="torch all_to_all",
-        ).drain()
+        )
         for output, part in zip(outputs, received.split(out_splits), strict=True):
             output.detach().copy_(part.view(output.shape))
         return _finished(outputs)
@@ -200,7 +200,7 @@ class CommunicatorGroup(_ProcessGroup):
             rows = output.new_empty((self.size(), *output.shape))
             if self.rank() == opts.rootRank:
                 torch.stack([tensor.detach() for tensor in inputs[index]], out=rows)
-            self._comm.broadcast(rows.view(-1), opts.rootRank, label="torch scatter").drain()
+            self._comm.blocking.broadcast(rows.view(-1), opts.rootRank, label="torch scatter")
             output.detach().copy_(rows[self.rank()])
         return _finished(outputs)
 
@@ -221,15 +221,13 @@ class CommunicatorGroup(_ProcessGroup):
 
     def _rows(self, source: torch.Tensor) -> torch.Tensor:
         """Every rank's ``source``. Shape: [size, *source.shape]."""
-        rows = source.new_empty((self.size(), *source.shape))
-        self._comm.all_gather(rows.view(-1), source.detach().contiguous().view(-1), label="torch all_gather").drain()
-        return rows
+        return self._comm.gathered(source.detach(), label="torch all_gather")
 
     def _reduce(self, tensor: torch.Tensor, opts: Any) -> None:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
         if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             with _Flat(tensor) as flat:
-                self._comm.all_reduce(flat, scale=self._scale(op), label="torch all_reduce").drain()
+                self._comm.blocking.all_reduce(flat, scale=self._scale(op), label="torch all_reduce")
         else:
             tensor.detach().copy_(_combine(op)(self._rows(tensor)))
 
@@ -238,7 +236,7 @@ class CommunicatorGroup(_ProcessGroup):
         if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             full = source.detach().contiguous().view(-1)
             with _Flat(output) as flat:
-                self._comm.reduce_scatter(full, flat, scale=self._scale(op), label="torch reduce_scatter").drain()
+                self._comm.blocking.reduce_scatter(full, flat, scale=self._scale(op), label="torch reduce_scatter")
         else:
             rows = self._rows(source).view(self.size(), self.size(), *output.shape)
             output.detach().copy_(_combine(op)(rows[:, self.rank()]))

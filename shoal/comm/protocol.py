@@ -6,7 +6,8 @@ issues the same collectives in the same order; sends and receives are ordered be
 
 A collective is *issued* by the call (which does not block) and *completed* by ``Work.wait()``. Between the two the
 source must not be written. After ``wait()`` the result is there, but peers may still be reading this rank's source:
-call ``Work.drain()``, or ``Communicator.drain()`` for all of them, before overwriting it.
+call ``Work.drain()``, or ``Communicator.drain()`` for all of them, before overwriting it. A collective of
+``Communicator.blocking`` has done both when it returns.
 
 Sums run in rank order in fp32 (fp64 for fp64), are multiplied by ``scale`` in fp32 and rounded once to the dtype of the
 result, so that reduce_scatter and all_reduce give the same bits (NCCL sums in an order of its own: see ``nccl``).
@@ -203,6 +204,9 @@ class Communicator:
         self.recorder.add(self.axis, call.verb, call.label, call.nbytes, call.sent.dtype, kind)
         return self.backend.issue(call)
 
+    def _encoded(self, work: Work, decode: Callable[[torch.Tensor], None], result: torch.Tensor) -> Work:
+        return EncodedWork(work, decode, result)
+
     def _record_blocking(self, op: str, label: str) -> None:
         if _IS_FOR_SHAPES.get():
             self._raise_for_shapes(op, label)
@@ -240,7 +244,7 @@ class Communicator:
         source = own_range(full, self.rank, self.size) if shard is None else shard
         if wire is not None and self.size > 1 and not _IS_FOR_SHAPES.get():
             message, received, decode = encoded_gather(wire, source, full, self.size, self.empty)
-            return EncodedWork(self.all_gather(received, message, label=label), decode, full)
+            return self._encoded(self.all_gather(received, message, label=label), decode, full)
         return self.issue(Call("all_gather", label, full, source, full.nbytes * (self.size - 1) // self.size))
 
     def reduce_scatter(
@@ -272,7 +276,7 @@ class Communicator:
             message, received, decode = encoded_scatter(
                 wire, ranges, out, self.empty, scale=scale, accumulate=accumulate
             )
-            return EncodedWork(self.all_to_all(received, message, label=label), decode, out)
+            return self._encoded(self.all_to_all(received, message, label=label), decode, out)
         nbytes = full.nbytes * (self.size - 1) // self.size
         return self.issue(Call("reduce_scatter", label, out, full, nbytes, scale, accumulate))
 
@@ -352,6 +356,20 @@ class Communicator:
         self._record_blocking("barrier", label)
         self.backend.barrier(label=label)
 
+    @property
+    def blocking(self) -> Communicator:
+        """The same communicator with calls that block: when one returns, the result is there and the source is free."""
+        return _BlockingCommunicator(self)
+
+    def gathered(self, tensor: torch.Tensor, *, label: str) -> torch.Tensor:
+        """Every rank's tensor, of one shape on all ranks, in rank order. Shape: [size, *tensor.shape].
+
+        Communicates: one all_gather. Order: blocks until peers have read ``tensor``, too.
+        """
+        full = tensor.new_empty((self.size, *tensor.shape))
+        self.blocking.all_gather(full.view(-1), tensor.contiguous().view(-1), label=label)
+        return full
+
     def drain(self) -> None:
         """Block until no peer reads any source of a collective that this rank has waited for."""
         self.backend.drain()
@@ -359,6 +377,22 @@ class Communicator:
     def close(self) -> None:
         """Release groups, maps and threads. Idempotent."""
         self.backend.close()
+
+
+class _BlockingCommunicator(Communicator):
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm.backend, comm.recorder)
+        self._comm = comm
+
+    def issue(self, call: Call) -> Work:
+        work = self._comm.issue(call)
+        work.drain()
+        return work
+
+    def _encoded(self, work: Work, decode: Callable[[torch.Tensor], None], result: torch.Tensor) -> Work:
+        decoded = super()._encoded(work, decode, result)
+        decoded.drain()
+        return decoded
 
 
 def exchange_of(vector: torch.Tensor, size: int, label: str) -> Call:

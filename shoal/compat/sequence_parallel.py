@@ -321,7 +321,7 @@ class UlyssesSPDataLoaderAdapter:
         sizes = [shape.numel() * tensor.itemsize for shape in received]
         out = torch.empty(sum(sizes), dtype=torch.uint8, device=tensor.device)
         own = [source.numel() // comm.size] * comm.size
-        comm.all_to_all(out, source, out_splits=sizes, source_splits=own, label=f"batches: {key}").drain()
+        comm.blocking.all_to_all(out, source, out_splits=sizes, source_splits=own, label=f"batches: {key}")
         return [part.view(tensor.dtype).view(shape) for part, shape in zip(out.split(sizes), received, strict=True)]
 
 

@@ -267,7 +267,7 @@ def synchronize_whole(
             ranks = etp if name in divided else comm
             if ranks is not None and not tensor.is_meta and tensor.numel():
                 flat = tensor.detach().to(device).reshape(-1).clone()
-                ranks.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, 0, label=name).drain()
+                ranks.blocking.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, 0, label=name)
                 tensor.copy_(flat.view(tensor.shape))
     seeds = comm.gather_objects(torch.initial_seed(), label="seed")
     if comm.rank:

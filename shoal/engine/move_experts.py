@@ -158,7 +158,7 @@ def _exchange(
         to.copy_(part)
     received = torch.empty(sum(out_splits), dtype=dtype, device=device)
     label = f"{group.label}: experts"
-    comm.all_to_all(received, source, out_splits=out_splits, source_splits=splits, label=label).drain()
+    comm.blocking.all_to_all(received, source, out_splits=out_splits, source_splits=splits, label=label)
     for part, new in zip(incoming, received.split([part.numel() for part in incoming]), strict=True):
         part.copy_(new)
 

@@ -103,7 +103,7 @@ def joined_values(
             else:
                 sent = torch.empty(shape, dtype=tree.dtype_of(dtype), device=device)
             if sent.numel():
-                ranks.broadcast(sent.view(-1), source, label=name).drain()
+                ranks.blocking.broadcast(sent.view(-1), source, label=name)
             if not is_kept:
                 sent = torch.empty(0)  # the name alone: it is not sent again
             found[name] = values[name] if source == ranks.rank else sent.to("cpu")

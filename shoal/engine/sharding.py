@@ -184,7 +184,7 @@ class Sharding:
             return
         with group.resident(), group.buffer.storage.resident():
             own = group.main if group.is_trained else group.buffer.shard
-            tied.broadcast(own, 0, label=group.buffer.label).drain()
+            tied.blocking.broadcast(own, 0, label=group.buffer.label)
             if group.is_trained and group.has_own_main:
                 group.buffer.shard.copy_(group.main)
         if not group.buffer.is_sharded and group.buffer.end - group.buffer.begin < group.buffer.layout.numel:

@@ -181,7 +181,7 @@ class DiskTier:
         """Give an extent's room back. Order: blocks the host until its reads and writes are done."""
         self._own(extent)
         extent.is_free = True
-        self._threads.drain(extent)
+        self._threads.wait_idle(extent)
         self._folder.unlink(extent.file_name)
         with self._lock:
             del self._extents[extent.name]
@@ -208,7 +208,7 @@ class DiskTier:
 
     def drain(self) -> None:
         """Block the host until no read or write is pending. Their tickets raise their errors."""
-        self._threads.drain()
+        self._threads.wait_idle()
 
     def close(self) -> None:
         """Stop the threads and remove the files. Idempotent. What is pending fails: ``drain()`` first if it matters."""

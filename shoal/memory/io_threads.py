@@ -153,7 +153,7 @@ class IoThreads:
                 self._changed.notify_all()
         return job.ticket
 
-    def drain(self, key: object = None) -> None:
+    def wait_idle(self, key: object = None) -> None:
         """Wait until nothing is pending: of ``key``, or at all. The tickets raise the errors.
 
         Order: blocks the host.

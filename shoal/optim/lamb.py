@@ -132,7 +132,7 @@ def _sum_over_parts(squares: Sequence[torch.Tensor], tp: Communicator, device: t
     numels = [own.shape[0] for own in squares]
     whole = tp.empty(2 * sum(numels), torch.float32, device)
     whole.copy_(torch.cat(list(squares)).view(-1))
-    tp.all_reduce(whole, label="lamb.parts").drain()
+    tp.blocking.all_reduce(whole, label="lamb.parts")
     return list(whole.view(-1, 2).to(squares[0].device).split(numels))
 
 

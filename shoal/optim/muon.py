@@ -357,7 +357,7 @@ class Muon(WholeTensorOptimizer):
         buffer = self._buffers.get(key)
         if buffer is None or buffer.capacity < shard_numel:
             if buffer is not None:
-                buffer.drain()
+                buffer.free()
             buffer = self._buffers[key] = _Buffer(comm, comm.empty(shard_numel * comm.size, dtype, device))
         buffer.begin(shard_numel)
         return buffer
@@ -377,7 +377,7 @@ class _Buffer:
         return self._memory.numel() // self.comm.size
 
     def begin(self, shard_numel: int) -> None:
-        self.drain()
+        self.free()
         self._shard_numel = shard_numel
 
     @property
@@ -396,7 +396,8 @@ class _Buffer:
         self._work = self.comm.reduce_scatter(self.used, self.shard(self.comm.rank), label=label)
         self._work.wait()
 
-    def drain(self) -> None:
+    def free(self) -> None:
+        """Wait until no peer reads it."""
         if self._work is not None:
             self._work.drain()
             self._work = None

@@ -74,8 +74,7 @@ class CrossEntropy:
             own, mine = log_sum, [log_sum, torch.where(is_here, at_target + log_sum, 0.0)]
             if total is not None:
                 mine += [total + vocab_size * log_sum, vocab_size.expand_as(log_sum)]
-            every = own.new_empty((self.comm.size, len(mine), *own.shape))  # [ranks, numbers, T]
-            self.comm.all_gather(every.view(-1), torch.stack(mine).view(-1), label=self.label).drain()
+            every = self.comm.gathered(torch.stack(mine), label=self.label)  # [ranks, numbers, T]
             log_sum = every[:, 0].logsumexp(0)
             at_target = every[:, 1].sum(0) - log_sum
             if total is not None:

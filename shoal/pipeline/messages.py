@@ -223,7 +223,7 @@ class Channel:
             return
         for values, dtype in ([len(text)], torch.int64), (list(text), torch.uint8):
             part = torch.tensor(values, dtype=dtype, device=self._device)
-            self._comm.send(part, peer, label=f"{label} structure").drain()
+            self._comm.blocking.send(part, peer, label=f"{label} structure")
 
     def _ask(self, key: tuple[str, int], peer: int, label: str) -> bytes:
         if self._stages is not None:

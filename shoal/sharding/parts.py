@@ -67,5 +67,5 @@ def gather_parts(part: torch.Tensor, spec: ParameterSpec, comm: Communicator) ->
     """
     whole = comm.empty(spec.global_numel, part.dtype, part.device).zero_()
     paste(part, spec, whole.view(spec.global_shape))
-    comm.all_reduce(whole, label=f"parts of {spec.name}").drain()
+    comm.blocking.all_reduce(whole, label=f"parts of {spec.name}")
     return whole.view(spec.global_shape)

@@ -85,7 +85,7 @@ class SparseGradient(Gradient):
             if part is not None:
                 table = part.to_dense() if part.is_sparse else part
                 flat[: self._spec.numel] = table.mul(policy.pre_scale).reshape(-1)
-            self._comm.all_reduce(flat, scale=policy.post_scale, label=label).drain()
+            self._comm.blocking.all_reduce(flat, scale=policy.post_scale, label=label)
             return flat[: self._spec.numel].view(self._spec.shape).to(self._sum_dtype)
         if not any(counts):
             return part

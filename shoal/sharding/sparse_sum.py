@@ -166,9 +166,7 @@ def gather_padded(comm: Communicator, mine: torch.Tensor, numel: int, *, label: 
     own = full[comm.rank * numel : (comm.rank + 1) * numel]
     own[: mine.numel()] = mine
     own[mine.numel() :] = 0
-    work = comm.all_gather(full, label=label)
-    work.wait()
-    work.drain()
+    comm.blocking.all_gather(full, label=label)
     return full
 
 

@@ -54,6 +54,27 @@ def test_an_exact_format_gives_the_bits_of_the_plain_collective(size: int, dtype
     run_ranks(size, compare)
 
 
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("wire", [None, Exact()])
+def test_a_blocking_call_returns_with_its_result_and_a_source_that_is_free(size: int, wire: Exact | None) -> None:
+    def move() -> None:
+        comm = current_dp()
+        shard, full, out = torch.full((4,), 1.0 + comm.rank), torch.empty(4 * size), torch.empty(4)
+        for _ in range(3):
+            comm.blocking.all_gather(full, shard, label="gather", wire=wire)
+            assert full.tolist() == [1.0 + rank for rank in range(size) for _ in range(4)]
+            shard.fill_(7.0)  # no rank reads it any more
+            comm.blocking.reduce_scatter(full, out, label="sum", wire=wire)
+            assert out.tolist() == [size * (1.0 + comm.rank)] * 4
+            full.fill_(7.0)
+            shard.fill_(1.0 + comm.rank)
+            rows = comm.gathered(shard.view(2, 2), label="rows")
+            assert rows.shape == (size, 2, 2)
+            assert rows[:, 0, 0].tolist() == [1.0 + rank for rank in range(size)]
+
+    run_ranks(size, move)
+
+
 def check_int8(world: World) -> None:
     comm = world.communicator("dp", Mesh.of(world.size))
     size, numel, wire = comm.size, 1000, Int8Blocks(block=64)

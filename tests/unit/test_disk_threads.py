@@ -134,7 +134,7 @@ def test_the_queue_is_bounded() -> None:
     gate.set()
     assert submitted.wait(20)
     caller.join()
-    threads.drain()
+    threads.wait_idle()
     assert threads.num_pending == 0
     threads.close()
 
@@ -144,10 +144,10 @@ def test_drain_waits_for_one_file_or_for_all(threads: IoThreads) -> None:
     gate = threading.Event()
     held = threads.submit(Step(log, "held", 0, 1, is_write=True, key="a", gate=gate))
     threads.submit(Step(log, "free", 0, 1, is_write=True, key="b"))
-    threads.drain("b")
+    threads.wait_idle("b")
     assert not held.is_done
     gate.set()
-    threads.drain()
+    threads.wait_idle()
     assert held.is_done
 
 
@@ -196,7 +196,7 @@ def test_a_thread_that_waits_keeps_no_operation_alive(threads: IoThreads) -> Non
     step = Step([], "one", 0, 4, is_write=True)
     gone = weakref.ref(step)
     threads.submit(step).wait(20)
-    threads.drain()
+    threads.wait_idle()
     del step
     gc.collect()
     assert gone() is None

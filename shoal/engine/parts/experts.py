@@ -134,7 +134,7 @@ class ExpertBalance(Part):
     def _sums(self) -> list[torch.Tensor]:
         """The tokens of the last step over all ranks, by layer. Each shape: [experts]."""
         if not self._is_of_all_ranks and self._layers:
-            self._axes.pipeline_stage.all_reduce(self._last, label="tokens per expert").drain()
+            self._axes.pipeline_stage.blocking.all_reduce(self._last, label="tokens per expert")
             self._is_of_all_ranks = True
         return self._by_layer(self._last)
 
@@ -162,7 +162,7 @@ class ExpertBalance(Part):
     # experts that change ranks
 
     def _rebalance(self, step: int) -> None:
-        self._axes.pipeline_stage.all_reduce(self._since, label="tokens per expert").drain()
+        self._axes.pipeline_stage.blocking.all_reduce(self._since, label="tokens per expert")
         wanted: list[tuple[_BalancedLayer, ExpertsByRank]] = []
         was = now = 1.0
         has_new_copies = False

@@ -68,7 +68,7 @@ def global_batch_loss(
     """
     counts = tokens_per_expert(expert_index, probabilities.shape[-1]).float()
     if comm is not None:
-        comm.all_reduce(counts, label="tokens per expert").drain()
+        comm.blocking.all_reduce(counts, label="tokens per expert")
     return switch_loss(probabilities, expert_index, counts)
 
 

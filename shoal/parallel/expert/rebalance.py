@@ -164,7 +164,7 @@ class _GatherCopies(torch.autograd.Function):
         copies = [parameter.new_empty(len(sources), *parameter.shape[1:]) for parameter in parameters]
         for number, (owner, place) in enumerate(sources):
             flat = _flat([parameter[max(place, 0)] for parameter in parameters], comm)
-            comm.broadcast(flat, owner, label=f"{label} copies").drain()
+            comm.blocking.broadcast(flat, owner, label=f"{label} copies")
             for copy, values in zip(copies, _like(flat, [copy[number] for copy in copies]), strict=True):
                 copy[number] = values
         return tuple(copies)
@@ -173,7 +173,7 @@ class _GatherCopies(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         flat = _flat(gradients, ctx.comm)
-        ctx.comm.all_reduce(flat, label=f"{ctx.label} copies backward").drain()
+        ctx.comm.blocking.all_reduce(flat, label=f"{ctx.label} copies backward")
         results: list[Tensor] = []
         for gradient, shape in zip(_like(flat, gradients), ctx.shapes, strict=True):
             result = gradient.new_zeros(shape)

@@ -260,8 +260,7 @@ def _gathered(tensor: Tensor, comm: Communicator, lengths: tuple[int, ...], dim:
     shape[dim] = max(lengths)
     own = tensor.new_zeros(shape)
     own.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
-    full = tensor.new_empty((comm.size, *shape))
-    comm.all_gather(full.view(-1), own.view(-1), label="gather of a sequence").drain()
+    full = comm.gathered(own, label="gather of a sequence")
     return torch.cat([part.narrow(dim, 0, length) for part, length in zip(full.unbind(0), lengths, strict=True)], dim)
 
 

@@ -228,7 +228,7 @@ class GatheredGradients(LocalGradients):
 
     def own(self) -> tuple[Tensor, Tensor]:
         out = torch.empty(self._packed.most, dtype=self._dtype, device=self._device)
-        self._comm.reduce_scatter(self._full, out, label=self._label).drain()
+        self._comm.blocking.reduce_scatter(self._full, out, label=self._label)
         return self._packed.views(out, self._comm.rank)
 
 

@@ -159,8 +159,7 @@ class _GatherLast(torch.autograd.Function):
         ctx.own = sum(widths[: comm.rank]), widths[comm.rank]
         padding = max(widths) - tensor.shape[-1]
         padded = F.pad(tensor, (0, padding)) if padding else tensor
-        gathered = torch.empty((comm.size, *padded.shape), dtype=tensor.dtype, device=tensor.device)
-        comm.all_gather(gathered.view(-1), padded.contiguous().view(-1), label=f"{label} gather").drain()
+        gathered = comm.gathered(padded, label=f"{label} gather")
         return torch.cat([part[..., :width] for part, width in zip(gathered, widths, strict=True)], -1)
 
     @staticmethod

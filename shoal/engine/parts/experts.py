@@ -33,7 +33,7 @@ class _BalancedLayer:
     held: ExpertsHeld
     load: ExpertLoad
     initial: ExpertsByRank
-    placement: ExpertsByRank
+    current: ExpertsByRank
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -168,22 +168,22 @@ class ExpertBalance(Part):
         has_new_copies = False
         for layer, load in zip(self._layers, self._by_layer(self._since.cpu()), strict=True):
             loads, copies = load.tolist(), layer.held.copies
-            copied, placement = plan_copies(loads, layer.placement, 0 if copies is None else self._max_copies)
+            copied, by_rank = plan_copies(loads, layer.current, 0 if copies is None else self._max_copies)
             if copies is not None:
                 has_new_copies |= set(copied) != set(copies.experts)
                 copies.experts = copied
             loads = [0.0 if expert in copied else tokens for expert, tokens in enumerate(loads)]
-            if placement != layer.placement:
-                was = max(was, most_loaded(loads, layer.placement))
-                now = max(now, most_loaded(loads, placement))
-                wanted.append((layer, placement))
+            if by_rank != layer.current:
+                was = max(was, most_loaded(loads, layer.current))
+                now = max(now, most_loaded(loads, by_rank))
+                wanted.append((layer, by_rank))
         self._since.zero_()
         if has_new_copies:
             num_copied = sum(len(layer.held.copies.experts) for layer in self._layers if layer.held.copies is not None)
             say_on_rank_0(self._rank, f"step {step}: every rank has copies of {num_copied} experts, over all layers.")
         if not wanted:
             return
-        moved = sum(num_moved(layer.placement, placement) for layer, placement in wanted)
+        moved = sum(num_moved(layer.current, by_rank) for layer, by_rank in wanted)
         if not self._move(wanted):
             self._move_every = 0
             say_on_rank_0(self._rank, "experts are not moved: their optimizer state cannot be exchanged.")
@@ -204,16 +204,16 @@ class ExpertBalance(Part):
         if not can_move([group for group in self._sharding.groups if group in groups], ep):
             return False
         self._axes.drain()  # peers may still be reading the parameters that are about to change
-        for layer, placement in wanted:
-            move_experts(self._sharding.model, layer.name, layer.module, layer.held, layer.placement, placement)
-            layer.placement = placement
+        for layer, by_rank in wanted:
+            move_experts(self._sharding.model, layer.name, layer.module, layer.held, layer.current, by_rank)
+            layer.current = by_rank
         return True
 
     def before_destroy(self) -> None:
         """Move all experts to where they were at first. Communicates: the experts that are elsewhere."""
         for layer in self._layers:
             layer.held.copies = None
-        moved = [(layer, layer.initial) for layer in self._layers if layer.placement != layer.initial]
+        moved = [(layer, layer.initial) for layer in self._layers if layer.current != layer.initial]
         if moved and self._sharding.failure is None:
             self._move(moved)
 
@@ -227,7 +227,7 @@ def _layers_of(model: nn.Module) -> list[_BalancedLayer]:
         parent = name.rpartition(".")[0]
         is_alone = sum(not parent or other.startswith(f"{parent}.") for other, _, _ in modules) == 1
         size = held.num_local
-        placement = tuple(tuple(range(rank * size, (rank + 1) * size)) for rank in range(held.ep_size))
+        by_rank = tuple(tuple(range(rank * size, (rank + 1) * size)) for rank in range(held.ep_size))
         whole = model.get_submodule(parent) if is_alone else module
-        layers.append(_BalancedLayer(name, module, whole, held, held.load, placement, placement))
+        layers.append(_BalancedLayer(name, module, whole, held, held.load, by_rank, by_rank))
     return layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from types import ModuleType
@@ -19,6 +20,24 @@ from shoal.host_heap import resident_nbytes
 
 SUPPORTED_ACCELERATOR_LIST = ["cuda", "cpu"]
 _CPU_ONLY_BACKEND, _CUDA_BACKEND = "gloo", "nccl"
+
+
+def _nothing() -> None:
+    return None
+
+
+def _peak() -> int:
+    return max(resident_nbytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def _of_module(name: str, on_cpu: Callable[[], Any]) -> Callable[..., Any]:
+    """A method that calls the function of torch's module of the device; on the CPU it returns ``on_cpu()``."""
+
+    def call(self: DeepSpeedAccelerator, device_index: int | None = None) -> Any:
+        return on_cpu() if self._is_cpu else getattr(self._module, name)(device_index)
+
+    call.__name__ = call.__qualname__ = name
+    return call
 
 
 class DeepSpeedAccelerator:
@@ -76,9 +95,7 @@ class DeepSpeedAccelerator:
     def is_available(self) -> bool:
         return True
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        if not self._is_cpu:
-            self._module.synchronize(device_index)
+    synchronize = _of_module("synchronize", _nothing)
 
     def is_synchronized_device(self) -> bool:
         return self._is_cpu
@@ -130,11 +147,8 @@ class DeepSpeedAccelerator:
     def stream(self, stream: Any) -> Any:
         return nullcontext() if self._is_cpu else self._module.stream(stream)
 
-    def current_stream(self, device_index: int | None = None) -> Any:
-        return None if self._is_cpu else self._module.current_stream(device_index)
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        return None if self._is_cpu else self._module.default_stream(device_index)
+    current_stream = _of_module("current_stream", _nothing)
+    default_stream = _of_module("default_stream", _nothing)
 
     def is_current_stream_capturing(self) -> bool:
         return not self._is_cpu and bool(self._module.is_current_stream_capturing())
@@ -155,30 +169,13 @@ class DeepSpeedAccelerator:
         if not self._is_cpu:
             self._module.empty_cache()
 
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        return resident_nbytes() if self._is_cpu else int(self._module.memory_allocated(device_index))
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        return _peak() if self._is_cpu else int(self._module.max_memory_allocated(device_index))
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        if not self._is_cpu:
-            self._module.reset_peak_memory_stats(device_index)
-
+    memory_allocated = _of_module("memory_allocated", resident_nbytes)
+    max_memory_allocated = _of_module("max_memory_allocated", _peak)
+    memory_reserved = memory_cached = _of_module("memory_reserved", resident_nbytes)
+    max_memory_reserved = max_memory_cached = _of_module("max_memory_reserved", _peak)
+    memory_stats = _of_module("memory_stats", dict)
+    reset_peak_memory_stats = _of_module("reset_peak_memory_stats", _nothing)
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        return resident_nbytes() if self._is_cpu else int(self._module.memory_reserved(device_index))
-
-    memory_cached = memory_reserved
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        return _peak() if self._is_cpu else int(self._module.max_memory_reserved(device_index))
-
-    max_memory_cached = max_memory_reserved
-
-    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        return {} if self._is_cpu else dict(self._module.memory_stats(device_index))
 
     def total_memory(self, device_index: int | None = None) -> int:
         if self._is_cpu:
@@ -188,7 +185,7 @@ class DeepSpeedAccelerator:
     def available_memory(self, device_index: int | None = None) -> int:
         if self._is_cpu:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-        return self.total_memory(device_index) - self.memory_allocated(device_index)
+        return self.total_memory(device_index) - int(self.memory_allocated(device_index))
 
     # formats
 
@@ -196,7 +193,7 @@ class DeepSpeedAccelerator:
         return self._is_cpu or bool(self._module.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
-        """On the CPU: does the processor compute in fp16? (Training in fp16 works in any case, slowly.)"""
+        """True if the device, or the processor, computes in fp16. (Training in fp16 works in any case, slowly.)"""
         return not self._is_cpu or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
     def is_fp64_supported(self) -> bool:
@@ -289,10 +286,6 @@ class DeepSpeedAccelerator:
     @staticmethod
     def _index(device_index: int | None) -> tuple[int, ...]:
         return () if device_index is None else (device_index,)
-
-
-def _peak() -> int:
-    return max(resident_nbytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The engine under DeepSpeed's names: what its clients ask for beside ``forward``, ``backward`` and ``step``.
+"""The engine under DeepSpeed's names: what its clients ask for besides ``forward`` and ``step``.
 
 ``shoal.Engine`` and ``deepspeed.DeepSpeedEngine`` are this class, whichever ``initialize`` makes it. After
 ``deepspeed.initialize`` it also behaves as DeepSpeed does where the two differ (``follows_deepspeed``).
@@ -24,6 +24,7 @@ from shoal.data import Loader
 from shoal.data.curriculum import CurriculumScheduler
 from shoal.engine.parts.experts import ExpertBalance
 from shoal.engine.parts.sequence import SequenceRanks
+from shoal.engine.pipeline import PipelineEngine
 from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.settings import dtype_of
 from shoal.models.layer_drop import ProgressiveLayerDrop
@@ -377,6 +378,57 @@ class DeepSpeedEngine(DeepSpeedGradients):
         Raises: UsageError: the config has no such curriculum, or its function is not among them.
         """
         self.run_state.curriculum.set_custom_schedule(schedule_func_dict)
+
+
+class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
+    """``deepspeed.PipelineEngine``: ``train_batch`` and ``eval_batch`` in addition to the names of an engine."""
+
+    pipeline_parallelism = True
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one step."""
+        return self.gradient_accumulation_steps()
+
+    @property
+    def num_stages(self) -> int:
+        """Ranks along the pipeline."""
+        return self._num_pipeline_ranks
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's coordinate along ``pp``."""
+        return self._pipeline_rank
+
+    @property
+    def is_pipe_parallel(self) -> bool:
+        """True if there are several pipeline stages."""
+        return self._num_pipeline_ranks > 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """True if several ranks have different samples."""
+        return self.axes.batch.size > 1
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """True if each layer is split over ranks."""
+        return self.axes.tp is not None
+
+    def reset_activation_shape(self) -> None:
+        """Shapes of activations are sent anew with the next batch."""
+        self._runner.forget()
+
+    def get_additional_losses(self) -> Any:
+        """None: a model has one loss."""
+        return None
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """No effect: any tensors cross a boundary."""
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's coordinate along ``pp``."""
+        return self._pipeline_rank
 
 
 def _from_path(path: str) -> Callable[[DeepSpeedEngine], Any]:

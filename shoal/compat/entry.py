@@ -17,16 +17,14 @@ from shoal.access.engine_parameters import EngineParameters
 from shoal.comm.environment import read_launch
 from shoal.comm.world import current_world, init_distributed, process_group
 from shoal.compat.assertions import be_assertion
-from shoal.compat.by_stage import take_class
 from shoal.compat.checkpoint_files import prepare
-from shoal.compat.config_optimizers import mark
 from shoal.compat.engine import DeepSpeedEngine as Engine
 from shoal.compat.engine_names import value_at
 from shoal.compat.given_mesh import TP_SIZES
 from shoal.compat.initialize import initialize as shoal_initialize
 from shoal.compat.leaf_modules import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
-from shoal.compat.optimizer import DeepSpeedShardedOptimizer
-from shoal.compat.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
+from shoal.compat.optimizer import DeepSpeedShardedOptimizer, take_class
+from shoal.compat.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, mark
 from shoal.compat.timer import ThroughputTimer
 from shoal.engine.log import say_on_rank_0
 from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError

@@ -11,10 +11,9 @@ from torch import nn
 
 from shoal.access.init import suspended
 from shoal.comm.world import current_world, init_distributed
-from shoal.compat.engine import DeepSpeedEngine
+from shoal.compat.engine import DeepSpeedEngine, DeepSpeedPipelineEngine
 from shoal.compat.given_mesh import given_degrees
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer
-from shoal.compat.pipeline_engine import DeepSpeedPipelineEngine
 from shoal.data import Loader
 from shoal.engine.initialize import check_model
 from shoal.engine.initialize import initialize as initialize_engine

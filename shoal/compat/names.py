@@ -250,9 +250,9 @@ EXPORTS: dict[str, dict[str, str]] = {
         "shoal.parallel.rng_tracker": "CudaRNGStatesTracker=RngTracker",
     },
     "runtime.base_optimizer": {"shoal.compat.optimizer": "DeepSpeedOptimizer ZeROOptimizer=ShardedOptimizer"},
-    "runtime.bf16_optimizer": {"shoal.compat.by_stage": "BF16_Optimizer"},
+    "runtime.bf16_optimizer": {"shoal.compat.optimizer": "BF16_Optimizer"},
     "runtime.comm": {},
-    "runtime.comm.coalesced_collectives": {"shoal.compat.coalesced": "reduce_scatter_coalesced"},
+    "runtime.comm.coalesced_collectives": {"shoal.compat.partitioned_tensor": "reduce_scatter_coalesced"},
     "runtime.compiler": {_SMALL: "is_compile_supported", "torch.compiler": "disable is_compiling"},
     "runtime.config": {"shoal.compat.config": "*", "shoal.errors": "DeepSpeedConfigError=ConfigError"},
     "runtime.config_utils": {
@@ -281,12 +281,12 @@ EXPORTS: dict[str, dict[str, str]] = {
         "shoal.compat.deepspeed": "default_inference_config init_inference",
     },
     "runtime.fp16": {},
-    "runtime.fp16.fused_optimizer": {"shoal.compat.by_stage": "FP16_Optimizer"},
+    "runtime.fp16.fused_optimizer": {"shoal.compat.optimizer": "FP16_Optimizer"},
     "runtime.fp16.loss_scaler": {
         _SMALL: "LossScaler",
         "shoal.optim.loss_scale": "DynamicLossScaler=LossScale LossScalerBase=LossScale",
     },
-    "runtime.fp16.unfused_optimizer": {"shoal.compat.by_stage": "FP16_UnfusedOptimizer"},
+    "runtime.fp16.unfused_optimizer": {"shoal.compat.optimizer": "FP16_UnfusedOptimizer"},
     "runtime.lr_schedules": {
         "shoal.compat.lr_schedules": (
             "LR_RANGE_TEST ONE_CYCLE WARMUP_COSINE_LR WARMUP_DECAY_LR WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR"
@@ -304,7 +304,7 @@ EXPORTS: dict[str, dict[str, str]] = {
         _STAGES: "PipelineModule",
         _TOPOLOGY: "ProcessTopology",
     },
-    "runtime.pipe.engine": {"shoal.compat.pipeline_engine": "PipelineEngine=DeepSpeedPipelineEngine"},
+    "runtime.pipe.engine": {"shoal.compat.engine": "PipelineEngine=DeepSpeedPipelineEngine"},
     "runtime.pipe.module": {
         _LAYERS: "LayerSpec TiedLayerSpec",
         _STAGES: "PipelineModule",
@@ -399,7 +399,7 @@ EXPORTS: dict[str, dict[str, str]] = {
         ),
     },
     "runtime.zero.stage3": {
-        "shoal.compat.by_stage": "DeepSpeedZeroOptimizer_Stage3",
+        "shoal.compat.optimizer": "DeepSpeedZeroOptimizer_Stage3",
         "shoal.compat.estimates": (
             "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold"
             " estimate_zero3_model_states_mem_needs_all_live"
@@ -407,7 +407,7 @@ EXPORTS: dict[str, dict[str, str]] = {
         _ZERO_INIT: "unwrap_model_for_generation",
     },
     "runtime.zero.stage_1_and_2": {
-        "shoal.compat.by_stage": "DeepSpeedZeroOptimizer",
+        "shoal.compat.optimizer": "DeepSpeedZeroOptimizer",
         "shoal.compat.estimates": (
             "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold"
             " estimate_zero2_model_states_mem_needs_all_live"

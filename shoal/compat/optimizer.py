@@ -1,20 +1,27 @@
-"""DeepSpeed's names on the optimizer that ``initialize`` returns."""
+"""DeepSpeed's names on the optimizer that ``initialize`` returns; its classes of a stage or precision."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from shoal.compat.absent import not_built
 from shoal.config import Config
 from shoal.engine.engine import Engine
 from shoal.optim.loss_scale import LossScaleSettings
 from shoal.running.optimizer import LastStep, ShardedOptimizer
-from shoal.running.parameter_owner import OWNERS
+from shoal.running.parameter_owner import OWNERS, ParameterOwner
+
+
+def _owner_of(optimizer: ShardedOptimizer) -> ParameterOwner | None:
+    return OWNERS.get(optimizer.sharded_step.groups[0].parameters[0])
 
 
 def config_of(optimizer: ShardedOptimizer) -> Config | None:
     """The config of the optimizer's engine; None once that is gone."""
-    owner = OWNERS.get(optimizer.sharded_step.groups[0].parameters[0])
-    engine = getattr(owner, "engine", None)
+    engine = getattr(_owner_of(optimizer), "engine", None)
     return engine.properties.config if isinstance(engine, Engine) else None
 
 
@@ -131,3 +138,72 @@ class DeepSpeedShardedOptimizer(DeepSpeedOptimizer, ShardedOptimizer):
             parts = [self._local_gradient(parameter) for parameter in group["params"]]
             found[index] = [part for part in parts if part is not None]
         return found
+
+
+class _Kind(type):
+    """A class whose instances are the wrappers for which ``fits`` is true."""
+
+    fits: Callable[[DeepSpeedShardedOptimizer], bool]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, DeepSpeedShardedOptimizer) and cls.fits(instance)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise not_built(f"{cls.__name__}(...)", "call deepspeed.initialize(): it makes the wrapper.")
+
+
+def kind(name: str, doc: str, fits: Callable[[DeepSpeedShardedOptimizer], bool]) -> type:
+    """A class of that name for ``isinstance``. Calling it raises NotBuiltError."""
+    return _Kind(name, (), {"__doc__": doc, "fits": staticmethod(fits)})
+
+
+def stage_of(optimizer: DeepSpeedShardedOptimizer) -> int:
+    """The ZeRO stage of the wrapper's engine; 0 after that engine was destroyed."""
+    owner = _owner_of(optimizer)
+    return 0 if owner is None else owner.stage
+
+
+def has_dtype(optimizer: DeepSpeedShardedOptimizer, dtype: torch.dtype) -> bool:
+    """True if the wrapper updates parameters of that format."""
+    return any(group.buffer.dtype == dtype for group in optimizer.sharded_step.groups)
+
+
+def take_class(optimizer: DeepSpeedShardedOptimizer) -> None:
+    """``isinstance`` finds the wrapped optimizer's class too: DeepSpeed wraps nothing at stage 0 in fp32.
+
+    A class made of the two, since clients derive from ``optimizer.__class__``, whose ``step()`` must stay the engine's.
+    """
+    wrapped = type(optimizer.optimizer)
+    optimizer.__class__ = type(f"Sharded{wrapped.__name__}", (DeepSpeedShardedOptimizer, wrapped), {})
+
+
+def _is_bf16_wrapper(optimizer: DeepSpeedShardedOptimizer) -> bool:
+    """bf16 parameters at stage 1 whose gradients the config has summed in fp32: a class of its own in DeepSpeed."""
+    config = config_of(optimizer)
+    is_asked_for = config is not None and config.data_types.grad_accum_dtype == "fp32"
+    return is_asked_for and stage_of(optimizer) == 1 and has_dtype(optimizer, torch.bfloat16)
+
+
+DeepSpeedZeroOptimizer = kind(
+    "DeepSpeedZeroOptimizer",
+    "An optimizer at stage 1 or 2.",
+    lambda optimizer: stage_of(optimizer) in (1, 2) and not _is_bf16_wrapper(optimizer),
+)
+DeepSpeedZeroOptimizer_Stage3 = kind(
+    "DeepSpeedZeroOptimizer_Stage3", "An optimizer at stage 3.", lambda optimizer: stage_of(optimizer) == 3
+)
+BF16_Optimizer = kind(
+    "BF16_Optimizer",
+    "An optimizer of bf16 parameters at stage 1 with data_types.grad_accum_dtype fp32.",
+    _is_bf16_wrapper,
+)
+FP16_Optimizer = kind(
+    "FP16_Optimizer",
+    "An optimizer of fp16 parameters at stage 0.",
+    lambda optimizer: has_dtype(optimizer, torch.float16) and stage_of(optimizer) == 0,
+)
+FP16_UnfusedOptimizer = kind(
+    "FP16_UnfusedOptimizer",
+    "An optimizer of fp16 or bf16 parameters at stage 0.",
+    lambda optimizer: optimizer.low_precision_dtype is not None and stage_of(optimizer) == 0,
+)

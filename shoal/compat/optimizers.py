@@ -1,7 +1,14 @@
 """DeepSpeed's optimizer classes: torch's own and Shoal's, with DeepSpeed's signatures and default values.
 
 torch's fused Adam is used on the device and on host memory. Lion has DeepSpeed's default betas, and LAMB is exact on
-shards.
+shards. Optimizers that the config names are torch's, and instances of the classes that DeepSpeed would have built:
+scripts ask ``isinstance(optimizer, FusedAdam)`` and read ``adam_w_mode``.
+
+    "type"         on the device     with offload_optimizer
+    Adam, AdamW    FusedAdam         DeepSpeedCPUAdam
+    Lion           FusedLion         DeepSpeedCPULion
+    Adagrad        (torch's)         DeepSpeedCPUAdagrad
+    Lamb           FusedLamb         FusedLamb
 """
 
 from __future__ import annotations
@@ -10,11 +17,32 @@ from typing import Any
 
 import torch
 
-from shoal.compat.config_optimizers import CountsOptimizers
+from shoal.config import Config
 from shoal.errors import OptimizerError
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
 from shoal.optim.variants import AdamWithBias, FP32States
+from shoal.running.optimizer import ShardedOptimizer
+
+_STANDS_FOR = "stands_for"  # the name of a class of DeepSpeed's, on the optimizer
+ON_DEVICE = {"adam": "FusedAdam", "adamw": "FusedAdam", "lion": "FusedLion", "lamb": "FusedLamb"}
+ON_HOST = {
+    "adam": "DeepSpeedCPUAdam",
+    "adamw": "DeepSpeedCPUAdam",
+    "lion": "DeepSpeedCPULion",
+    "adagrad": "DeepSpeedCPUAdagrad",
+    "lamb": "FusedLamb",
+}
+
+
+class CountsOptimizers(type):
+    """A class of DeepSpeed's, whose instances are also the optimizers that were marked as it."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if super().__instancecheck__(instance):
+            return True
+        wrapped = instance.optimizer if isinstance(instance, ShardedOptimizer) else instance
+        return isinstance(wrapped, torch.optim.Optimizer) and vars(wrapped).get(_STANDS_FOR) == cls.__name__
 
 
 class DeepSpeedCPUAdam(FP32States, AdamWithBias, metaclass=CountsOptimizers):
@@ -38,17 +66,18 @@ class DeepSpeedCPUAdam(FP32States, AdamWithBias, metaclass=CountsOptimizers):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        arguments = adam_arguments(
-            model_params,
-            bias_correction=bias_correction,
-            betas=betas,
-            is_adamw=adamw_mode,
-            lr=lr,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
+        super().__init__(
+            **adam_arguments(
+                model_params,
+                bias_correction=bias_correction,
+                betas=betas,
+                is_adamw=adamw_mode,
+                lr=lr,
+                eps=eps,
+                weight_decay=weight_decay,
+                amsgrad=amsgrad,
+            )
         )
-        super().__init__(**arguments)
         self.adam_w_mode = adamw_mode
         self.fp32_optimizer_states = fp32_optimizer_states
 
@@ -73,17 +102,18 @@ class FusedAdam(AdamWithBias, metaclass=CountsOptimizers):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        arguments = adam_arguments(
-            params,
-            bias_correction=bias_correction,
-            betas=betas,
-            is_adamw=adam_w_mode,
-            lr=lr,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
+        super().__init__(
+            **adam_arguments(
+                params,
+                bias_correction=bias_correction,
+                betas=betas,
+                is_adamw=adam_w_mode,
+                lr=lr,
+                eps=eps,
+                weight_decay=weight_decay,
+                amsgrad=amsgrad,
+            )
         )
-        super().__init__(**arguments)
         self.adam_w_mode = int(adam_w_mode)
 
 
@@ -211,3 +241,19 @@ def only_false(name: str, option: str, value: Any, do: str = "leave it out.") ->
     """Raises: OptimizerError: the option asks for something that Shoal does not have."""
     if value:
         raise OptimizerError(f"{name}({option}={value}): there is no such option.", do=do, code="optimizer-params")
+
+
+def mark(optimizer: ShardedOptimizer, config: Config) -> None:
+    """Mark an optimizer that the config named as an instance of DeepSpeed's class."""
+    section = config.optimizer
+    if section is None or not section.type or dict(section.params).get("torch_adam"):
+        return
+    is_on_host = config.zero_optimization.offload_optimizer.device != "none"
+    name = (ON_HOST if is_on_host else ON_DEVICE).get(section.type.lower())
+    if name is None:
+        return
+    setattr(optimizer.optimizer, _STANDS_FOR, name)
+    if name in ("FusedAdam", "DeepSpeedCPUAdam"):
+        is_decoupled = isinstance(optimizer.optimizer, torch.optim.AdamW)
+        # Scripts read it; torch's own class has no such attribute.
+        optimizer.optimizer.adam_w_mode = is_decoupled  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""DeepSpeed's ``PartitionedTensor``: a tensor that is sharded over the ranks of a torch process group.
+"""DeepSpeed's ``PartitionedTensor``, a tensor that is sharded over the ranks of a torch process group, and its
+``reduce_scatter_coalesced``, which reduces several tensors in one collective over one.
 
 rank 0   local_data  [0 1 2]          full()   [0 1 2 3 4 5 6 7] in the first tensor's shape, on each rank
 rank 1               [3 4 5]
@@ -12,6 +13,7 @@ ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -93,3 +95,31 @@ class PartitionedTensor:
 
     def full_size(self) -> list[int]:
         return self.orig_size
+
+
+def reduce_scatter_coalesced(tensors: Sequence[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
+    """This rank's range of the mean of each tensor over the ranks: of 5 elements on 2 ranks, rank 0 gets 0 to 2.
+
+    Args:
+        tensors: of one dtype and device; any shapes, the same on every rank.
+
+    Returns: 1-D, ceil(numel / ranks) elements of each; the last ranks may have fewer, or none.
+    Communicates: one reduce_scatter of all of them, padded.
+    """
+    size, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
+    lengths = [-(-tensor.numel() // size) for tensor in tensors]
+    rows = torch.cat([_rows(tensor, length, size) for tensor, length in zip(tensors, lengths, strict=True)], dim=1)
+    mine = rows.new_empty(rows.shape[1])
+    dist.reduce_scatter_tensor(mine, rows.div_(size).view(-1), group=group)
+    parts = mine.split(lengths)
+    counts = [
+        min(max(tensor.numel() - rank * length, 0), length) for tensor, length in zip(tensors, lengths, strict=True)
+    ]
+    return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+
+def _rows(tensor: torch.Tensor, length: int, size: int) -> torch.Tensor:
+    """The tensor with a row for each rank. Shape: [size, length]."""
+    rows = tensor.new_zeros(size * length)
+    rows[: tensor.numel()].copy_(tensor.detach().reshape(-1))
+    return rows.view(size, length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -91,28 +91,22 @@ def _unit() -> SequenceParallelUnit:
     return unit
 
 
-def get_sequence_parallel_group() -> Any:
-    return _unit().get_sequence_parallel_group()
+def _of_unit(name: str) -> Callable[[], Any]:
+    """The function of ``parallel_state_sp`` that calls the unit's method of the same name."""
+
+    def get() -> Any:
+        return getattr(_unit(), name)()
+
+    get.__name__ = get.__qualname__ = name
+    return get
 
 
-def get_sequence_parallel_world_size() -> int:
-    return _unit().get_sequence_parallel_world_size()
-
-
-def get_sequence_parallel_rank() -> int:
-    return _unit().get_sequence_parallel_rank()
-
-
-def get_sequence_data_parallel_group() -> Any:
-    return _unit().get_sequence_data_parallel_group()
-
-
-def get_sequence_data_parallel_world_size() -> int:
-    return _unit().get_sequence_data_parallel_world_size()
-
-
-def get_sequence_data_parallel_rank() -> int:
-    return _unit().get_sequence_data_parallel_rank()
+get_sequence_parallel_group = _of_unit("get_sequence_parallel_group")
+get_sequence_parallel_world_size = _of_unit("get_sequence_parallel_world_size")
+get_sequence_parallel_rank = _of_unit("get_sequence_parallel_rank")
+get_sequence_data_parallel_group = _of_unit("get_sequence_data_parallel_group")
+get_sequence_data_parallel_world_size = _of_unit("get_sequence_data_parallel_world_size")
+get_sequence_data_parallel_rank = _of_unit("get_sequence_data_parallel_rank")
 
 
 class DistributedAttention(nn.Module):

@@ -14,9 +14,8 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.compat.by_stage import BF16_Optimizer, DeepSpeedZeroOptimizer
 from shoal.compat.engine_names import DERIVED, NOT_HERE, PATHS
-from shoal.compat.optimizer import DeepSpeedOptimizer
+from shoal.compat.optimizer import BF16_Optimizer, DeepSpeedOptimizer, DeepSpeedZeroOptimizer
 from shoal.errors import NotBuiltError, UsageError
 from tests.ranks.models import Plain
 from tests.ranks.training import STAGES, adamw, batch, config, make, run_steps, sgd, start, start_with

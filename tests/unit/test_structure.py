@@ -195,8 +195,6 @@ def modules_with_one_importer() -> Iterator[str]:
 
 # Lower a limit when the count falls.
 LIMITS: dict[Callable[[], Iterator[str]], int] = {
-    calls_of_moving_collectives: 13,
-    assignments_of_placement: 7,
     words_of_techniques: 222,
     comparisons_with_one_rank: 64,
     calls_of_drain: 78,
@@ -215,6 +213,25 @@ def test_a_count_only_falls(count: Callable[[], Iterator[str]]) -> None:
     assert len(places) == limit, f"{count.__doc__} {len(places)}, fewer than {limit}: lower the limit"
 
 
+# Where a collective that ``redistribute`` issues elsewhere is called, and why it moves no buffer.
+MOVED_ELSEWHERE = {
+    "access/engine_parameters.py": "one parameter, whole, for a script",
+    "engine/parts/experts.py": "numbers of tokens",
+    "running/sharded_at_init.py": "parameters that have no buffer yet",
+    "sharding/parts.py": "one tensor, put together of its parts",
+    "sharding/sparse_gradient.py": "a gradient that is a sparse tensor",
+    "sharding/sparse_sum.py": "an axis of a buffer, which sends rows",
+}
+
+
+def test_parameters_and_gradients_are_moved_by_redistribute() -> None:
+    assert {each.split(":")[0] for each in calls_of_moving_collectives()} == MOVED_ELSEWHERE.keys()
+
+
+def test_the_placement_of_a_buffer_is_set_by_the_buffer() -> None:
+    assert list(assignments_of_placement()) == []
+
+
 def core_figure() -> str:
     """The lines of the core, in hundreds, as the documents print it."""
     return f"{-(-lines_of(CORE) // 100) * 100:,} lines"
@@ -225,7 +242,7 @@ def test_the_documents_print_the_size_of_the_core(page: str) -> None:
     assert core_figure() in (ROOT / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.xfail(strict=True, reason="gradients and parameters have buffers of several classes")
+@pytest.mark.xfail(strict=True, reason="gradients and the runtime are long")
 def test_the_core_is_small() -> None:
     assert lines_of(CORE) < CORE_LIMIT
 

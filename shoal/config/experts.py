@@ -82,10 +82,9 @@ class ExpertParallel(Section):
 def expert_problems(experts: ExpertParallel) -> Iterator[Problem]:
     """What the keys of the section allow one by one, and not together."""
     if experts.preset_model is not None and experts.preset_model not in PRESETS:
-        hint = did_you_mean(experts.preset_model, PRESETS)
-        what = f'"{experts.preset_model}" is not a preset{hint}'
+        what = f'"{experts.preset_model}" is not a preset{did_you_mean(experts.preset_model, PRESETS) or "."}'
         do = f"write one of {', '.join(PRESETS)}, or leave it out and name the layers by patterns."
-        yield Problem("expert_parallel.preset_model", what if what.endswith("?") else f"{what}.", do)
+        yield Problem("expert_parallel.preset_model", what, do)
     for name in ("moe_layer_pattern", "router_pattern", "expert_pattern", "shared_experts_pattern"):
         pattern = getattr(experts, name)
         try:

@@ -83,9 +83,10 @@ def pipeline_problems(pipeline: Pipeline) -> Iterator[Problem]:
         if problem:
             yield Problem("pipeline.virtual_stages", f"{name} has {problem[0]}.", problem[1], code="pipeline-schedule")
     elif not os.path.isfile(pipeline.schedule):  # pathlib raises where a name is too long
-        what = f'"{pipeline.schedule}" is neither a schedule nor a file{did_you_mean(pipeline.schedule, SCHEDULES)}'
+        hint = did_you_mean(pipeline.schedule, SCHEDULES) or "."
+        what = f'"{pipeline.schedule}" is neither a schedule nor a file{hint}'
         do = f"write one of {', '.join(SCHEDULES)}, or the path of a file with one line a rank."
-        yield Problem("pipeline.schedule", what if what.endswith("?") else f"{what}.", do, code="pipeline-schedule")
+        yield Problem("pipeline.schedule", what, do, code="pipeline-schedule")
     kind, _, pattern = pipeline.partition.partition(":")
     if kind.casefold() == "type" and pattern:
         try:
@@ -94,9 +95,10 @@ def pipeline_problems(pipeline: Pipeline) -> Iterator[Problem]:
             what = f'"{pipeline.partition}": {pattern!r} is not a regular expression: {error}.'
             yield Problem("pipeline.partition", what, "correct the expression after type:.")
     elif pipeline.partition.casefold() not in PARTITIONS:
-        what = f'"{pipeline.partition}" is not a way to divide layers{did_you_mean(pipeline.partition, PARTITIONS)}'
+        hint = did_you_mean(pipeline.partition, PARTITIONS) or "."
+        what = f'"{pipeline.partition}" is not a way to divide layers{hint}'
         do = f"write one of {', '.join(PARTITIONS)}, or type:REGEX, such as type:Block."
-        yield Problem("pipeline.partition", what if what.endswith("?") else f"{what}.", do)
+        yield Problem("pipeline.partition", what, do)
     if pipeline.split_points != "auto" and isinstance(pipeline.stages, int) and name is not None:
         num_stages = pipeline.stages * (SCHEDULES[name] or pipeline.virtual_stages)
         if len(pipeline.split_points) != num_stages - 1:

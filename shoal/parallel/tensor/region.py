@@ -5,7 +5,7 @@
 
 Under sequence parallelism the activations between the regions (norms, residuals, dropout) are split along the sequence,
 from the first layer's input to the last layer's output. The sequence is the second to last dim: [B, L, D] or [L, D].
-A column linear keeps its rank's part of the input that entered, and gathers it again in backward (``gathered_input``).
+A column linear keeps its rank's part of the input that entered, and gathers it again in backward (``products``).
 
 Dropout must draw equal elements on activations that all ranks have, and different ones on split activations. The
 default generators are in the same state on all ranks; ``RngFork`` seeds them differently while a split region is

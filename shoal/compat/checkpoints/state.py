@@ -144,8 +144,10 @@ class FlatState(NamedState):
             self.scalars[name] = dict(scalars)
         for first in islice(places, 1):
             for kind, flat in self.flats[first.rank][first.flat].items():
-                tensor = StateTensor(TensorInfo(flat.dtype, tuple(shape)), partial(self._joined, kind, name))
-                self.tensors.setdefault(kind, {})[name] = tensor
+                info = TensorInfo(flat.dtype, tuple(shape))
+                # Without a reference to this object, so that the files are unmapped once nothing refers to it.
+                read = partial(_joined, self.flats, self.files, places, kind, name, info)
+                self.tensors.setdefault(kind, {})[name] = StateTensor(info, read)
 
     def take(self, name: str) -> tuple[tuple[int, ...], Iterable[FlatRange], int, dict[str, Any]]:
         """Remove a parameter. Returns: its shape, places, group and scalars."""
@@ -153,20 +155,27 @@ class FlatState(NamedState):
             tensors.pop(name, None)
         return self.shapes.pop(name), self.places.pop(name), self.group_of.pop(name), self.scalars.pop(name, {})
 
-    def _joined(self, kind: str, name: str) -> torch.Tensor:
-        """Memory: the tensor's bytes. Raises: CheckpointError: a rank's file lacks its part."""
 
-        def slices() -> Iterator[tuple[Rectangle, torch.Tensor]]:
-            at = 0
-            for place in self.places[name]:
-                flat = self.flats[place.rank][place.flat].get(kind)
-                if flat is None:
-                    raise damaged(f"{kind} of {name} is missing in group {place.flat}", self.files[place.rank])
-                yield Rectangle((at,), (place.numel,)), flat.reshape(-1)[place.start : place.start + place.numel]
-                at += place.numel
+def _joined(
+    flats: Sequence[Sequence[Flat]],
+    files: Sequence[str],
+    places: Iterable[FlatRange],
+    kind: str,
+    name: str,
+    info: TensorInfo,
+) -> torch.Tensor:
+    """Memory: the tensor's bytes. Raises: CheckpointError: a rank's file lacks its part."""
 
-        info = self.tensors[kind][name].info
-        return join(TensorInfo(info.dtype, (math.prod(info.shape),)), slices()).view(info.shape)
+    def slices() -> Iterator[tuple[Rectangle, torch.Tensor]]:
+        at = 0
+        for place in places:
+            flat = flats[place.rank][place.flat].get(kind)
+            if flat is None:
+                raise damaged(f"{kind} of {name} is missing in group {place.flat}", files[place.rank])
+            yield Rectangle((at,), (place.numel,)), flat.reshape(-1)[place.start : place.start + place.numel]
+            at += place.numel
+
+    return join(TensorInfo(info.dtype, (math.prod(info.shape),)), slices()).view(info.shape)
 
 
 def read_partitioned(

@@ -6,7 +6,7 @@
     engine.backward(loss)
     engine.step()
 
-The parts are imported when they are first used, so ``import shoal`` costs no more than a few milliseconds beside torch.
+The parts are imported when they are first used: ``import shoal`` takes a few milliseconds more than torch alone.
 """
 
 from __future__ import annotations

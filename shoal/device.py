@@ -109,7 +109,7 @@ class Device:
         return int(free) + int(kept)
 
     def generator_states(self) -> dict[str, torch.Tensor]:
-        """The states of this device's generators, beside the CPU's. Each 1-D, uint8."""
+        """The states of this device's generators, without the CPU's. Each 1-D, uint8."""
         return {"cuda": torch.cuda.get_rng_state(self.torch_device)} if self.is_cuda else {}
 
     def set_generator_states(self, states: dict[str, torch.Tensor]) -> None:

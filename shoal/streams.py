@@ -20,7 +20,7 @@ class Streams(Protocol):
     """The streams of one accelerator. Streams and events are torch's, or have their methods."""
 
     def stream(self) -> Any:
-        """A new stream beside the current one."""
+        """A new stream, other than the current one."""
         ...
 
     def event(self) -> Any: ...

@@ -13,8 +13,9 @@ Which of two functions with the same forward is right depends on what the ranks 
 ``gather`` all ranks compute the same: each has the whole gradient, and its own part of it is enough. After
 ``all_gather`` each rank computes something of its own: the gradient of a part is the sum over the ranks.
 
-Every function takes a tensor of any shape, returns a new tensor (``copy``: the same values), and waits for its result.
-Ranks call them in the same order. The backward's collectives have the label ``"<label> backward"``.
+Every function takes a tensor of any shape, returns a new tensor (``copy``, and a gather on one rank: the same memory)
+and waits for its result. Ranks call them in the same order.
+The backward's collectives have the label ``"<label> backward"``.
 
     y = all_reduce(linear(copy(x, tp, label="mlp in")), tp, label="mlp out")
 """
@@ -22,6 +23,7 @@ Ranks call them in the same order. The backward's collectives have the label ``"
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,39 +36,40 @@ from shoal.errors import UsageError
 
 def copy(tensor: torch.Tensor, comm: Communicator, *, label: str) -> torch.Tensor:
     """``tensor``; its gradient is summed over the ranks, which compute different parts from it."""
-    return _apply(_Copy, tensor, comm, label)
+    return _apply(tensor, comm, label, _alias, _sum)
 
 
 def all_reduce(tensor: torch.Tensor, comm: Communicator, *, label: str) -> torch.Tensor:
     """The sum over the ranks; every rank computes the same from it, so that its gradient is taken as it is."""
-    return _apply(_AllReduce, tensor, comm, label)
+    return _apply(tensor, comm, label, _sum, _keep)
 
 
 def split(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: str) -> torch.Tensor:
     """This rank's part of ``tensor``, which all ranks have, along ``dim``."""
-    return _apply(_Split, tensor, comm, dim, label)
+    return _apply(tensor, comm, label, partial(_own_part, dim=dim), partial(_gather, dim=dim))
 
 
 def gather(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: str) -> torch.Tensor:
     """The ranks' tensors concatenated along ``dim``; every rank computes the same from them."""
-    return _apply(_Gather, tensor, comm, dim, label)
+    return _apply(tensor, comm, label, partial(_gather, dim=dim), partial(_own_part, dim=dim))
 
 
 def all_gather(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: str) -> torch.Tensor:
     """The ranks' tensors concatenated along ``dim``; each rank computes something of its own from them."""
-    return _apply(_AllGather, tensor, comm, dim, label)
+    return _apply(tensor, comm, label, partial(_gather, dim=dim), partial(_sum_part, dim=dim))
 
 
 def reduce_scatter(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: str) -> torch.Tensor:
     """This rank's part, along ``dim``, of the sum over the ranks."""
-    return _apply(_ReduceScatter, tensor, comm, dim, label)
+    return _apply(tensor, comm, label, partial(_sum_part, dim=dim), partial(_gather, dim=dim))
 
 
 def all_to_all(
     tensor: torch.Tensor, comm: Communicator, *, split_dim: int = 0, concat_dim: int = 0, label: str
 ) -> torch.Tensor:
     """Send part ``r`` of ``tensor`` along ``split_dim`` to rank ``r``; concatenate the received parts."""
-    return _apply(_AllToAll, tensor, comm, split_dim, concat_dim, label)
+    there = partial(_exchange_parts, split_dim=split_dim, concat_dim=concat_dim)
+    return _apply(tensor, comm, label, there, partial(_exchange_parts, split_dim=concat_dim, concat_dim=split_dim))
 
 
 def all_to_all_uneven(
@@ -78,18 +81,24 @@ def all_to_all_uneven(
         out_splits: rows received from each rank.
         source_splits: rows sent to each rank.
     """
-    return _apply(_AllToAllUneven, tensor, comm, list(out_splits), list(source_splits), label)
+    outs, sources = list(out_splits), list(source_splits)
+    there = partial(_exchange_rows, out_splits=outs, source_splits=sources)
+    return _apply(tensor, comm, label, there, partial(_exchange_rows, out_splits=sources, source_splits=outs))
 
 
 def is_gather(node: Any, comm: Communicator) -> bool:
     """True if a node of autograd's graph is a :func:`gather` over ``comm``."""
-    return getattr(type(node), "_forward_cls", None) is _Gather and node.comm is comm
+    is_pair = getattr(type(node), "_forward_cls", None) is _Pair
+    return is_pair and getattr(node.back, "func", None) is _own_part and node.comm is comm
+
+
+Move = Callable[[torch.Tensor, Communicator, str], torch.Tensor]
 
 
 # A compiler calls it as it is: it would trace the waiting for other ranks.
 @untraced
-def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
-    result: torch.Tensor = function.apply(*args)
+def _apply(tensor: torch.Tensor, comm: Communicator, label: str, there: Move, back: Move) -> torch.Tensor:
+    result: torch.Tensor = _Pair.apply(tensor, comm, label, there, back)
     return result
 
 
@@ -99,111 +108,35 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return decorated
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
-        ctx.comm, ctx.label = comm, label
-        return tensor.view_as(tensor)
+class _Pair(torch.autograd.Function):
+    """A move of the tensor, and one of its gradient."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _sum(gradient, ctx.comm, f"{ctx.label} backward"), None, None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
-        return _sum(tensor, comm, label)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradient, None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> torch.Tensor:
-        ctx.comm, ctx.dim, ctx.label = comm, dim, label
-        return _parts(tensor, comm.size, dim, label)[comm.rank].contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _gather(gradient, ctx.comm, ctx.dim, f"{ctx.label} backward"), None, None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> torch.Tensor:
-        ctx.comm, ctx.dim, ctx.label = comm, dim, label
-        return _gather(tensor, comm, dim, label)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        own = _parts(gradient, ctx.comm.size, ctx.dim, ctx.label)[ctx.comm.rank]
-        return own.contiguous(), None, None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> torch.Tensor:
-        ctx.comm, ctx.dim, ctx.label = comm, dim, label
-        return _gather(tensor, comm, dim, label)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _sum_part(gradient, ctx.comm, ctx.dim, f"{ctx.label} backward"), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> torch.Tensor:
-        ctx.comm, ctx.dim, ctx.label = comm, dim, label
-        return _sum_part(tensor, comm, dim, label)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _gather(gradient, ctx.comm, ctx.dim, f"{ctx.label} backward"), None, None, None
-
-
-class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, comm: Communicator, split_dim: int, concat_dim: int, label: str
+        ctx: Any, tensor: torch.Tensor, comm: Communicator, label: str, there: Move, back: Move
     ) -> torch.Tensor:
-        ctx.comm, ctx.dims, ctx.label = comm, (split_dim, concat_dim), label
-        return _exchange_parts(tensor, comm, split_dim, concat_dim, label)
+        ctx.comm, ctx.label, ctx.back = comm, label, back
+        return there(tensor, comm, label)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        split_dim, concat_dim = ctx.dims
-        back = _exchange_parts(gradient, ctx.comm, concat_dim, split_dim, f"{ctx.label} backward")
-        return back, None, None, None, None
-
-
-class _AllToAllUneven(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, comm: Communicator, out_splits: list[int], source_splits: list[int], label: str
-    ) -> torch.Tensor:
-        ctx.comm, ctx.splits, ctx.label = comm, (out_splits, source_splits), label
-        return _exchange_rows(tensor, comm, out_splits, source_splits, label)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        out_splits, source_splits = ctx.splits
-        back = _exchange_rows(gradient, ctx.comm, source_splits, out_splits, f"{ctx.label} backward")
-        return back, None, None, None, None
+        return ctx.back(gradient, ctx.comm, f"{ctx.label} backward"), None, None, None, None
 
 
 # The moves themselves. Each drains its work: the caller may overwrite source and result at once.
+
+
+def _alias(tensor: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def _keep(gradient: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
+    return gradient
+
+
+def _own_part(tensor: torch.Tensor, comm: Communicator, label: str, dim: int) -> torch.Tensor:
+    return _parts(tensor, comm.size, dim, label)[comm.rank].contiguous()
 
 
 def _sum(tensor: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
@@ -213,8 +146,10 @@ def _sum(tensor: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
     return full
 
 
-def _sum_part(tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> torch.Tensor:
+def _sum_part(tensor: torch.Tensor, comm: Communicator, label: str, dim: int) -> torch.Tensor:
     """Memory: a copy of ``tensor`` in which each rank's part is contiguous, and the result."""
+    if comm.size == 1:
+        return tensor.contiguous()
     parts = _parts(tensor, comm.size, dim, label)
     full = _as_one(parts, comm)
     out = torch.empty(parts[0].shape, dtype=tensor.dtype, device=tensor.device)
@@ -222,7 +157,9 @@ def _sum_part(tensor: torch.Tensor, comm: Communicator, dim: int, label: str) ->
     return out
 
 
-def _gather(tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> torch.Tensor:
+def _gather(tensor: torch.Tensor, comm: Communicator, label: str, dim: int) -> torch.Tensor:
+    if comm.size == 1:
+        return tensor.contiguous()
     return begin_gather(tensor, comm, dim, label).wait()
 
 
@@ -249,7 +186,7 @@ def begin_gather(tensor: torch.Tensor, comm: Communicator, dim: int, label: str)
 
 
 def _exchange_parts(
-    tensor: torch.Tensor, comm: Communicator, split_dim: int, concat_dim: int, label: str
+    tensor: torch.Tensor, comm: Communicator, label: str, split_dim: int, concat_dim: int
 ) -> torch.Tensor:
     parts = _parts(tensor, comm.size, split_dim, label)
     received = torch.empty((comm.size, *parts[0].shape), dtype=tensor.dtype, device=tensor.device)
@@ -258,7 +195,7 @@ def _exchange_parts(
 
 
 def _exchange_rows(
-    tensor: torch.Tensor, comm: Communicator, out_splits: list[int], source_splits: list[int], label: str
+    tensor: torch.Tensor, comm: Communicator, label: str, out_splits: list[int], source_splits: list[int]
 ) -> torch.Tensor:
     out = torch.empty((sum(out_splits), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
     width = tensor[:1].numel() if tensor.shape[0] else out[:1].numel()

@@ -463,7 +463,7 @@ class DirectCommunicator(Backend):
         return self._coordinates[self.rank]
 
     def _waiting(self, work: DirectWork, missing: list[int], waits: str) -> str:
-        """A sentence on a wait: who waits where, for whom, and what every rank issued last."""
+        """A sentence on a wait: which rank waits where, for which ranks, and what every rank issued last."""
         calls = zip(self._coordinates, self._group.last_calls(), strict=True)
         lines = "; ".join(f"rank {rank}: {text}" for rank, text in calls)
         ranks = [self._coordinates[peer] for peer in missing]

@@ -196,7 +196,7 @@ _scoped_world: ContextVar[World | None] = ContextVar("scoped_world", default=Non
 
 
 class _Process:
-    """This process's world beside torch's default process group, whose life it shares. Every thread sees it."""
+    """This process's world, which lives as long as torch's default process group. Every thread sees it."""
 
     def __init__(self) -> None:
         self.world: World | None = None
@@ -213,7 +213,7 @@ class _Process:
         if self.world is not None:
             self.world.close()
             self.world = None
-        # Gloo's threads end with the group's last reference. One that lets go of a tensor while Python is being taken
+        # Gloo's threads end with the group's last reference. One that frees a tensor while Python is being taken
         # down, after its last collective, ends the process with SIGABRT.
         self.group = None
 

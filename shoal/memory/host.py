@@ -139,7 +139,7 @@ def _pinned(nbytes: int) -> torch.Tensor:
 
 
 def host_too_small(needed_nbytes: int) -> OutOfMemoryError:
-    """Host memory is less than what is needed, which is said beside what is there."""
+    """The error where host memory is less than what is needed; it names both."""
     available = host_available_nbytes()
     return OutOfMemoryError(
         f"host memory is too small: {format_bytes(needed_nbytes)} ({needed_nbytes} bytes) are needed, "

@@ -1,4 +1,4 @@
-"""One thread of the host that carries out functions in turn, beside the thread that asks for them."""
+"""One thread of the host that carries out functions in turn, while the thread that asks for them goes on."""
 
 from __future__ import annotations
 

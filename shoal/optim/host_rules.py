@@ -265,7 +265,7 @@ def host_note(optimizer: torch.optim.Optimizer) -> str | None:
         )
         return (
             f"offload_optimizer: {own}; the step waits for it. The updates of {', '.join(KINDS)} run in threads "
-            "beside the device's work."
+            "while the device works."
         )
     if kind != "Lion" and not all(group.get("fused") for group in optimizer.param_groups):
         return (

@@ -125,7 +125,6 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 WarmupType = Literal["log", "linear"]
-VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 DEFAULT_BETA2 = 0.99  # OneCycle sets the second beta to this, as DeepSpeed does, whatever the optimizer's was
 
 
@@ -425,12 +424,9 @@ def _warn_if_short(name: str, total: int, warmup: int) -> None:
 
 
 _OWN: dict[str, type[Schedule]] = {
-    "LRRangeTest": LRRangeTest,
-    "OneCycle": OneCycle,
-    "WarmupLR": WarmupLR,
-    "WarmupDecayLR": WarmupDecayLR,
-    "WarmupCosineLR": WarmupCosineLR,
+    kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
+VALID_LR_SCHEDULES = list(_OWN)
 
 
 def build_schedule(name: str, params: Mapping[str, Any], optimizer: Any) -> Any:

@@ -168,9 +168,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                     owned.specs,
                 )
             )
-        if comm.size == 1:
+        others = None if comm.size == 1 else comm
+        if others is None:
             _check_whole(ranges)
-        self._update(flats, None if comm.size == 1 else comm, tp)
+        self._update(flats, others, tp)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

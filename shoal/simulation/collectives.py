@@ -51,7 +51,7 @@ class SimulatedWork:
     """A collective under way.
 
     Args:
-        held: its tensors, which NCCL keeps until the current stream waits.
+        tensors: of the call, which NCCL keeps until the current stream waits.
         deliver: waits for the values, and writes them where the collective does.
         land: what the current stream does after it.
     """
@@ -61,12 +61,12 @@ class SimulatedWork:
         accelerator: StreamsOfCollectives,
         event: SimulatedEvent,
         out: torch.Tensor,
-        held: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
         deliver: Callable[[], None],
         land: Callable[[], object] | None,
     ) -> None:
         self._accelerator, self._event, self._out = accelerator, event, out
-        self._held: Sequence[torch.Tensor] = held
+        self._tensors: Sequence[torch.Tensor] = tensors
         self._deliver, self._land = deliver, land
         self._is_waited = False
 
@@ -79,7 +79,7 @@ class SimulatedWork:
             if self._land is not None:
                 with torch.no_grad():
                     self._land()
-            self._held, self._land = (), None
+            self._tensors, self._land = (), None
         return self._out
 
     def drain(self) -> None:

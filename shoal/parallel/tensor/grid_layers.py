@@ -88,11 +88,11 @@ class _GridProductFunction(torch.autograd.Function):
 
 
 def _gather(tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> torch.Tensor:
-    return tensor if comm.size == 1 else autograd.all_gather(tensor, comm, dim=dim, label=label)
+    return autograd.all_gather(tensor, comm, dim=dim, label=label)
 
 
 def _sum_part(tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> torch.Tensor:
-    return tensor if comm.size == 1 else autograd.reduce_scatter(tensor, comm, dim=dim, label=label)
+    return autograd.reduce_scatter(tensor, comm, dim=dim, label=label)
 
 
 def grid_norm(

@@ -123,13 +123,13 @@ class SharedAllocator:
             file, offset, size = self._returned.popleft()
             file.release(offset, size)
         for file in self.files:
-            found = file.acquire(nbytes)
-            if found is not None:
-                return file, found
+            result = file.acquire(nbytes)
+            if result is not None:
+                return file, result
         file = self._grow(nbytes)
-        found = file.acquire(nbytes)
-        assert found is not None
-        return file, found
+        result = file.acquire(nbytes)
+        assert result is not None
+        return file, result
 
     def _grow(self, nbytes: int) -> SharedFile:
         wanted = max(nbytes, min(self.nbytes, _MAX_GROWTH_BYTES), _MIN_FILE_BYTES)

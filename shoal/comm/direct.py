@@ -325,12 +325,12 @@ class DirectCommunicator(Backend):
         return work
 
     def _channel(self, source: int, target: int) -> DirectCommunicator:
-        found = self._channels.get((source, target))
-        if found is None:
+        result = self._channels.get((source, target))
+        if result is None:
             group = self._group.channel(source, target)
-            found = DirectCommunicator(self.axis, group, self._pending, (source, target))
-            self._channels[source, target] = found
-        return found
+            result = DirectCommunicator(self.axis, group, self._pending, (source, target))
+            self._channels[source, target] = result
+        return result
 
     def advance(self, work: DirectWork) -> bool:
         """Do the next step of ``work`` if its peers are ready for it. Returns: was there one?"""

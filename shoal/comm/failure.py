@@ -99,8 +99,8 @@ class FailureReports:
                 is_found = self._store.check([_KEY])
                 self.is_store_ended = False
                 if is_found:
-                    found = json.loads(self._store.get(_KEY))
-                    return RankFailedError(found["rank"], found["traceback"])
+                    report = json.loads(self._store.get(_KEY))
+                    return RankFailedError(report["rank"], report["traceback"])
             except Exception:
                 self.is_store_ended = True
                 return None
@@ -169,17 +169,19 @@ class FailureWatch:
     def _run(self) -> None:
         while not self._is_stopped.wait(self._interval_seconds):
             was_store_ended = self._failures.is_store_ended
-            found = self._failures.find()
-            if found is None and was_store_ended and self._failures.is_store_ended:
-                found = RankFailedError(0, "The process that hosts the store (rank 0's, or the launcher's) has ended.")
-            if found is None and self._next_rank is not None and self._next_rank.has_ended():
+            failure = self._failures.find()
+            if failure is None and was_store_ended and self._failures.is_store_ended:
+                failure = RankFailedError(
+                    0, "The process that hosts the store (rank 0's, or the launcher's) has ended."
+                )
+            if failure is None and self._next_rank is not None and self._next_rank.has_ended():
                 # One that raised has reported before its process ended.
-                found = self._failures.find() or RankFailedError(
+                failure = self._failures.find() or RankFailedError(
                     self._next_rank.rank, "Its process has ended without a report: killed, or out of memory."
                 )
-                self._failures.report(found.failed_rank, found.remote_traceback)
-            if found is not None:
-                self._on_failure(found)
+                self._failures.report(failure.failed_rank, failure.remote_traceback)
+            if failure is not None:
+                self._on_failure(failure)
                 with contextlib.suppress(Exception):  # the store has ended
                     self._failures.acknowledge()
                 return

@@ -440,9 +440,10 @@ class GlooCommunicator(Backend):
             raise self._explained(error, work) from error
 
     def _explained(self, error: RuntimeError, work: GlooWork) -> CommError:
-        found = self._failures.explain(error, f"{work.what} on axis {self.axis!r} with {self.size} ranks, over Gloo,")
-        self.first_error.keep(found)
-        return found
+        what = f"{work.what} on axis {self.axis!r} with {self.size} ranks, over Gloo,"
+        explained = self._failures.explain(error, what)
+        self.first_error.keep(explained)
+        return explained
 
 
 def _tag(work: GlooWork, part: int) -> int:

@@ -29,8 +29,8 @@ def accelerator(backend: str | None) -> torch.device | None:
     """The kind of accelerator that ``backend`` reaches; None: there is none, so that ranks use the CPU."""
     if backend not in (None, "nccl") and "cuda" not in str(backend):
         return None
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found if found is not None and found.type == "cuda" else None
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return current if current is not None and current.type == "cuda" else None
 
 
 def device_of(local_rank: int | None, backend: str | None, bound: torch.device | None = None) -> torch.device:

@@ -219,11 +219,11 @@ class NcclCommunicator(Backend):
         """``after`` as a tensor of one element: unlike a number it makes a 16-bit product an fp32 one."""
         if after == 1.0:
             return None
-        found = self._factors.get((after, full.device))
-        if found is None:
-            found = torch.full((1,), after, dtype=torch.float32, device=full.device)
-            self._factors[after, full.device] = found
-        return found
+        factor = self._factors.get((after, full.device))
+        if factor is None:
+            factor = torch.full((1,), after, dtype=torch.float32, device=full.device)
+            self._factors[after, full.device] = factor
+        return factor
 
 
 class _Explained:
@@ -240,6 +240,6 @@ class _Explained:
         if isinstance(error, RuntimeError) and not isinstance(error, CommError):
             self._first_error.check()
             if isinstance(error, dist.DistError):
-                found = self._failures.explain(error, self._what)
-                self._first_error.keep(found)
-                raise found from error
+                cause = self._failures.explain(error, self._what)
+                self._first_error.keep(cause)
+                raise cause from error

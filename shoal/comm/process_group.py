@@ -335,12 +335,12 @@ def device_mesh(
     """
     ranks = torch.tensor(_grid(mesh, axes, rank), dtype=torch.int)
     # As DeviceMesh.from_group, which asks torch.distributed for the rank.
-    found = _RankedMesh(device_type, ranks, mesh_dim_names=tuple(axes), _init_backend=False, _rank=rank)
-    found._dim_group_names = [group.group_name for group in groups]
-    registry = getattr(found, "_pg_registry", None)  # of newer versions of torch
+    made = _RankedMesh(device_type, ranks, mesh_dim_names=tuple(axes), _init_backend=False, _rank=rank)
+    made._dim_group_names = [group.group_name for group in groups]
+    registry = getattr(made, "_pg_registry", None)  # of newer versions of torch
     if registry is not None:
         registry.update({group.group_name: group for group in groups})
-    return found
+    return made
 
 
 def _grid(mesh: Mesh, axes: Sequence[str], rank: int) -> Any:

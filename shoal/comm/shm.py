@@ -170,17 +170,17 @@ class LocalPeers:
 
     def file(self, rank: int, serial: int, fd: int, nbytes: int) -> mmap.mmap:
         """The map of a file of ``rank``'s allocator."""
-        found = self._maps.get((rank, serial))
-        if found is None:
+        result = self._maps.get((rank, serial))
+        if result is None:
             try:
-                found = map_file(self._handles[rank].pid, fd, nbytes)
+                result = map_file(self._handles[rank].pid, fd, nbytes)
             except OSError as error:
                 self.raise_failure()
                 raise RankFailedError(
                     rank, f"its process {self._handles[rank].pid} has ended and took its memory with it ({error})"
                 ) from error
-            self._maps[rank, serial] = found
-        return found
+            self._maps[rank, serial] = result
+        return result
 
     def raise_failure(self) -> None:
         """Raises: RankFailedError: a rank of this host has reported one."""
@@ -385,13 +385,13 @@ class SharedMemoryGroup:
             word.wake()
 
     def _describe(self, call: GroupCall) -> tuple[int, bytes]:
-        found = self._texts.get(call)
-        if found is None:
+        result = self._texts.get(call)
+        if result is None:
             if len(self._texts) >= 4096:
                 self._texts.clear()
             text = str(call).encode()
-            found = self._texts[call] = (zlib.crc32(text), text[:_TEXT_BYTES])
-        return found
+            result = self._texts[call] = (zlib.crc32(text), text[:_TEXT_BYTES])
+        return result
 
     def _slot(self, number: int) -> int:
         return _HEADER_WORDS + (number % self.capacity) * _SLOT_WORDS

@@ -129,10 +129,10 @@ class ProcessTransport:
 
         A rank that is alone makes one too: NCCL may split all of them from one parent, in which every rank takes part.
         """
-        found = self._nccl.get(groups)
-        if found is None:
-            found = self._nccl[groups] = new_group(ranks, self._device, timedelta(seconds=self._timeout))
-        return found
+        group = self._nccl.get(groups)
+        if group is None:
+            group = self._nccl[groups] = new_group(ranks, self._device, timedelta(seconds=self._timeout))
+        return group
 
     def _open_gloo(self, axis: str, name: str, ranks: tuple[int, ...]) -> GlooCommunicator:
         # Not by new_group, in which all ranks take part and which keeps state after it is destroyed.

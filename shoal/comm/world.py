@@ -116,8 +116,8 @@ class World:
         ranks = mesh.ranks_along(axis, self.rank)
         accelerator = simulation()
         key = axis, ranks, accelerator
-        found = self._communicators.get(key)
-        if found is None:
+        result = self._communicators.get(key)
+        if result is None:
             backend: Backend
             if mesh.size(axis) == 1 or self._transport is None:
                 backend = FakeCommunicator(axis, 0, 1)
@@ -125,8 +125,8 @@ class World:
                 backend = self._transport.open(axis, mesh.groups(axis))
                 if accelerator is not None:
                     backend = accelerator.communicator(backend, ranks, self.shared)
-            found = self._communicators[key] = Communicator(backend, self.recorder)
-        return found
+            result = self._communicators[key] = Communicator(backend, self.recorder)
+        return result
 
     def process_group(self, axis: str, mesh: Mesh) -> dist.ProcessGroup:
         """torch's process group of the ranks along ``axis``; the same object for the same ranks.
@@ -137,21 +137,21 @@ class World:
         Communicates: the first time, start-up messages: every rank calls it in the same order.
         """
         ranks = mesh.ranks_along(axis, self.rank)
-        found = self._process_groups.get(ranks)
-        if found is None:
+        result = self._process_groups.get(ranks)
+        if result is None:
             comm = self.communicator(axis, mesh)
             if self.backend in ("threads", "none"):
                 name = f"shoal-{id(self)}-{len(self._process_groups)}"
                 group = CommunicatorGroup(comm, ranks, name)
                 self._on_closing.append(group.unregister)
-                found = group
+                result = group
             elif len(ranks) == self.size:
-                found = _default_group()
+                result = _default_group()
             else:
-                found = dist.new_group(list(ranks), use_local_synchronization=True)
-                self._on_closing.append(partial(_destroy, found))
-            self._process_groups[ranks] = found
-        return found
+                result = dist.new_group(list(ranks), use_local_synchronization=True)
+                self._on_closing.append(partial(_destroy, result))
+            self._process_groups[ranks] = result
+        return result
 
     def device_mesh(self, mesh: Mesh, axes: Sequence[str]) -> DeviceMesh:
         """torch's DeviceMesh over ``axes`` of ``mesh``, slowest first, in the groups of :meth:`process_group`.

@@ -27,8 +27,8 @@ def host_available_nbytes(root: Path = Path("/")) -> int:
     simulated = simulation()
     if simulated is not None and simulated.host_nbytes is not None:
         return simulated.host_nbytes
-    found = [*_of_machine(root), *_of_cgroups(root), *_of_limits(root)]
-    return max(0, min(found)) if found else 0
+    limits = [*_of_machine(root), *_of_cgroups(root), *_of_limits(root)]
+    return max(0, min(limits)) if limits else 0
 
 
 def _of_machine(root: Path) -> Iterator[int]:

@@ -116,10 +116,10 @@ def _sweep_one(path: Path) -> bool:
         status = os.fstat(fd)
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
             return False
-        found = lock_if_gone(_OWNER, fd)
-        if found is None:
+        locked = lock_if_gone(_OWNER, fd)
+        if locked is None:
             return False
-        owner, owner_fd = found
+        owner, owner_fd = locked
         try:
             return path.name == f"shoal-offload-{owner.job}-rank{owner.rank}" and _empty(path, fd)
         finally:

@@ -55,7 +55,7 @@ def too_short(path: str, *, start: int, nbytes: int, found_nbytes: int) -> TierE
 def free_nbytes(folder: str) -> int:
     """Bytes that this user may still write to the file system of ``folder``; 0 where it cannot be asked."""
     try:
-        found = os.statvfs(folder)
+        status = os.statvfs(folder)
     except OSError:
         return 0
-    return found.f_bavail * found.f_frsize
+    return status.f_bavail * status.f_frsize

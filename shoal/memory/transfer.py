@@ -38,8 +38,8 @@ def clipped(ranges: Iterable[tuple[int, int]], begin: int, end: int) -> list[tup
     >>> clipped([(0, 4), (6, 20)], 2, 10)
     [(2, 4), (6, 10)]
     """
-    found = [(max(start, begin), min(stop, end)) for start, stop in ranges]
-    return [(start, stop) for start, stop in found if start < stop]
+    parts = [(max(start, begin), min(stop, end)) for start, stop in ranges]
+    return [(start, stop) for start, stop in parts if start < stop]
 
 
 class Intervals:
@@ -321,19 +321,19 @@ class DiskTransfer:
 
     def _keep_sums(self, view: memoryview, start: int) -> None:
         if self._way.checks_sums:
-            found = dict(self._sums(view, start))
+            new = dict(self._sums(view, start))
             with self._extent.lock:
-                self._extent.sums.update(found)
+                self._extent.sums.update(new)
 
     def _check_sums(self, view: memoryview, start: int) -> None:
         if not self._way.checks_sums:
             return
-        for block, found in self._sums(view, start):
+        for block, actual in self._sums(view, start):
             with self._extent.lock:
                 expected = self._extent.sums.get(block)
-            if expected is not None and found != expected:
+            if expected is not None and actual != expected:
                 raise TierError(
-                    f"a block of {self._extent.name!r} is not what was written: its xxh3 is {found:016x}, "
+                    f"a block of {self._extent.name!r} is not what was written: its xxh3 is {actual:016x}, "
                     f"it was {expected:016x}.",
                     where=f"{self._extent.path}, {self._way.block_nbytes} bytes at offset "
                     f"{block * self._way.block_nbytes}",
@@ -370,9 +370,9 @@ class DiskTransfer:
             done += moved
             num_idle = 0 if moved else num_idle + 1
             if num_idle == _MAX_IDLE_CALLS or (not moved and doing == "reading"):
-                found = os.fstat(self._fd).st_size
-                if found < start + len(view):
-                    raise too_short(self._extent.path, start=start + done, nbytes=len(view) - done, found_nbytes=found)
+                size = os.fstat(self._fd).st_size
+                if size < start + len(view):
+                    raise too_short(self._extent.path, start=start + done, nbytes=len(view) - done, found_nbytes=size)
             if num_idle == _MAX_IDLE_CALLS:
                 cause = OSError(errno.EIO, f"the device transferred nothing, {num_idle} times in a row")
                 raise self._failed(cause, doing, start + done, len(view) - done)
@@ -392,5 +392,5 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
             f"shape {tuple(tensor.shape)}, stride {tensor.stride()}.",
             do="copy it into a contiguous staging buffer on the host.",
         )
-    found: Any = tensor.detach().reshape(-1)
-    return found.view(torch.uint8) if found.numel() else torch.empty(0, dtype=torch.uint8)
+    flat: Any = tensor.detach().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)

@@ -298,7 +298,7 @@ def _split_for_muon(
     """
     settings = dict(settings)
     rates = {True: settings.pop("muon_lr", None), False: settings.pop("adam_lr", None)}
-    found: list[dict[str, Any]] = []
+    halved: list[dict[str, Any]] = []
     counts = {True: 0, False: 0}
     for number, group in enumerate(groups):
         halves: dict[bool, list[Any]] = {True: [], False: []}
@@ -330,10 +330,10 @@ def _split_for_muon(
                 half["param_names"] = []  # torch wants names in all groups or in none
             if rates[use_muon] is not None:
                 half.setdefault("lr", rates[use_muon])
-            found.append(half)
+            halved.append(half)
             counts[use_muon] += len(members)
     note = f"Muon updates {counts[True]} matrices; {counts[False]} other parameters get AdamW."
-    return found, settings, [note]
+    return halved, settings, [note]
 
 
 def _members(group: Mapping[str, Any], indices: list[int]) -> dict[str, list[Any]]:

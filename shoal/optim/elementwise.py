@@ -203,9 +203,9 @@ def _first_difference(optimizer: torch.optim.Optimizer) -> str | None:
         trials |= dict.fromkeys(_sizes_of(group["params"]), PROBE_MORE_STEPS)
         tried.append(settings)
         for shape, steps in trials.items():
-            found = _try(make, device, shape, steps)
-            if found:
-                return found
+            result = _try(make, device, shape, steps)
+            if result:
+                return result
     return None
 
 
@@ -224,11 +224,11 @@ def _sizes_of(parameters: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
 def settings_of(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> dict[str, Any]:
     """The hyperparameters of the group that the constructor accepts, as plain values."""
     parameters = inspect.signature(kind).parameters
-    found = {}
+    result = {}
     for name, value in group.items():
         if name in parameters and name != "params":
-            found[name] = value.clone() if isinstance(value, torch.Tensor) else value
-    return found
+            result[name] = value.clone() if isinstance(value, torch.Tensor) else value
+    return result
 
 
 def _try(
@@ -301,12 +301,12 @@ def _tensors_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[torch.T
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """The optimizers among an optimizer's attributes (lists, tuples and dicts included), recursively. Each once."""
-    found: dict[int, torch.optim.Optimizer] = {}
+    result: dict[int, torch.optim.Optimizer] = {}
 
     def visit(value: Any) -> None:
         if isinstance(value, torch.optim.Optimizer):
-            if value is not optimizer and id(value) not in found:
-                found[id(value)] = value
+            if value is not optimizer and id(value) not in result:
+                result[id(value)] = value
                 search(value)
         elif isinstance(value, list | tuple):
             visit_all(value)
@@ -324,7 +324,7 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
                 visit(value)
 
     search(optimizer)
-    return list(found.values())
+    return list(result.values())
 
 
 def has_own_groups(optimizer: torch.optim.Optimizer) -> bool:

@@ -360,14 +360,14 @@ def choose_path(kind: RuleName, gradient: torch.dtype, parameter: torch.dtype | 
     finally:
         for step in steps.values():
             step.close()
-    found = {path: median(values) for path, values in times.items()}
-    path = min(found, key=lambda path: found[path])
+    medians = {path: median(values) for path, values in times.items()}
+    path = min(medians, key=lambda path: medians[path])
     logger.info(
         "host optimizer: %s takes the path %r on %d threads (%s for %d Mi elements).",
         kind,
         path,
         num_threads,
-        ", ".join(f"{name} {value:.1f} ms" for name, value in found.items()),
+        ", ".join(f"{name} {value:.1f} ms" for name, value in medians.items()),
         TRIAL_NUMEL >> 20,
     )
-    return Choice(path, found)
+    return Choice(path, medians)

@@ -339,8 +339,8 @@ class Muon(WholeTensorOptimizer):
             else:
                 of_parts.append((place, (whole, flat, index)))
         if tp is not None:
-            found = self._orthogonalized_parts([update for _, update in of_parts], tp)
-            for (place, _), own in zip(of_parts, found, strict=True):
+            result = self._orthogonalized_parts([update for _, update in of_parts], tp)
+            for (place, _), own in zip(of_parts, result, strict=True):
                 place.copy_(own)
         results.gather("muon.results")
 

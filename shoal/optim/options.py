@@ -14,11 +14,11 @@ from shoal.text import nearest
 
 def accepted_names(factory: type) -> dict[str, bool]:
     """The keyword parameters of a constructor by name; True: required. Without ``self`` and the first argument."""
-    found = {}
+    result = {}
     for name, parameter in list(inspect.signature(factory).parameters.items())[1:]:
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            found[name] = parameter.default is parameter.empty
-    return found
+            result[name] = parameter.default is parameter.empty
+    return result
 
 
 def hint(name: str, names: Collection[str]) -> str:

@@ -87,19 +87,19 @@ def partial_sums(
     if low >= high:
         return []
     top = height(numel)
-    found: dict[Key, torch.Tensor] = {}
+    sums: dict[Key, torch.Tensor] = {}
     chunk_level = min(chunk_level, top)
     roots, begin = [], low
     while begin < high:
         end = min(((begin >> chunk_level) + 1) << chunk_level, high)
-        roots.append(_reduce(values_of(begin, end), begin, 0, chunk_level, is_end=end == numel, into=found))
+        roots.append(_reduce(values_of(begin, end), begin, 0, chunk_level, is_end=end == numel, into=sums))
         begin = end
     skipped = 0 if roots[0].shape[1] else 1
     first = (low >> chunk_level) + skipped
-    rest = _reduce(torch.cat(roots, dim=1), first, chunk_level, top, is_end=high == numel, into=found)
+    rest = _reduce(torch.cat(roots, dim=1), first, chunk_level, top, is_end=high == numel, into=sums)
     if rest.shape[1]:
-        found[top, 0] = rest[:, 0]
-    return [found[key] for key in sorted(found)]
+        sums[top, 0] = rest[:, 0]
+    return [sums[key] for key in sorted(sums)]
 
 
 @dataclass(frozen=True)

@@ -144,8 +144,7 @@ class EngineParameters(ParameterOwner):
             if group.is_trained:
                 self.set_local_parameter(parameter, value)
             else:
-                self._sharded.release_kept([self._sharded.unit_of[id(parameter)]])
-                buffer.comm.drain()
+                _make_writable(self._sharded, parameter, group)
                 with buffer.storage.resident():
                     buffer.shard[part.start : part.stop].copy_(value)
 
@@ -229,8 +228,7 @@ class EngineParameters(ParameterOwner):
         """Set the main parameter and the parameter. Called with the same value on every rank. Communicates nothing."""
         group, slot, segment = self._find(parameter)
         _check_shape(value, group.buffer.layout.specs[slot])
-        self._sharded.release_kept([self._sharded.unit_of[id(parameter)]])
-        group.buffer.comm.drain()
+        _make_writable(self._sharded, parameter, group)
         if segment:
             part = self._part(group, slot, segment, value)
             with group.resident():
@@ -248,8 +246,7 @@ class EngineParameters(ParameterOwner):
         if segment is None:
             return
         _check_numel(value, segment)
-        self._sharded.release_kept([self._sharded.unit_of[id(parameter)]])
-        group.buffer.comm.drain()
+        _make_writable(self._sharded, parameter, group)
         with group.resident():
             group.main[segment.start : segment.stop].copy_(value.reshape(-1))
         if group.has_own_main:
@@ -399,6 +396,12 @@ class EngineParameters(ParameterOwner):
                 numel = segment.stop - segment.start
                 held[key][segment.start : segment.stop].copy_(flat[done : done + numel])
                 done += numel
+
+
+def _make_writable(sharded: ShardedModel, parameter: torch.Tensor, group: ParameterGroup) -> None:
+    """Release what a forward left gathered of the parameter's unit, and wait until no peer reads its shard."""
+    sharded.release_kept([sharded.unit_of[id(parameter)]])
+    group.buffer.comm.drain()
 
 
 def _check_shape(value: torch.Tensor, slot: ParameterSpec) -> None:

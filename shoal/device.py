@@ -34,8 +34,8 @@ def read_vector(tensor: torch.Tensor, *, when_fake: float) -> list[float]:
     Order: blocks the host until they are there.
     """
     if is_fake(tensor):
-        if (found := simulation()) is not None:
-            found.read_on_host(tensor)
+        if (accelerator := simulation()) is not None:
+            accelerator.read_on_host(tensor)
         return [when_fake] * tensor.numel()
     return [float(value) for value in tensor.tolist()]
 
@@ -76,8 +76,8 @@ class Device:
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
-        elif (found := simulation()) is not None:
-            found.synchronize()
+        elif (accelerator := simulation()) is not None:
+            accelerator.synchronize()
 
     def give_cache_back(self) -> None:
         """Give the memory that the allocator keeps for later, and nothing uses, back to the driver or the kernel."""

@@ -366,8 +366,8 @@ class Mesh:
         return tuple(_Extent(degree=self._degree(name), stride=self._stride(name)) for name in names)
 
     def _factors(self, axis: str) -> tuple[_Extent, ...]:
-        found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)/(\d(?:,\d)*)", axis)
-        base, sizes_text, kept_text = found.groups() if found else ("", "1", "0")
+        match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)/(\d(?:,\d)*)", axis)
+        base, sizes_text, kept_text = match.groups() if match else ("", "1", "0")
         sizes = [int(size) for size in sizes_text.split("x")]
         kept = [int(factor) for factor in kept_text.split(",")]
         degree = self.size(base) if base in (*_SLOWEST_FIRST, "fsdp", "ep") else 0

@@ -109,8 +109,8 @@ def open_owner(path: str, how: int = os.O_RDONLY, *, folder_fd: int | None = Non
 def read_owner(fd: int) -> FileOwner | None:
     """The process that an owner file names; None: the file names none."""
     try:
-        found = json.loads(os.read(fd, _MAX_BYTES)) if stat.S_ISREG(os.fstat(fd).st_mode) else {}
-        owner = FileOwner(**{field.name: found[field.name] for field in fields(FileOwner)})
+        values = json.loads(os.read(fd, _MAX_BYTES)) if stat.S_ISREG(os.fstat(fd).st_mode) else {}
+        owner = FileOwner(**{field.name: values[field.name] for field in fields(FileOwner)})
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     is_process = type(owner.pid) is int and isinstance(owner.started, int | None)

@@ -160,8 +160,8 @@ def host_transfer(
     name: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
 ) -> Callable[[], None]:
     """Other threads read and write host memory from now on. Returns: to be called when this thread has waited."""
-    found = _OF_THREAD.simulation
-    return _nothing if found is None else found.transfer(name, reads, writes)
+    accelerator = _OF_THREAD.simulation
+    return _nothing if accelerator is None else accelerator.transfer(name, reads, writes)
 
 
 def carried(run: Callable[[], T], thread: str) -> tuple[Callable[[], T], Callable[[], None]]:
@@ -169,8 +169,8 @@ def carried(run: Callable[[], T], thread: str) -> tuple[Callable[[], T], Callabl
 
     Returns: it, and what a thread calls that has waited for its end.
     """
-    found = _OF_THREAD.simulation
-    return (run, _nothing) if found is None else found.carried(run, thread)
+    accelerator = _OF_THREAD.simulation
+    return (run, _nothing) if accelerator is None else accelerator.carried(run, thread)
 
 
 def host_mark() -> Callable[[], None]:

@@ -16,8 +16,8 @@ def nearest(name: str, candidates: Iterable[str], limit: int = 3, cutoff: float 
     by_folded: dict[str, str] = {}
     for candidate in candidates:
         by_folded.setdefault(candidate.casefold(), candidate)
-    found = difflib.get_close_matches(name.strip().casefold(), by_folded, n=limit, cutoff=cutoff)
-    return [by_folded[folded] for folded in found]
+    matches = difflib.get_close_matches(name.strip().casefold(), by_folded, n=limit, cutoff=cutoff)
+    return [by_folded[folded] for folded in matches]
 
 
 def did_you_mean(name: str, candidates: Iterable[str], limit: int = 3) -> str:
@@ -26,10 +26,10 @@ def did_you_mean(name: str, candidates: Iterable[str], limit: int = 3) -> str:
     >>> did_you_mean("Blok", ["Block", "Embedding"])
     "; did you mean 'Block'?"
     """
-    found = nearest(name, candidates, limit)
-    if not found:
+    matches = nearest(name, candidates, limit)
+    if not matches:
         return ""
-    return f"; did you mean {' or '.join(repr(candidate) for candidate in found)}?"
+    return f"; did you mean {' or '.join(repr(candidate) for candidate in matches)}?"
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -208,14 +208,14 @@ class SimulatedAccelerator:
     def _storage_of(self, tensor: torch.Tensor, *, is_host: bool | None = False) -> TrackedStorage:
         """The storage's accesses; one that was not seen before is ``is_host`` (on another thread always)."""
         storage = tensor.untyped_storage()
-        found = self._storages.get(storage._cdata)
-        if found is None or found.ref.expired():
+        tracked = self._storages.get(storage._cdata)
+        if tracked is None or tracked.ref.expired():
             if self.host is not self._main_host:
                 is_host = True
             elif not tensor.dim() and not is_host:
                 is_host = None
-            found = self._storages[storage._cdata] = TrackedStorage(storage, is_host=is_host, stream=None)
-        return found
+            tracked = self._storages[storage._cdata] = TrackedStorage(storage, is_host=is_host, stream=None)
+        return tracked
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         with self._lock:
@@ -223,25 +223,25 @@ class SimulatedAccelerator:
 
     def add_host_memory(self, tensor: torch.Tensor, *, is_pinned: bool) -> None:
         with self._lock:
-            found = self._storage_of(tensor, is_host=True)
-            found.is_host, found.is_pinned, found.stream = True, is_pinned, None
-            found.forget()
+            tracked = self._storage_of(tensor, is_host=True)
+            tracked.is_host, tracked.is_pinned, tracked.stream = True, is_pinned, None
+            tracked.forget()
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         with self._lock:
             self.notice_deaths()
-            found = self._storages.get(storage._cdata)
-            if found is None:
-                found = self._storages[storage._cdata] = TrackedStorage(storage, is_host=False, stream=None)
-            if found.nbytes == nbytes:
+            tracked = self._storages.get(storage._cdata)
+            if tracked is None:
+                tracked = self._storages[storage._cdata] = TrackedStorage(storage, is_host=False, stream=None)
+            if tracked.nbytes == nbytes:
                 return
-            self._free(found, "its storage was resized")
-            found.forget()
-            found.nbytes = nbytes
+            self._free(tracked, "its storage was resized")
+            tracked.forget()
+            tracked.nbytes = nbytes
             if nbytes:
-                found.stream = self.current()
-                self._allocate(found.stream)
-                self._touch_storage(found, 0, nbytes, self._access("allocation", found.stream), is_write=True)
+                tracked.stream = self.current()
+                self._allocate(tracked.stream)
+                self._touch_storage(tracked, 0, nbytes, self._access("allocation", tracked.stream), is_write=True)
 
     def notice_deaths(self) -> None:
         """Check storages that were freed since the last operation."""
@@ -249,19 +249,19 @@ class SimulatedAccelerator:
             return
         self._next_deaths = self.num_operations + _DEATHS_EVERY
         with self._lock:
-            dead = [key for key, found in self._storages.items() if _is_dead(found.ref.cdata)]
+            dead = [key for key, tracked in self._storages.items() if _is_dead(tracked.ref.cdata)]
             for key in dead:
                 self._free(self._storages.pop(key), "the last tensor of it is gone")
 
-    def _free(self, found: TrackedStorage, how: str) -> None:
-        if found.is_host is not False:
+    def _free(self, tracked: TrackedStorage, how: str) -> None:
+        if tracked.is_host is not False:
             return  # a kernel has the value; page-locked memory is given back after its copies, other copies block
-        stream = found.stream if found.stream is not None else self.compute
+        stream = tracked.stream if tracked.stream is not None else self.compute
         clock = stream.clock.copy()
         clock.join(self.host.clock)
         freed = [
-            FreedBytes(self._named(found), start, stop, access, was_write, how, place_of_call())
-            for access, was_write, start, stop in found.unordered(clock)
+            FreedBytes(self._named(tracked), start, stop, access, was_write, how, place_of_call())
+            for access, was_write, start, stop in tracked.unordered(clock)
         ]
         if freed:
             self._freed.setdefault(stream, []).extend(freed)
@@ -277,12 +277,12 @@ class SimulatedAccelerator:
     def label(self, tensor: torch.Tensor, name: str, *, is_weak: bool = False) -> None:
         """Name the memory. ``is_weak``: unless it has a name."""
         with self._lock:
-            found = self._storage_of(tensor)
-            found.name = found.name if is_weak and found.name else name
+            tracked = self._storage_of(tensor)
+            tracked.name = tracked.name if is_weak and tracked.name else name
 
     @staticmethod
-    def _named(found: TrackedStorage) -> str:
-        return found.name or f"a tensor of {found.nbytes} bytes"
+    def _named(tracked: TrackedStorage) -> str:
+        return tracked.name or f"a tensor of {tracked.nbytes} bytes"
 
     # operations
 
@@ -318,10 +318,12 @@ class SimulatedAccelerator:
         if start != stop:
             self._touch_storage(self._storage_of(tensor), start, stop, access, is_write=is_write)
 
-    def _touch_storage(self, found: TrackedStorage, start: int, stop: int, access: Access, *, is_write: bool) -> None:
-        for old, was_write, begin, end in found.conflicts(start, stop, access, access.stream.clock, is_write=is_write):
+    def _touch_storage(self, tracked: TrackedStorage, start: int, stop: int, access: Access, *, is_write: bool) -> None:
+        for old, was_write, begin, end in tracked.conflicts(
+            start, stop, access, access.stream.clock, is_write=is_write
+        ):
             key = (old.name, old.place, access.name, access.place)
-            self._report(key, partial(race, self._named(found), begin, end, old, was_write, access, is_write))
+            self._report(key, partial(race, self._named(tracked), begin, end, old, was_write, access, is_write))
 
     def operator(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """An operator of torch has run."""
@@ -334,9 +336,9 @@ class SimulatedAccelerator:
         given = list(tensors_of([*args, *kwargs.values()]))
         with self._lock:
             made = [t for t in self._memory(name, list(tensors_of(result))) if self._is_new(t, given)]
-            found = [(tensor, self._storage_of(tensor)) for tensor in (*reads, *writes)]
-            is_on_host = self._is_host_work(found)
-            is_scalar = not found and bool(made) and not any(tensor.dim() for tensor in made)  # nobody's, until used
+            touched = [(tensor, self._storage_of(tensor)) for tensor in (*reads, *writes)]
+            is_on_host = self._is_host_work(touched)
+            is_scalar = not touched and bool(made) and not any(tensor.dim() for tensor in made)  # nobody's, until used
             stream = self.host if is_on_host or is_scalar else self.current()
             for tensor in made:
                 kind = None if is_scalar else is_on_host
@@ -353,7 +355,7 @@ class SimulatedAccelerator:
             if reads or writes or made:
                 cost = partial(self._cost, operator, args, kwargs, result, reads, writes, made)
                 self.run(name, stream, reads, [*writes, *made], cost)
-            if not is_on_host and (effects.blocks_host or self._blocks(operator, found, args, kwargs)):
+            if not is_on_host and (effects.blocks_host or self._blocks(operator, touched, args, kwargs)):
                 self.notice_deaths()
                 self.host.join(stream.clock)
 
@@ -372,10 +374,10 @@ class SimulatedAccelerator:
         name = str(operator)
         if name.startswith(_ALLOCATIONS):
             return Cost(COMPUTE, 0.0)
-        found = [self._storage_of(tensor) for tensor in (*reads, *writes, *made)]
-        if all(storage.is_host is not False for storage in found):
+        touched = [self._storage_of(tensor) for tensor in (*reads, *writes, *made)]
+        if all(storage.is_host is not False for storage in touched):
             return self._host_cost(reads, [*writes, *made], times)
-        on_host = [storage for storage in found if storage.is_host]
+        on_host = [storage for storage in touched if storage.is_host]
         if on_host and name.startswith(("aten.copy_", "aten._to_copy")):
             written = [*writes, *made]
             is_to_host = any(self.is_host(tensor) for tensor in written)
@@ -388,20 +390,20 @@ class SimulatedAccelerator:
         nbytes = _nbytes(reads) + 2 * _nbytes(writes)  # a cache line is read before it is written
         return times.on_host(nbytes, is_main=self.host is self._main_host)
 
-    def _is_host_work(self, found: Sequence[tuple[torch.Tensor, TrackedStorage]]) -> bool:
-        if not found:
+    def _is_host_work(self, touched: Sequence[tuple[torch.Tensor, TrackedStorage]]) -> bool:
+        if not touched:
             return self.host is not self._main_host
-        return all(storage.is_host is not False for _, storage in found)
+        return all(storage.is_host is not False for _, storage in touched)
 
     @staticmethod
     def _blocks(
         operator: Any,
-        found: Sequence[tuple[torch.Tensor, TrackedStorage]],
+        touched: Sequence[tuple[torch.Tensor, TrackedStorage]],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> bool:
         """True if the host waits for an operation between its memory and the device's."""
-        on_host = [storage for _, storage in found if storage.is_host]
+        on_host = [storage for _, storage in touched if storage.is_host]
         if not on_host:
             return False
         if not str(operator).startswith("aten.copy_") or not all(each.is_pinned for each in on_host):
@@ -417,7 +419,7 @@ class SimulatedAccelerator:
 
     def _memory(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The dense tensors of CPU memory in these; others are reported. Those of ``meta`` have no memory."""
-        found: list[torch.Tensor] = []
+        dense: list[torch.Tensor] = []
         for tensor in tensors:
             if tensor.device.type == "meta":
                 continue
@@ -425,10 +427,10 @@ class SimulatedAccelerator:
                 self.unknown(name, f"a tensor is on {tensor.device}, and the simulated accelerator is the CPU")
                 continue
             try:
-                found += parts_of_memory(tensor)
+                dense += parts_of_memory(tensor)
             except TypeError as error:
                 self.unknown(name, f"the memory of a tensor with layout {error} is not known")
-        return found
+        return dense
 
     def host_access(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         self.notice_deaths()
@@ -462,11 +464,11 @@ class SimulatedAccelerator:
 
     def _report(self, key: object, text: Callable[[], str]) -> None:
         with self._lock:
-            found = self.findings.get(key)
-            if found is None:
+            finding = self.findings.get(key)
+            if finding is None:
                 self.findings[key] = StreamFinding(text())
             else:
-                found.count += 1
+                finding.count += 1
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:

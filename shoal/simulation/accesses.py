@@ -31,15 +31,15 @@ _NUM_PLACES = 3
 
 def place_of_call() -> str:
     """The lines of Python, outside of torch and of what every operation passes through, that are running."""
-    found: list[str] = []
+    places: list[str] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < _NUM_PLACES:
+    while frame is not None and len(places) < _NUM_PLACES:
         code = frame.f_code
         if not _is_skipped(code.co_filename):
-            name = code.co_filename if not found else code.co_filename.rpartition("/")[2]
-            found.append(f"{name}:{frame.f_lineno} in {code.co_name}")
+            name = code.co_filename if not places else code.co_filename.rpartition("/")[2]
+            places.append(f"{name}:{frame.f_lineno} in {code.co_name}")
         frame = frame.f_back
-    return ", called by ".join(found)
+    return ", called by ".join(places)
 
 
 @cache
@@ -120,10 +120,10 @@ class TrackedStorage:
         """Accesses that ``clock`` does not know to be over; not those of streams that the allocator was told of."""
         for index, segment in enumerate(self._segments):
             end = self._segments[index + 1].start if index + 1 < len(self._segments) else self.nbytes
-            found = [(read, False) for read in segment.reads.values()]
+            accesses = [(read, False) for read in segment.reads.values()]
             if segment.write is not None:
-                found.append((segment.write, True))
-            for access, is_write in found:
+                accesses.append((segment.write, True))
+            for access, is_write in accesses:
                 if access.stream not in self.recorded and not access.is_before(clock):
                     yield access, is_write, segment.start, end
 

@@ -67,12 +67,12 @@ def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
         yield check
         accelerator.notice_deaths()
         accelerator.check_order()
-    found = check.findings
-    if found and raises:
-        shown = "\n\n".join(str(finding) for finding in found[:_MAX_SHOWN])
-        more = f"\n\n... and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+    findings = check.findings
+    if findings and raises:
+        shown = "\n\n".join(str(finding) for finding in findings[:_MAX_SHOWN])
+        more = f"\n\n... and {len(findings) - _MAX_SHOWN} more" if len(findings) > _MAX_SHOWN else ""
         raise StreamError(
-            f"the streams do not wait for each other where they must ({len(found)} faults):\n\n{shown}{more}",
+            f"the streams do not wait for each other where they must ({len(findings)} faults):\n\n{shown}{more}",
             do="add the wait that each entry names. If the lines are Shoal's own, please report it.",
             code="stream-race",
         )

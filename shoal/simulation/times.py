@@ -123,23 +123,23 @@ def exposed(
     Args:
         end: not before the end of the last operation of ``stream``; when its clock's last operation ended.
     """
-    found = dict.fromkeys(KINDS, 0.0)
+    seconds = dict.fromkeys(KINDS, 0.0)
     reached = begin
     for operation in operations:
         if operation.stream is stream and operation.end > begin:
-            _attribute(found, reached, operation.start, operation.before, operation.kind)
-            found[operation.kind] += operation.end - max(operation.start, reached)
+            _attribute(seconds, reached, operation.start, operation.before, operation.kind)
+            seconds[operation.kind] += operation.end - max(operation.start, reached)
             reached = operation.end
-    _attribute(found, reached, end, stream.clock.last, HOST)
-    return found
+    _attribute(seconds, reached, end, stream.clock.last, HOST)
+    return seconds
 
 
-def _attribute(found: dict[str, float], begin: float, end: float, waited: TimedOperation | None, kind: str) -> None:
+def _attribute(seconds: dict[str, float], begin: float, end: float, waited: TimedOperation | None, kind: str) -> None:
     """Give the time from ``begin`` to ``end`` to what something of ``kind`` waited for, and what that waited for."""
     while waited is not None and end > begin:
         if waited.end < end:  # another operation was in the way
-            found[kind] += end - max(waited.end, begin)
+            seconds[kind] += end - max(waited.end, begin)
             end = max(waited.end, begin)
-        found[waited.kind] += end - min(max(waited.start, begin), end)
+        seconds[waited.kind] += end - min(max(waited.start, begin), end)
         end = min(max(waited.start, begin), end)
         kind, waited = waited.kind, waited.before

@@ -57,7 +57,7 @@ class ExpertLoad:
     Counts of training only: a module in evaluation, and a pass that recomputes activations, add nothing.
 
     Args:
-        module: of the layer; is it in training?
+        module: of the layer; tokens count while it is in training.
         num_experts: of the whole layer.
     """
 

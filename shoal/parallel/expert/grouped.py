@@ -92,11 +92,11 @@ class _OneByOne(torch.autograd.Function):
         ctx.counts = counts
         ctx.save_for_backward(rows, weight)
         out = rows.new_empty(len(rows), weight.shape[2])
-        for expert, own in _ranges(counts):
+        for expert, part in _ranges(counts):
             if bias is None:
-                torch.mm(rows[own], weight[expert], out=out[own])
+                torch.mm(rows[part], weight[expert], out=out[part])
             else:
-                torch.addmm(bias[expert], rows[own], weight[expert], out=out[own])
+                torch.addmm(bias[expert], rows[part], weight[expert], out=out[part])
         return out
 
     @staticmethod
@@ -112,13 +112,13 @@ class _OneByOne(torch.autograd.Function):
             for expert, count in enumerate(ctx.counts):
                 if not count:
                     of_weight[expert].zero_()
-        for expert, own in _ranges(ctx.counts):
+        for expert, part in _ranges(ctx.counts):
             if of_rows is not None:
-                torch.mm(gradient[own], weight[expert].t(), out=of_rows[own])
+                torch.mm(gradient[part], weight[expert].t(), out=of_rows[part])
             if of_weight is not None:
-                torch.mm(rows[own].t(), gradient[own], out=of_weight[expert])
+                torch.mm(rows[part].t(), gradient[part], out=of_weight[expert])
             if of_bias is not None:
-                torch.sum(gradient[own], 0, out=of_bias[expert])
+                torch.sum(gradient[part], 0, out=of_bias[expert])
         return of_rows, of_weight, of_bias, None
 
 

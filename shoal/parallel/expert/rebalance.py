@@ -45,8 +45,8 @@ def plan_placement(loads: Sequence[float], placement: ExpertsByRank, *, toleranc
     >>> plan_placement([9, 9, 1, 1, 1, 1, 1, 1], ((0, 1, 2, 3), (4, 5, 6, 7)))
     ((4, 1, 2, 3), (0, 5, 6, 7))
     """
-    ids = [list(own) for own in placement]
-    totals = [sum(loads[expert] for expert in own) for own in ids]
+    ids = [list(of_rank) for of_rank in placement]
+    totals = _totals(loads, ids)
     limit = (1 + tolerance) * sum(totals) / len(totals)
     while max(totals) > limit:
         first = totals.index(max(totals))
@@ -81,7 +81,7 @@ def plan_copies(
     copied: list[int] = []
     while True:
         planned = plan_placement(rest, placement)
-        totals = [sum(rest[expert] for expert in own) for own in planned]
+        totals = _totals(rest, planned)
         excess = max(totals) - sum(totals) / len(totals)
         if len(copied) == max_copies or excess * len(totals) <= _WORTH_A_COPY * sum(loads):
             return tuple(copied), planned
@@ -95,8 +95,13 @@ def most_loaded(loads: Sequence[float], placement: ExpertsByRank) -> float:
     >>> most_loaded([9, 9, 1, 1], ((0, 1), (2, 3)))
     1.8
     """
-    totals = [sum(loads[expert] for expert in own) for own in placement]
+    totals = _totals(loads, placement)
     return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0
+
+
+def _totals(loads: Sequence[float], placement: Sequence[Sequence[int]]) -> list[float]:
+    """The loads of the ranks."""
+    return [sum(loads[expert] for expert in of_rank) for of_rank in placement]
 
 
 def num_moved(before: ExpertsByRank, after: ExpertsByRank) -> int:

@@ -250,8 +250,8 @@ class Checkpointing:
         names, aliases = names_of(self._module)
         shapes = shards.global_shapes()
         parameters = list(self._module.parameters())
-        held = enumerate(self._optimizer.param_groups) if self._optimizer is not None else ()
-        group_of = {id(parameter): index for index, group in held for parameter in group["params"]}
+        groups = enumerate(self._optimizer.param_groups) if self._optimizer is not None else ()
+        group_of = {id(parameter): index for index, group in groups for parameter in group["params"]}
         # The order of pipeline stages' optimizers is not that of the whole model.
         position = {key: index for index, key in enumerate(group_of)} if self._properties.axes.names is None else {}
 

@@ -124,16 +124,16 @@ def _of_group(plan: BuildPlan, group: GroupPlan, tiers: Tiers, num_states: int) 
     is_state_offloaded = tiers.state is not Tier.DEVICE
     row = group.row.on(tiers.parameter, tiers.state, is_gradient_offloaded=is_state_offloaded)
     memory = group.memory(plan.precision)
-    found = {("parameter", row.parameter.tier): memory.parameter}
+    nbytes = {("parameter", row.parameter.tier): memory.parameter}
     if not group.is_trained:
-        return found
+        return nbytes
     is_shard_offloaded = row.parameter.tier is not Tier.DEVICE
     has_own_main = row.parameter.tier is Tier.DISK or is_state_offloaded != is_shard_offloaded
     memory = replace(memory, has_own_main=memory.has_own_main or has_own_main)
-    found["gradient", row.gradient_between.tier] = memory.gradient
-    found["master", row.state.tier] = memory.main
-    found["optimizer state", row.state.tier] = memory.state(num_states)
-    return found
+    nbytes["gradient", row.gradient_between.tier] = memory.gradient
+    nbytes["master", row.state.tier] = memory.main
+    nbytes["optimizer state", row.state.tier] = memory.state(num_states)
+    return nbytes
 
 
 def activation_nbytes(model: nn.Module, dtype: torch.dtype, run: Callable[[nn.Module], torch.Tensor]) -> int:

@@ -180,8 +180,8 @@ def _start(
     parts = parts_of(model, axes, settings, world.device)
     if axes.pp is not None or isinstance(model, StageModule):
         model, parts = stages_of(model, parts, settings, world, axes)
-        own = {id(parameter) for parameter in model.parameters()}
-        optimizer, model_parameters = keep_parameters(optimizer, model_parameters, lambda p: id(p) in own)
+        kept = {id(parameter) for parameter in model.parameters()}
+        optimizer, model_parameters = keep_parameters(optimizer, model_parameters, lambda p: id(p) in kept)
         plan = of_own_units(plan, model, axes.pp)
     hosts = list(axes.world.gather_objects(socket.gethostname(), label="hosts"))
     parts, axes = with_experts(model, parts, axes, settings, hosts)
@@ -326,9 +326,10 @@ def check_model(model: Any) -> None:
         )
     for name, module in model.named_modules():
         bases = {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("torch.")}
-        if found := sorted(bases & _WRAPPERS):
+        if wrappers := sorted(bases & _WRAPPERS):
             raise ModelError(
-                f"{repr(name) if name else 'the model'} is wrapped in torch's {found[0]}, which reduces gradients too.",
+                f"{repr(name) if name else 'the model'} is wrapped in torch's {wrappers[0]},"
+                " which reduces gradients too.",
                 do="pass the module as it was before it was wrapped (that of DistributedDataParallel is .module).",
                 code="model-wrapped",
             )
@@ -345,10 +346,12 @@ def check_model(model: Any) -> None:
             do="run the model on one batch first, so that its lazy modules know their sizes.",
             code="model-lazy",
         )
-    held = [name for name, parameter in model.named_parameters() if isinstance(OWNERS.get(parameter), EngineParameters)]
-    if held:
+    taken = [
+        name for name, parameter in model.named_parameters() if isinstance(OWNERS.get(parameter), EngineParameters)
+    ]
+    if taken:
         raise ModelError(
-            f"a live engine has {counted(len(held), 'parameter')} of {type(model).__name__} already: {listed(held)}.",
+            f"a live engine has {counted(len(taken), 'parameter')} of {type(model).__name__} already: {listed(taken)}.",
             do="destroy() that engine first; or hand over a copy.deepcopy() of the model that was made before it was"
             " initialized.",
             code="model-held",

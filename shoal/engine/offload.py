@@ -148,7 +148,7 @@ class Offload:
             return Disks()
         tiers: dict[str, DiskTier] = {}
         problem: ShoalError | None = None
-        found = Disks()
+        disks = Disks()
         try:
             parameter_path, state_path = self._paths()
             for path, nbytes in ((parameter_path, parameter_nbytes), (state_path, state_nbytes)):
@@ -156,9 +156,9 @@ class Offload:
                     tier = tiers.get(str(path)) or tiers.setdefault(str(path), self._tier(str(path)))
                     tier.reserve(nbytes, num_ranks=self.num_ranks_here)
             if parameter_nbytes:
-                found.parameters = self._parameter_shelf(tiers[str(parameter_path)])
+                disks.parameters = self._parameter_shelf(tiers[str(parameter_path)])
             if state_nbytes:
-                found.state = DiskOptimizerState(
+                disks.state = DiskOptimizerState(
                     DiskStore(
                         tiers[str(state_path)],
                         "state",
@@ -174,7 +174,7 @@ class Offload:
             for tier in tiers.values():
                 tier.close()
             raise
-        return found
+        return disks
 
     def _parameter_shelf(self, tier: DiskTier) -> DiskStore:
         section = self._config.zero_optimization.offload_param
@@ -215,8 +215,8 @@ def _agree(comm: Communicator, problem: ShoalError | None) -> None:
     if problem is not None:
         kind = next((name for name, kind in _KINDS.items() if isinstance(problem, kind)), TierError.__name__)
         words = [kind, problem.what, problem.where, problem.do, problem.code]
-    found = list(comm.gather_objects(words, label="offload: room"))
-    for rank, theirs in enumerate(found):
+    answers = list(comm.gather_objects(words, label="offload: room"))
+    for rank, theirs in enumerate(answers):
         if theirs is not None:
             kind, what, where, do, code = theirs
             raise _KINDS[kind](what, where=f"rank {rank}: {where}", do=do, code=code) from problem

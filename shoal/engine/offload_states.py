@@ -218,7 +218,7 @@ class OffloadStates:
                 yield group
 
     def _states(self) -> Iterator[ParameterGroup]:
-        """Buckets whose main parameters and optimizer state are stored on the device when they are not offloaded."""
+        """Groups whose main parameters and optimizer state are stored on the device when they are not offloaded."""
         for group in self._sharding.groups:
             if not group.is_state_offloaded and group.disk is None:
                 yield group

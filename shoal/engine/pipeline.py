@@ -260,8 +260,8 @@ class PipelineEngine(Engine):
 
     def _schedule(self, num_micro: int, *, is_training: bool) -> tuple[PipelineSchedule, tuple[Action, ...]]:
         """A schedule, and this rank's actions of it with those that communicate."""
-        found = self._schedules.get((is_training, num_micro))
-        if found is None:
+        lowered = self._schedules.get((is_training, num_micro))
+        if lowered is None:
             if is_training:
                 schedule = build_schedule(
                     self._name, self._num_pipeline_ranks, num_micro, virtual_stages=self._virtual_stages
@@ -270,8 +270,8 @@ class PipelineEngine(Engine):
                 schedule = forward_schedule(self._stage_ranks, num_micro)
             num_gathered = len(self.module.stages) if self._compute.keeps_gathered else None
             actions = lower(schedule, max_active_stages=num_gathered)[self._pipeline_rank]
-            found = self._schedules[is_training, num_micro] = schedule, actions
-        return found
+            lowered = self._schedules[is_training, num_micro] = schedule, actions
+        return lowered
 
     @property
     def _is_last_here(self) -> bool:

@@ -94,15 +94,15 @@ class Weights:
         if custom_load_fn is not None:
             self.with_gathered_parameters(lambda: custom_load_fn(src=state_dict, dst=module))
             return
-        own = {**dict(named_parameters_of(module, remove_duplicate=False)), **buffers_of(module)}
+        tensors = {**dict(named_parameters_of(module, remove_duplicate=False)), **buffers_of(module)}
         home_of = self._sharding.model.home_of
         specs = {key: group.buffer.layout.specs[slot] for key, (group, slot) in home_of.items()}
         shape_of = {
             name: specs[id(tensor)].global_shape if id(tensor) in specs else tuple(tensor.shape)
-            for name, tensor in own.items()
+            for name, tensor in tensors.items()
         }
-        missing = [name for name in own if name not in state_dict]
-        known = {*own, *names_elsewhere(self._names, module)}
+        missing = [name for name in tensors if name not in state_dict]
+        known = {*tensors, *names_elsewhere(self._names, module)}
         unexpected = [name for name in state_dict if name not in known and not name.endswith("_extra_state")]
         shapes = [
             f"{name} {list(state_dict[name].shape)}, the model has {list(shape)}"
@@ -121,7 +121,7 @@ class Weights:
             )
         done: set[int] = set()
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in tensors.items():
                 if name not in state_dict or id(tensor) in done:
                     continue
                 done.add(id(tensor))

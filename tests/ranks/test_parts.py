@@ -184,3 +184,32 @@ def test_what_is_no_part_and_two_states_of_one_name_are_refused() -> None:
     with pytest.raises(UsageError, match="two parts with a state have the name 'Observer'") as it:
         engine_with([Observer(), Doubling(), Doubling(), Observer()])
     assert it.value.code == "part-name"
+
+
+def test_a_part_of_a_pipeline_sees_each_stage_and_micro_batch() -> None:
+    def job() -> list[str]:
+        torch.manual_seed(0)
+        model = shoal.PipelineModule([nn.Linear(4, 4), nn.Linear(4, 1)], loss_fn=nn.functional.mse_loss)
+        part = Stages()
+        engine: Any = shoal.initialize(model=model, config={**CONFIG, "parallel": {"pp": 2}}, parts=[part])[0]
+        batch = torch.ones(2, 4), torch.ones(2, 1)
+        engine.train_batch(iter([batch, batch]))
+        engine.destroy()
+        return part.calls
+
+    class Stages(shoal.Part):
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.calls.append(f"forward of stage {args[0]}")
+
+        def before_backward(self, loss: torch.Tensor) -> None:
+            self.calls.append("loss")
+
+        def at_step(self, was_applied: bool) -> None:
+            self.calls.append("step")
+
+    first, last = run_ranks(2, job)
+    assert first == ["forward of stage 0", "forward of stage 0", "step"]
+    assert last == ["forward of stage 1", "loss", "forward of stage 1", "loss", "step"]

@@ -78,8 +78,8 @@ class ExpertBalance(Part):
                 layer.held.copies = ExpertCopies(layer.module)
 
     def _check_biases(self) -> None:
-        own = any(layer.bias is not None for layer in self._layers)
-        if not any(from_stages(self._axes.pp, own, "biases of experts")):
+        has_bias = any(layer.bias is not None for layer in self._layers)
+        if not any(from_stages(self._axes.pp, has_bias, "biases of experts")):
             raise ConfigError(
                 f"expert_parallel.load_balance_coeff is {self._coeff}, and no layer with experts has a bias for its"
                 " router.",
@@ -144,8 +144,10 @@ class ExpertBalance(Part):
             self._has_layers = any(from_stages(self._axes.pp, bool(self._layers), "layers with experts"))
         if not self._has_layers:
             return {}
-        own = {layer.name: load.round().long().tolist() for layer, load in zip(self._layers, self._sums(), strict=True)}
-        stages: list[dict[str, list[int]]] = from_stages(self._axes.pp, own, "tokens per expert")
+        loads = {
+            layer.name: load.round().long().tolist() for layer, load in zip(self._layers, self._sums(), strict=True)
+        }
+        stages: list[dict[str, list[int]]] = from_stages(self._axes.pp, loads, "tokens per expert")
         return {name: counts for stage in stages for name, counts in stage.items()}
 
     def after_step(self) -> None:

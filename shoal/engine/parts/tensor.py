@@ -108,9 +108,9 @@ class WholeGradients:
         if not self._hooks or self._tp is None:
             return
         self.remove()
-        own = [self._sums[name].tolist() if name in self._sums else [0.0, 0.0] for name in self._is_summed]
+        sums = [self._sums[name].tolist() if name in self._sums else [0.0, 0.0] for name in self._is_summed]
         self._sums.clear()
-        every = self._tp.gather_objects(own, label="whole gradients")
+        every = self._tp.gather_objects(sums, label="whole gradients")
         for (name, is_summed), ranks in zip(self._is_summed.items(), zip(*every, strict=True), strict=True):
             size = max(size for _, size in ranks)
             spread = max(max(column) - min(column) for column in zip(*ranks, strict=True))

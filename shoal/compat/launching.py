@@ -139,7 +139,7 @@ def job_of(options: argparse.Namespace) -> LocalJob | RemoteJob:
     has_filter = bool(options.include or options.exclude)
     if has_filter and (options.num_gpus > 0 or options.num_nodes > 0):
         raise ConfigError(
-            "--num_gpus and --num_nodes cannot be given beside --include or --exclude.",
+            "--num_gpus and --num_nodes cannot be given together with --include or --exclude.",
             do="count by --num_gpus, or name devices by --include.",
             code="launch-filter",
         )

@@ -86,7 +86,7 @@ def _open(checkpoint_dir: Place, tag: str | None, *, exclude_frozen: bool) -> _E
 def _format_of_checkpoint(checkpoint_dir: Place, tag: str | None) -> Literal["shoal", "deepspeed"] | None:
     """The format of the checkpoint that a tag names, or ``latest``; None: no such checkpoint is in the folder.
 
-    Exported weights may lie beside it. They are rounded, and a tied weight has one name there.
+    Exported weights may lie next to it. They are rounded, and a tied weight has one name there.
     """
     folder = Path(checkpoint_dir)
     latest = folder / "latest"
@@ -183,7 +183,7 @@ def convert_zero_checkpoint_to_state_dict(
 
 @contextmanager
 def _replaced(target: Place) -> Iterator[Place]:
-    """Where to write: the target; where that exists, a place beside it whose files replace the target's at the end."""
+    """Where to write: the target; where that exists, a place next to it whose files replace the target's at the end."""
     if "://" in os.fspath(target) or not Path(target).exists():
         yield target
         return

@@ -46,7 +46,7 @@ class EngineParameters(ParameterOwner):
         stage: int,
         checks_changes: bool,
     ) -> None:
-        super().__init__(sharded.axes.pipeline_stage, stage, checks_changes=checks_changes)
+        super().__init__(sharded.axes.same_units, stage, checks_changes=checks_changes)
         self._engine: weakref.ref[object] | None = None
         self._sharded = sharded
         self._step = step
@@ -78,22 +78,16 @@ class EngineParameters(ParameterOwner):
     def write_through(self, parameter: torch.Tensor, source: int) -> None:
         """Main parameters change only where the parameter did, so they keep their precision elsewhere."""
         group, slot = self._sharded.home_of[id(parameter)]
-        buffer, part = group.buffer, group.buffer.owned_part(slot)
+        buffer, part, mesh = group.buffer, group.buffer.owned_part(slot), self._sharded.axes.mesh
         spec = buffer.layout.specs[slot]
         value = buffer.full.narrow(0, spec.offset, spec.numel)
         if not value.numel():
             return
         if parameter.data_ptr() != value.data_ptr():
             value.copy_(parameter.data.reshape(-1))
-        axes = self._sharded.axes
-        if axes.expert_data is not None and buffer.comm in (axes.expert_dp, axes.expert_data):
-            # Of experts that ``source`` does not hold, the rank at its place among those that do.
-            place = axes.mesh.index("expert_data", source)
-            axes.expert_data.blocking.broadcast(value, place, label=buffer.label)
-        else:
-            axes.data.blocking.broadcast(value, axes.mesh.index("loss", source), label=buffer.label)
-        if (same := axes.same_in(group.replicas)) is not None:
-            same.blocking.broadcast(value, axes.mesh.index(same.axis, source), label=buffer.label)
+        # Of parameters that ``source`` does not hold (of other experts), the rank at its place among those that do.
+        for comm in (group.axes.data, *group.axes.copies):
+            comm.blocking.broadcast(value, mesh.index(comm.axis, source), label=buffer.label)
         buffer.comm.drain()
         if part is None:
             return
@@ -171,7 +165,7 @@ class EngineParameters(ParameterOwner):
     def has_whole_model(self) -> bool:
         """True if no other rank has other parameters, or other parts of them."""
         axes = self._sharded.axes
-        return axes.tp is None and axes.ep is None and axes.pipeline_stage.size == axes.world.size
+        return axes.get("tp") is None and axes.get("ep") is None and axes.same_units.size == axes.world.size
 
     def _find(self, parameter: nn.Parameter) -> tuple[ParameterGroup, int, Segment | None]:
         self._before()
@@ -199,7 +193,8 @@ class EngineParameters(ParameterOwner):
             # Each element comes from one rank only, so the sum is exact.
             comm.blocking.all_reduce(whole, label=f"{group.buffer.label}: {info.name}")
         part = whole.view(info.shape)
-        return part if group.parts is None or not info.is_part else gather_parts(part, info, group.parts)
+        parts = group.axes.parts
+        return part if parts is None or not info.is_part else gather_parts(part, info, parts)
 
     def _part(self, group: ParameterGroup, slot: int, segment: Segment, value: torch.Tensor) -> torch.Tensor:
         flat = cut(value.detach(), group.buffer.layout.specs[slot]).reshape(-1)

@@ -13,35 +13,32 @@ from functools import partial
 import torch
 from torch import nn
 
-from shoal.comm.protocol import Communicator
 from shoal.device import host_empty
 from shoal.errors import ModelError, OptimizerError
 from shoal.memory.stream_copies import StreamCopies, copies_of
-from shoal.parallel.expert.held import ExpertUsage
 from shoal.sharding.buffer import Axis, FlatBuffer
 from shoal.sharding.gradient import Gradient
 from shoal.sharding.memory_model import UnitMemory
 from shoal.sharding.param_group import ParameterGroup
-from shoal.sharding.layout import Used
-from shoal.sharding.partition import UnitSpec
+from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.placement import SHARD, Placement, Tier
 from shoal.sharding.sparse_gradient import SparseGradient
 from shoal.sharding.sparse_sum import SparseSum
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.storage import DeviceStorage, DiskStorage, HostStorage, Storage
 from shoal.sharding.table import Table
-from shoal.sharding.unit import Unit
+from shoal.sharding.unit import IfUsed, Unit
 from shoal.streams import name_memory
 from shoal.text import counted, listed
 from shoal.build.buffer_formats import buffer_formats
-from shoal.build.plan import BuildPlan, GroupPlan, ModelParts, experts_if_used
+from shoal.build.plan import BuildPlan, GroupPlan, ModuleAsBuilt
 from shoal.offload.disk_state import Disks
 from shoal.build.materialize import Materializer
 from shoal.offload.policy import Tiers
 from shoal.running.order import UnitOrder
 from shoal.running.runtime import ShardedModel
 from shoal.build.settings import Precision, ZeroSettings
-from shoal.sharding.axes import Axes
+from shoal.sharding.axes import Axes, GroupAxes
 
 Decide = Callable[[Sequence[UnitMemory]], Sequence[Tiers]]
 
@@ -100,7 +97,9 @@ def build(
     decide: Decide | None = None,
     open_disks: Callable[[int, int], Disks] | None = None,
     sparse: Collection[int] | None = None,
-    parts: ModelParts | None = None,
+    specs: Mapping[str, ParameterSpec] | None = None,
+    whole: Sequence[ModuleAsBuilt] = (),
+    if_used: Mapping[str, IfUsed] | None = None,
 ) -> ShardedModel:
     """Shard ``model`` in place.
 
@@ -109,7 +108,10 @@ def build(
         sparse: None: the optimizer steps ranges of flat main parameters. Else it steps the model's own parameters
             (stage 0 only), and sees the gradients of those with these ``id`` as sparse tensors.
         decide: the tiers of each unit; None: as the settings say.
-        parts: of the model, on a tensor-parallel axis; None: every rank holds all of it.
+        specs: by name, the parameters along whose axes ranks hold other than data-parallel copies. Of others: the whole.
+        whole: the modules of the whole model, the model first, where ``model`` is a part of it whose parameters came on
+            the meta device.
+        if_used: by name, modules that become units which are gathered if they are used.
         open_disks: given the bytes of this rank's parameters and state that are stored on disks, opens the disks.
 
     Raises: OutOfMemoryError, TierError: a tier cannot hold what is stored there. The disks that were opened are closed.
@@ -119,14 +121,13 @@ def build(
     """
     group_of = group_index(model, groups)
     _check_real(model, group_of)
-    parts = parts or ModelParts()
     modules = dict(model.named_modules())
-    plan = BuildPlan.of(model, group_of, settings, precision, axes, parts, sparse)
-    specs = plan.specs(model)
-    planned = [plan.groups_of(spec) for spec in specs]
+    plan = BuildPlan.of(model, group_of, settings, precision, axes, specs or {}, if_used=if_used, sparse=sparse)
+    units = plan.units(model)
+    planned = [plan.groups_of(unit) for unit in units]
     sizes = [
-        UnitMemory.of(spec.name, [one.memory(precision) for one in own])
-        for spec, own in zip(specs, planned, strict=True)
+        UnitMemory.of(unit.name, [one.memory(precision) for one in own])
+        for unit, own in zip(units, planned, strict=True)
     ]
     tiers = (decide or settings.tiers)(sizes)
     planned = [
@@ -136,25 +137,19 @@ def build(
     ]
     disks = _open(sizes, tiers, open_disks)
     is_sharded = any(one.row.parameter.is_sharded for own in planned for one in own)
-    materializer = Materializer(
-        model,
-        device,
-        axes.data,
-        is_sharded=is_sharded,
-        parts=plan.parts.local,
-        experts=parts.experts,
-        whole=parts.whole,
-    )
+    materializer = Materializer(model, device, axes, plan.spec_of, is_sharded=is_sharded, whole=whole)
     copies = copies_of(device) if any(found.parameter is not Tier.DEVICE for found in tiers) else None
     staging = {one.axes.shard: StagingBuffers(one.axes.comms[one.axes.shard], device) for own in planned for one in own}
     builder = _Builder(plan, device, staging, materializer, disks, copies, sparse is not None)
-    used = _usage(model, specs, planned)
     filled_last = materializer.module_positions()
     built: dict[int, Unit] = {}
     try:
-        for index in sorted(range(len(specs)), key=lambda i: (max(filled_last[n] for n in specs[i].parameters), i)):
-            own = [builder.group(one) for one in planned[index]]
-            built[index] = Unit(specs[index].name, index, own, used=used.get(specs[index].name))
+        for index in sorted(range(len(units)), key=lambda i: (max(filled_last[n] for n in units[i].parameters), i)):
+            unit, own = units[index], [builder.group(one) for one in planned[index]]
+            used = plan.if_used[unit.name] if unit.is_gathered_if_used else None
+            if used is not None:
+                used.start(own[0].buffer.comm)
+            built[index] = Unit(unit.name, index, own, if_used=used)
             built[index].release()
     except BaseException:
         disks.close()
@@ -163,8 +158,8 @@ def build(
     return ShardedModel(
         model,
         Table.of(one.row for own in planned for one in own),
-        [built[index] for index in range(len(specs))],
-        {spec.name: [modules[name] for name in spec.modules] for spec in specs},
+        [built[index] for index in range(len(units))],
+        {unit.name: [modules[name] for name in unit.modules] for unit in units},
         axes,
         tuple(staging.values()),
         UnitOrder(prefetch_numel=settings.prefetch_numel, max_live_numel=settings.max_live_numel),
@@ -177,22 +172,6 @@ def build(
         sparse_names=plan.sends_rows,
         sharded_at_init=frozenset(materializer.sharded_at_init),
     )
-
-
-def _usage(
-    model: nn.Module, specs: Sequence[UnitSpec], planned: Sequence[Sequence[GroupPlan]]
-) -> dict[str, Callable[[], Used | None]]:
-    """By name, of the units that are gathered if they are used: what does the forward that runs use of them?"""
-    found: dict[str, Callable[[], Used | None]] = {}
-    experts = experts_if_used(model)
-    for own_experts in experts.values():
-        own_experts.held.usage = None
-    for spec, own in zip(specs, planned, strict=True):
-        if spec.is_gathered_if_used:
-            held = experts[spec.name].held
-            held.usage = held.usage or ExpertUsage(own[0].axes.comms[own[0].axes.shard])
-            found[spec.name] = experts[spec.name].used
-    return found
 
 
 def _open(sizes: Sequence[UnitMemory], tiers: Sequence[Tiers], open_disks: Callable[[int, int], Disks] | None) -> Disks:
@@ -221,17 +200,8 @@ class _Builder:
         is_state_offloaded = settings.is_offloaded(row.state.tier, self.device)
         parameters = [self.plan.parameters[name] for name in planned.names]
         buffer = self._buffer(planned)
-        same = self.plan.axes.same_in(axes.replicas)
-        values = _fill(buffer, parameters, planned.names, self.materializer, axes.data, same)
-        group = partial(
-            ParameterGroup,
-            row,
-            buffer,
-            parameters,
-            second=self._second(planned, buffer),
-            replicas=axes.replicas,
-            parts=axes.parts,
-        )
+        values = _fill(buffer, parameters, planned.names, self.materializer, axes)
+        group = partial(ParameterGroup, row, axes, buffer, parameters, second=self._second(planned, buffer))
         if not planned.is_trained:
             buffer.storage.unpin()
             return group()
@@ -303,12 +273,12 @@ class _Builder:
 
     def _second(self, planned: GroupPlan, buffer: FlatBuffer) -> FlatBuffer | None:
         """The buffer of the second sharding, which shares the whole buffer; None: there is none."""
-        hpz = self.plan.axes.hpz
-        if hpz is None or not planned.row.has_hpz:
+        comm = self.plan.axes.get("second")
+        if comm is None or not planned.row.has_second:
             return None
-        layout = replace(planned.layout, num_shards=hpz.size)
-        stored = Placement.of(hpz=SHARD)
-        return FlatBuffer(planned.label, layout, planned.dtype, self.device, hpz, {"hpz": hpz}, stored)
+        layout = replace(planned.layout, num_shards=comm.size)
+        stored = Placement.of(second=SHARD)
+        return FlatBuffer(planned.label, layout, planned.dtype, self.device, comm, {"second": comm}, stored)
 
     def _gradient(
         self, planned: GroupPlan, buffer: FlatBuffer, parameters: Sequence[nn.Parameter], *, can_be_view: bool
@@ -334,19 +304,17 @@ def _fill(
     parameters: Sequence[nn.Parameter],
     names: Sequence[str],
     materializer: Materializer,
-    data: Communicator,
-    same: Communicator | None,
+    axes: GroupAxes,
 ) -> torch.Tensor:
     """Move the parameters' values into the buffer.
 
     Args:
         names: of the parameters, in this rank's model.
-        data: the ranks that hold the same parameters.
-        same: the tensor-parallel ranks that hold these parameters too; None: there are none. They have the same values,
-            except of parameters that came from the meta device, which each rank has initialized.
+        axes: the ranks along ``axes.copies`` have the same values, except of parameters that came from the meta device,
+            which each rank has initialized.
 
-    Communicates: a broadcast of the first rank's values over ``data``; none where all of them were put together from
-        the ranks' shards. Over ``same``, one of parameters that came from the meta device.
+    Communicates: a broadcast of the first rank's values over ``axes.data``; none where all of them were put together
+        from the ranks' shards. Over ``axes.copies``, one of parameters that came from the meta device.
     Returns: the whole buffer in the widest dtype that a parameter came in, for the main parameters.
     """
     widest = buffer.dtype
@@ -362,9 +330,10 @@ def _fill(
     for parameter, view in zip(parameters, buffer.views, strict=True):
         parameter.data = view  # frees the model's own copy
     if not are_alike:
-        materializer.transfer_over(data).broadcast(values, buffer.label)
-    if same is not None and any(id(parameter) in materializer.came_as_meta for parameter in parameters):
-        same.blocking.broadcast(values, 0, label=buffer.label)
+        materializer.transfer_over(axes.data).broadcast(values, buffer.label)
+    came_as_meta = any(id(parameter) in materializer.came_as_meta for parameter in parameters)
+    for comm in axes.copies if came_as_meta else ():
+        comm.blocking.broadcast(values, 0, label=buffer.label)
     if values is not buffer.full:
         buffer.full.copy_(values)
     if buffer.is_sharded:

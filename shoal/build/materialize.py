@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shoal.comm.protocol import Communicator
 from shoal.device import is_fake
 from shoal.errors import ModelError
+from shoal.sharding.axes import Axes
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import cut
 from shoal.build.plan import ModuleAsBuilt
@@ -35,32 +36,35 @@ class Materializer:
     as if the model had been built directly.
 
     Args:
+        specs: of each parameter, by name.
         is_sharded: parameters are sharded (stage 3), so the whole model may not fit on a rank.
-        parts: by name, the parameters of which this rank has a part of a larger tensor.
-        experts: names of parameters that not all ranks of ``comm`` hold.
-        whole: the modules of the whole model, where ``model`` is a pipeline stage of it: those of other stages draw
-            their random numbers too, and are freed.
+        whole: the modules of the whole model, where ``model`` is a part of it: those of other parts draw their random
+            numbers too, and are freed.
     """
 
     def __init__(
         self,
         model: nn.Module,
         device: torch.device,
-        comm: Communicator,
+        axes: Axes,
+        specs: Mapping[str, ParameterSpec],
         *,
         is_sharded: bool,
-        parts: Mapping[str, ParameterSpec] | None = None,
-        experts: Collection[str] = (),
         whole: Sequence[ModuleAsBuilt] = (),
     ) -> None:
-        self._parts = parts or {}
+        comm = axes.data
+        self._parts = {name: spec for name, spec in specs.items() if spec.is_divided}
         self._model = model
         self._device = device
         self._comm = comm
         self.transfer = ChunkedTransfer(comm, device)
         self._transfers = {comm.axis: self.transfer}
         self._is_sharded = is_sharded and comm.size > 1
-        self._experts = {id(parameter) for name, parameter in model.named_parameters() if name in experts}
+        self._not_over_comm = {
+            id(parameter)
+            for name, parameter in model.named_parameters()
+            if axes.data_axes(specs[name]) is not axes.dense
+        }
         self._whole = whole
         self._as_built_parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._modules = list(model.named_modules())
@@ -201,7 +205,7 @@ class Materializer:
                     continue
                 if _is_unfilled(tensor, version):
                     unfilled[id(tensor)] = (name, module, key, version)
-                if at_init is not None and isinstance(tensor, nn.Parameter) and id(tensor) not in self._experts:
+                if at_init is not None and isinstance(tensor, nn.Parameter) and id(tensor) not in self._not_over_comm:
                     at_init.shard(tensor)
         seen: set[int] = set()
         of_others: list[nn.Parameter] = []

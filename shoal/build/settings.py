@@ -64,7 +64,7 @@ class ZeroSettings:
 
     stage: int = 0
     rules: UnitRules = field(default_factory=UnitRules)
-    has_hpz: bool = False
+    has_second: bool = False
     max_bucket_numel: int | None = None
     prefetch_numel: int = 50_000_000
     max_live_numel: int = 1_000_000_000

@@ -167,7 +167,7 @@ class LocalShards:
 
     def _copies(self, group: ParameterGroup) -> tuple[int, int]:
         """How many ranks hold this rank's range of a group's parameters, and which of them this rank is."""
-        copy, num_copies = group.replica
+        copy, num_copies = group.axes.replica
         buffer = group.buffer
         if buffer.end - buffer.begin == buffer.layout.numel:
             return num_copies * buffer.comm.size, copy * buffer.comm.size + buffer.comm.rank

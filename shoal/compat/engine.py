@@ -413,7 +413,7 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
     @property
     def is_model_parallel(self) -> bool:
         """True if each layer is split over ranks."""
-        return self.axes.tp is not None
+        return self.axes.get("tp") is not None
 
     def reset_activation_shape(self) -> None:
         """Shapes of activations are sent anew with the next batch."""

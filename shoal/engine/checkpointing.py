@@ -208,7 +208,7 @@ class Checkpointing:
                 code="checkpoint-state",
             )
         settings, axes = self._properties.config, self._properties.axes
-        buffers, whole = buffers_of(self._module), own_buffers(axes.names, self._module)
+        buffers, whole = buffers_of(self._module), own_buffers(axes.other_names, self._module)
         optimizer = self._optimizer
         groups = []
         if optimizer is not None:
@@ -221,17 +221,7 @@ class Checkpointing:
                 "size": axes.world.size,
                 "dp_shard": axes.shard.size,
                 "stage": self._properties.stage,
-                **{
-                    axis: comm.size
-                    for axis, comm in (
-                        ("pp", axes.pp),
-                        ("tp", axes.tp),
-                        ("sp", axes.sp),
-                        ("cp", axes.cp),
-                        ("ep", axes.ep),
-                    )
-                    if comm
-                },
+                **{axis: axes.comms[axis].size for axis in ("pp", "tp", "sp", "cp", "ep") if axis in axes.comms},
             },
             table=self._sharding.model.table.as_dict(),
             config=lambda: _plain(settings.effective()),
@@ -240,7 +230,7 @@ class Checkpointing:
             engine=self._run.shared(exclude_frozen=exclude_frozen),
             client_state=dict(client_state or {}),
             tensors={(MODEL, name): buffer for name, buffer in whole.items()}
-            if axes.names is axes.world or axes.pipeline_stage.rank == 0
+            if axes.names == "world" or axes.same_units.rank == 0
             else {},
             own=self._run.own(buffers),
             scalars=shards.scalars(),
@@ -269,7 +259,7 @@ class Checkpointing:
             ]
 
         if self._properties.axes.names is not None:
-            joined = joined_records(self._properties.axes.names, describe())
+            joined = joined_records(self._properties.axes.other_names, describe())
             return lambda: joined
         return describe
 
@@ -359,7 +349,7 @@ class Checkpointing:
     ) -> tuple[str, Any]:
         self.finish()
         storage = open_storage(folder)
-        comm, ranks = self._comm, self._properties.axes.names
+        comm, ranks = self._comm, self._properties.axes.other_names
         is_checked = bool(self._settings.verify)
         names = names_of(self._module)[0]
         groups: list[list[str]] = []

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.build.plan import BuildPlan, GroupPlan, ModelParts
+from shoal.build.plan import BuildPlan, GroupPlan
 from shoal.comm.fake import FakeTransport
 from shoal.comm.world import World
 from shoal.config import load
+from shoal.engine.model_parts import axes_of
 from shoal.engine.settings import plan_of
 from shoal.errors import UsageError
 from shoal.offload.policy import Tiers
 from shoal.parallel.saved_tensors import counting_saved
-from shoal.sharding.axes import Axes
 from shoal.sharding.memory_model import ADAM_STATES, UnitMemory
 from shoal.sharding.placement import Tier
 from shoal.sharding.staging import MAX_BUFFERS_ON_ACCELERATOR, MAX_SHARDS
@@ -70,14 +70,14 @@ def estimate(model: nn.Module, config: Mapping[str, Any], num_ranks: int) -> Est
         )
     zero = replace(plan.zero, is_host_separate=True)
     world = World(0, num_ranks, 0, torch.device("cpu"), "fake", FakeTransport(0))
-    axes = Axes.of(plan.mesh, partial(world.communicator, mesh=plan.mesh))
+    axes = axes_of(plan.mesh, partial(world.communicator, mesh=plan.mesh))
     group_of = {id(parameter): 0 for parameter in model.parameters() if parameter.requires_grad}
-    build_plan = BuildPlan.of(model, group_of, zero, plan.precision, axes, ModelParts())
-    specs = build_plan.specs(model)
-    planned = [build_plan.groups_of(spec) for spec in specs]
+    build_plan = BuildPlan.of(model, group_of, zero, plan.precision, axes, {})
+    units = build_plan.units(model)
+    planned = [build_plan.groups_of(unit) for unit in units]
     sizes = [
-        UnitMemory.of(spec.name, [one.memory(plan.precision) for one in own])
-        for spec, own in zip(specs, planned, strict=True)
+        UnitMemory.of(unit.name, [one.memory(plan.precision) for one in own])
+        for unit, own in zip(units, planned, strict=True)
     ]
     num_states = _num_states(config.get("optimizer", {}))
     found: Counter[tuple[str, Tier]] = Counter()

@@ -18,6 +18,7 @@ from torch import nn
 
 from shoal.access.engine_parameters import EngineParameters
 from shoal.build.build import build
+from shoal.build.plan import ModuleAsBuilt
 from shoal.comm.world import World
 from shoal.compiler import refuse_cuda_graphs
 from shoal.config import Config, load
@@ -35,7 +36,7 @@ from shoal.engine.client_optimizer import (
 )
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible, say_on_rank_0
-from shoal.engine.model_parts import parts_of, with_experts
+from shoal.engine.model_parts import axes_of, parts_of, with_experts
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
 from shoal.engine.over_stages import from_stages
@@ -75,6 +76,7 @@ from shoal.optim.variants import FP32States
 from shoal.optim.whole import WholeTensorOptimizer
 from shoal.parallel.expert.apply import prepare_experts
 from shoal.parallel.expert.divide import ep_size_of, wants_split
+from shoal.parallel.expert.held import experts_if_used
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.stage import StageModule
 from shoal.processor import emulation_notes
@@ -172,26 +174,28 @@ def _start(
     axes = _timed(_make_axes(world, plan), world, settings)
     _check_same_everywhere(axes, settings, model)
     whole = list(model.parameters())
-    prepare_experts(model, axes.ep, settings.expert_parallel, is_part=isinstance(model, StageModule))
+    prepare_experts(model, axes.get("ep"), settings.expert_parallel, is_part=isinstance(model, StageModule))
     of_others = {id(parameter) for parameter in whole} - {id(parameter) for parameter in model.parameters()}
     if of_others:
         optimizer, model_parameters = keep_parameters(optimizer, model_parameters, lambda p: id(p) not in of_others)
     del whole
-    parts = parts_of(model, axes, settings, world.device)
-    if axes.pp is not None or isinstance(model, StageModule):
-        model, parts = stages_of(model, parts, settings, world, axes)
+    specs = parts_of(model, axes, settings, world.device)
+    pp = axes.get("pp")
+    whole_model: Sequence[ModuleAsBuilt] = ()
+    if pp is not None or isinstance(model, StageModule):
+        model, specs, axes, whole_model = stages_of(model, specs, settings, world, axes)
         kept = {id(parameter) for parameter in model.parameters()}
         optimizer, model_parameters = keep_parameters(optimizer, model_parameters, lambda p: id(p) in kept)
-        plan = of_own_units(plan, model, axes.pp)
+        plan = of_own_units(plan, model, pp)
     hosts = list(axes.world.gather_objects(socket.gethostname(), label="hosts"))
-    parts, axes = with_experts(model, parts, axes, settings, hosts)
-    is_part = axes.pp is not None
-    has_parts = bool(parts.local)
+    specs, axes = with_experts(model, specs, axes, settings, hosts)
+    is_part = pp is not None
+    has_parts = any(spec.is_divided for spec in specs.values())
     made = make_optimizer(
         model, optimizer, model_parameters, settings, world.size, is_part=is_part, has_parts=has_parts
     )
     if is_part and made.optimizer is not None:
-        refuse_untrained(has_trained=any(from_stages(axes.pp, any(made.groups), "trained parameters")))
+        refuse_untrained(has_trained=any(from_stages(pp, any(made.groups), "trained parameters")))
     sparse = made.sparse(model)
     schedule = make_schedule(lr_scheduler, settings, made.optimizer)
     notes = made.notes + schedule_notes(lr_scheduler, settings, made.optimizer)
@@ -225,7 +229,9 @@ def _start(
             decide=offload.decide,
             open_disks=offload.open_disks,
             sparse=sparse,
-            parts=parts,
+            specs=specs,
+            whole=whole_model,
+            if_used=experts_if_used(model) if plan.zero.gathers_if_used else None,
         )
         try:
             step = _make_step(made, sharded, properties, offload.num_ranks_here)
@@ -292,9 +298,9 @@ def _parts(
         yield curriculum
     yield FirstInputs(model, properties, accumulation, 2 if isinstance(model, StageModule) else None)
     yield SequenceRanks(sharding, properties)
-    if axes.sp is not None or axes.cp is not None:
+    if axes.get("sp") is not None or axes.get("cp") is not None:
         yield AttentionCheck(sharding, properties)
-    if axes.tp is not None:
+    if axes.get("tp") is not None:
         yield TensorParallelChecks(sharding, properties)
     balance = ExpertBalance(sharding, properties, accumulation.counters, monitor)
     if balance.is_needed:
@@ -361,11 +367,11 @@ def check_model(model: Any) -> None:
 def _make_axes(world: World, plan: Plan) -> Axes:
     """The communicators that a plan needs."""
     mesh = plan.mesh
-    hpz = None
+    second = None
     if plan.secondary_size is not None:
         sizes = mesh.fsdp // plan.secondary_size, plan.secondary_size
-        hpz = world.communicator(factor_axis("fsdp", sizes, (1,)), mesh)
-    return Axes.of(mesh, partial(world.communicator, mesh=mesh), hpz=hpz)
+        second = world.communicator(factor_axis("fsdp", sizes, (1,)), mesh)
+    return axes_of(mesh, partial(world.communicator, mesh=mesh), second)
 
 
 def _timed(axes: Axes, world: World, settings: Config) -> Axes:

@@ -1,22 +1,36 @@
-"""Which parts of the model's parameters this rank holds on a tensor-parallel or expert-parallel axis."""
+"""The axes of a mesh, and what each parameter of a model is along those of tensor and expert parallelism.
+
+    parameter                                     split over     others over   summand over   copies over
+    of a layer that is split                      tp
+    whole, inside of split activations            -              -             tp
+    whole                                         -              -             -              tp
+    of experts that are not divided, where each expert is split over a part of tp (etp)
+      split                                       etp            -             (tp_fold)      tp_fold
+      whole, of tokens split over tp_fold         -              -             tp_fold        etp
+    of divided experts, stacked                   ep             -             -              etp
+      split, too                                  expert_model
+    of divided experts, in a list                 -              ep            -              etp
+      split, too                                  etp            ep
+
+Weights that pipeline stages share are added in ``stages_of``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from shoal.build.plan import ModelParts
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import current_world
 from shoal.config import Config
 from shoal.config.parallel import PartitionConfig
 from shoal.engine.over_stages import from_stages
 from shoal.errors import ConfigError, ModelError
-from shoal.mesh import factor_axis
+from shoal.mesh import Mesh, factor_axis
 from shoal.parallel.expert.divide import complete_plan, divide, split_stacks, without_experts
 from shoal.parallel.expert.held import ExpertsHeld, TensorRanks, modules_with_experts
 from shoal.parallel.tensor.apply import parallelize
@@ -24,26 +38,70 @@ from shoal.parallel.tensor.grid import Grid
 from shoal.parallel.tensor.grid_apply import parallelize_grid
 from shoal.parallel.tensor.plan import plan_for
 from shoal.running.parameter_owner import OWNERS
-from shoal.sharding.axes import Axes, ExpertAxis
+from shoal.sharding.axes import Axes, DataAxes
 from shoal.sharding.layout import ParameterSpec
 
+Specs = dict[str, ParameterSpec]  # by name in this rank's model
 
-def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device) -> ModelParts:
-    """What this rank holds of the model. On a tensor-parallel axis, a model that is whole is split.
+
+def axes_of(mesh: Mesh, open_axis: Callable[[str], Communicator], second: Communicator | None = None) -> Axes:
+    """The communicators of a mesh.
+
+    Args:
+        open_axis: the communicator along an axis.
+        second: of a second sharding; None: there is none.
+    """
+    # Where two axes are the same ranks, one communicator serves both, so that its calls have one order.
+    shard = "dp_shard" if mesh.fsdp == mesh.dp_shard else "fsdp"
+    batch = open_axis("dp")
+    data = batch if mesh.size("loss") == mesh.dp else open_axis("loss")
+    comms = {
+        "world": data if mesh.world_size == data.size else open_axis("world"),
+        "batch": batch,
+        "loss": data,
+        shard: data if mesh.fsdp == data.size else open_axis(shard),
+    }
+    for axis in ("dp_replicate", "tp", "sp", "cp", "pp", "ep"):
+        if mesh.size(axis) > 1:
+            comms[axis] = open_axis(axis)
+    for axis, other in (("tp_fold", mesh.etp), ("etp", mesh.tp_fold)):
+        if mesh.size(axis) > 1:
+            comms[axis] = comms["tp"] if other == 1 else open_axis(axis)
+    left = {}
+    if mesh.ep > 1:
+        comms["expert_dp"] = open_axis("expert_dp")
+        comms["expert_data"] = comms["expert_dp"] if mesh.dp_replicate == 1 else open_axis("expert_data")
+        left = dict.fromkeys(("ep", "expert_model"), DataAxes("expert_dp", "expert_data"))
+        if mesh.etp > 1:
+            comms["expert_model"] = open_axis("expert_model")
+    if mesh.pp > 1:
+        is_data_only = mesh.world_size == data.size * mesh.pp
+        comms["pipeline_stage"] = data if is_data_only else open_axis("pipeline_stage")
+    if second is not None:
+        comms["second"] = second
+    return Axes(
+        mesh,
+        comms,
+        DataAxes(shard, "loss"),
+        left,
+        units="pipeline_stage" if mesh.pp > 1 else "world",
+        names="pp" if mesh.pp > 1 else None,
+        of_activations=frozenset({"batch", "sp", "cp", "pp"}),
+    )
+
+
+def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device) -> Specs:
+    """What this rank holds of the model, on a tensor-parallel axis. A model that is whole is split.
 
     Raises: ModelError: the plan does not fit the model, or the model cannot be split as it is.
     Communicates: on a tensor-parallel axis: a broadcast of what is not split yet.
     """
-    comm = axes.tp
+    comm, etp = axes.get("tp"), axes.get("etp")
     if comm is None:
-        return ModelParts()
-    declared, etp = declared_parts(model, comm), axes.etp
+        return {}
+    parts, partial = declared_parts(model, comm)
     owners = {name: OWNERS.get(parameter) for name, parameter in model.named_parameters()}
-    lost = [
-        name
-        for name, o in owners.items()
-        if o is not None and (name in declared.local or o.comm.size < axes.world.size)
-    ]
+    lost = [name for name, o in owners.items() if o is not None and (name in parts or o.comm.size < axes.world.size)]
     if lost:
         raise ModelError(
             f"{len(lost)} parameters that are sharded are parts of larger tensors already: {', '.join(lost[:4])}"
@@ -52,48 +110,84 @@ def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device)
             do="hand over a model that zero.Init has sharded whole, over all ranks; initialize() splits it.",
             code="tensor-parallel-init",
         )
-    synchronize_whole(model, declared, comm, device, etp)
+    synchronize_whole(model, parts, comm, device, etp)
     if etp is not None and etp is not comm:
-        _check_declared(model, declared, etp)
-    parts = declared if declared.local else split(model, axes, config)
-    return parts if etp is None else replace(parts, local={**parts.local, **split_stacks(model, etp)})
+        _check_declared(model, parts, etp)
+    if not parts:
+        parts, partial = split(model, axes, config)
+    if etp is not None:
+        parts |= split_stacks(model, etp)
+    return _along_tp(model, axes, parts, partial)
+
+
+def _along_tp(model: nn.Module, axes: Axes, parts: Mapping[str, ParameterSpec], partial: Collection[str]) -> Specs:
+    """The parameters along the tensor-parallel axes.
+
+    Args:
+        parts: those that are split, by name.
+        partial: names of those of whose gradient each rank has a summand.
+    """
+    tp, etp, fold = frozenset({"tp"}), frozenset({"etp"}), frozenset({"tp_fold"})
+    of_experts = {name for name, _ in _parameters_of_experts(model)} if _is_folded(axes) else set()
+    specs = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):  # a later stage may have the second name
+        spec = parts.get(name) or ParameterSpec.whole(name, tuple(parameter.shape))
+        if name in parts:
+            spec = replace(spec, split_over=etp if name in of_experts else tp)
+        if name in partial and (name not in parts or name in of_experts):
+            spec = replace(spec, summand_over=fold if name in of_experts else tp)
+        named = spec.split_over | spec.summand_over
+        specs[name] = replace(spec, copies_over=(tp if named <= tp else etp | fold) - named)
+    return specs
+
+
+def _is_folded(axes: Axes) -> bool:
+    """True if each expert is split over a part of the tensor-parallel ranks."""
+    return 1 < axes.mesh.etp < axes.mesh.tp
 
 
 def with_experts(
-    model: nn.Module, parts: ModelParts, axes: Axes, config: Config, hosts: Sequence[str]
-) -> tuple[ModelParts, Axes]:
+    model: nn.Module, specs: Specs, axes: Axes, config: Config, hosts: Sequence[str]
+) -> tuple[Specs, Axes]:
     """Divide the experts of a model among the expert-parallel ranks.
 
     Args:
         hosts: of each rank.
 
-    Returns: ``parts`` with those of the experts; the axes, with the ranks that hold parameters of other names.
+    Returns: ``specs`` with those of the experts; the axes, with the ranks that hold parameters of other names.
     Raises: ModelError, ConfigError: the model has no experts to divide, or they do not fit the ranks.
     Communicates: as ``divide``; over pipeline stages, whether experts are in lists.
     """
-    specs = divide(model, axes.ep, axes.tp_fold, axes.pp, parts.local)
-    experts: dict[str, ExpertAxis] = dict.fromkeys(specs, "ep")
-    for name, held in _parameters_of_experts(model):
-        if name in specs and name in parts.local:
-            experts[name] = "etp" if held.form == "listed" else "expert_model"
-    is_folded = axes.etp is not None and axes.tp_fold is not None
-    folded = frozenset(name for name, _ in _parameters_of_experts(model) if is_folded)
-    if axes.mesh.etp == 1 and (split := [name for name in experts if experts[name] != "ep"]):
+    divided = divide(model, axes.get("ep"), axes.get("tp_fold"), axes.get("pp"), specs)
+    split = [name for name in divided if name in specs and specs[name].split_over]
+    if split and axes.mesh.etp == 1:
         raise ModelError(
-            f"{split[0]} is of one expert, and is split over {axes.tp.size if axes.tp else 1} tensor-parallel ranks,"
+            f"{split[0]} is of one expert, and is split over {axes.mesh.tp} tensor-parallel ranks,"
             " which take different tokens to the experts.",
             do="set expert_parallel.expert_tensor_parallel_size to the number of these ranks, or leave experts whole.",
             code="tensor-parallel-plan",
         )
-    named, hierarchy = axes, None
-    if axes.ep is not None:  # what follows is the same on pipeline stages that have no experts
+    etp = {"etp" if _is_folded(axes) else "tp"} if axes.mesh.etp > 1 else set()
+    for name, held in _parameters_of_experts(model):
+        if name in divided:
+            is_split, is_listed = name in split, held.form == "listed"
+            within = etp if is_split else set()
+            divided[name] = replace(
+                divided[name],
+                split_over=frozenset(within if is_listed else {"expert_model"} if is_split else {"ep"}),
+                others_over=frozenset({"ep"} if is_listed else ()),
+                summand_over=specs[name].summand_over & axes.across if name in specs else frozenset(),
+                copies_over=frozenset(etp - within),
+            )
+    hierarchy = None
+    if axes.get("ep") is not None:  # what follows is the same on pipeline stages that have no experts
         has_lists = any(held.form == "listed" and held.ep_size > 1 for _, _, held in modules_with_experts(model))
-        if any(from_stages(axes.pp, has_lists, "stages with lists of experts")):
-            named = replace(axes, names=axes.world)
+        if any(from_stages(axes.get("pp"), has_lists, "stages with lists of experts")):
+            axes = replace(axes, names="world")
         hierarchy = _two_steps(axes, config.expert_parallel.ranks_per_node, hosts)
     for _, _, held in modules_with_experts(model):
         held.hierarchy = hierarchy if held.ep_size > 1 else None
-    return replace(parts, local={**parts.local, **specs}, experts=experts, folded=folded), named
+    return {**specs, **divided}, axes
 
 
 def _parameters_of_experts(model: nn.Module) -> Iterator[tuple[str, ExpertsHeld]]:
@@ -115,8 +209,7 @@ def _two_steps(
 
     Raises: ConfigError: the ranks of a node do not divide the expert-parallel ranks.
     """
-    assert axes.ep is not None
-    size = axes.ep.size
+    size = axes.mesh.ep
     if isinstance(ranks_per_node, str):
         groups = [[of_all[rank] for rank in group] for group in axes.mesh.groups("ep")]
         ranks_per_node = groups[0].count(groups[0][0])
@@ -139,10 +232,12 @@ def _two_steps(
     return local, node
 
 
-def split(model: nn.Module, axes: Axes, config: Config) -> ModelParts:
-    """Split a model by the config's plan, or by the model's own."""
-    comm, etp, mesh = axes.tp, axes.etp, axes.mesh
-    assert comm is not None
+def split(model: nn.Module, axes: Axes, config: Config) -> tuple[Specs, frozenset[str]]:
+    """Split a model by the config's plan, or by the model's own.
+
+    Returns: the parts, by name; names of the parameters of whose gradient each rank has a summand.
+    """
+    comm, etp, mesh = axes.comms["tp"], axes.get("etp"), axes.mesh
     asked, partition = config.parallel, config.tensor_parallel.partition_config or PartitionConfig()
     plan = asked.tp_plan
     if plan == "auto":
@@ -161,7 +256,7 @@ def split(model: nn.Module, axes: Axes, config: Config) -> ModelParts:
                 code="tensor-parallel",
             )
         grid = Grid.open(current_world(), mesh, asked.tp_grid)
-        return ModelParts(parallelize_grid(model, grid, plan, loss_parallel=asked.tp_loss_parallel))
+        return parallelize_grid(model, grid, plan, loss_parallel=asked.tp_loss_parallel), frozenset()
     found = parallelize(
         model,
         comm,
@@ -175,14 +270,14 @@ def split(model: nn.Module, axes: Axes, config: Config) -> ModelParts:
     for name, _, held in modules_with_experts(model):
         held.tensor = TensorRanks(etp=etp, region=None if found.region_of is None else found.region_of(name))
     # Ranks along ``tp_fold`` have other tokens; those along ``etp`` have gathered theirs.
-    folded = etp is not None and axes.tp_fold is not None
-    own = {name for name, held in _parameters_of_experts(model) if folded and held.tensor.splits_sequence}
-    return ModelParts(found.parts, found.partial | own)
+    is_folded = _is_folded(axes)
+    of_experts = {name for name, held in _parameters_of_experts(model) if is_folded and held.tensor.splits_sequence}
+    return dict(found.parts), found.partial | of_experts
 
 
-def _check_declared(model: nn.Module, declared: ModelParts, etp: Communicator) -> None:
+def _check_declared(model: nn.Module, declared: Specs, etp: Communicator) -> None:
     """Raises: ModelError: experts are split over all tensor-parallel ranks already."""
-    found = next((name for name, _ in _parameters_of_experts(model) if name in declared.local), None)
+    found = next((name for name, _ in _parameters_of_experts(model) if name in declared), None)
     if found is not None:
         raise ModelError(
             f"{found} is split over all tensor-parallel ranks already, and expert_tensor_parallel_size is {etp.size}.",
@@ -204,7 +299,7 @@ def _check_expert_split(config: Config) -> None:
             )
 
 
-def declared_parts(model: nn.Module, comm: Communicator) -> ModelParts:
+def declared_parts(model: nn.Module, comm: Communicator) -> tuple[Specs, frozenset[str]]:
     """The parts that a model which is split already declares on its parameters, as Megatron-LM's layers do.
 
         parameter.tensor_model_parallel   this rank's part of a larger parameter
@@ -212,11 +307,13 @@ def declared_parts(model: nn.Module, comm: Communicator) -> ModelParts:
         parameter.partition_stride        blocks of that dim, each split (2 of a fused gate and up projection)
         parameter.sequence_parallel       the same on all tensor-parallel ranks; its gradient is summed over them
 
+    Returns: as ``split``.
     Communicates: the sizes of the parts.
     Raises: ModelError: the ranks declare parts that do not fit together.
     """
-    own = {name: p for name, p in model.named_parameters() if getattr(p, "tensor_model_parallel", False)}
-    partial = frozenset(name for name, p in model.named_parameters() if getattr(p, "sequence_parallel", False))
+    named = dict(model.named_parameters(remove_duplicate=False))
+    own = {name: p for name, p in named.items() if getattr(p, "tensor_model_parallel", False)}
+    partial = frozenset(name for name, p in named.items() if getattr(p, "sequence_parallel", False))
     shapes = comm.gather_objects({name: list(parameter.shape) for name, parameter in own.items()}, label="parts")
     if any(each.keys() != shapes[0].keys() for each in shapes):
         raise ModelError(
@@ -225,8 +322,8 @@ def declared_parts(model: nn.Module, comm: Communicator) -> ModelParts:
             do="set tensor_model_parallel on the same parameters of every rank.",
             code="model-parts",
         )
-    local = {name: _part(name, parameter, [each[name] for each in shapes], comm) for name, parameter in own.items()}
-    return ModelParts(local, partial)
+    parts = {name: _part(name, parameter, [each[name] for each in shapes], comm) for name, parameter in own.items()}
+    return parts, partial
 
 
 def _part(name: str, parameter: nn.Parameter, shapes: list[list[int]], comm: Communicator) -> ParameterSpec:
@@ -247,7 +344,7 @@ def _part(name: str, parameter: nn.Parameter, shapes: list[list[int]], comm: Com
 
 
 def synchronize_whole(
-    model: nn.Module, parts: ModelParts, comm: Communicator, device: torch.device, etp: Communicator | None
+    model: nn.Module, parts: Specs, comm: Communicator, device: torch.device, etp: Communicator | None
 ) -> None:
     """Give the buffers, the parameters that are not split and the default random numbers the first rank's values.
 
@@ -261,7 +358,7 @@ def synchronize_whole(
     divided = {name for name, held in _parameters_of_experts(model) if held.ep_size > 1}
     # zero.Init's are rank 0's
     named = [(name, p) for name, p in model.named_parameters() if OWNERS.get(p) is None]
-    tensors = {name: p.data for name, p in named if name not in parts.local}
+    tensors = {name: p.data for name, p in named if name not in parts}
     with torch.no_grad():
         for name, tensor in [*tensors.items(), *model.named_buffers()]:
             ranks = etp if name in divided else comm

@@ -65,11 +65,9 @@ class PipelineEngine(Engine):
         for group in self.sharded.trained_groups:
             group.gradient.adds_in_place = True  # no script sees parameter.grad between micro-batches
         self._stage_ranks = self.schedule().stage_ranks
-        has_inner_collectives = any(
-            axis is not None for axis in (self.axes.tp, self.axes.sp, self.axes.cp, self.axes.ep)
-        )
+        has_inner_collectives = any(axis in self.axes.comms for axis in ("tp", "sp", "cp", "ep"))
         self._runner = PipelineRun(
-            self.axes.pp or self.world.communicator("pp", mesh),
+            self.axes.get("pp") or self.world.communicator("pp", mesh),
             self._compute,
             self.device,
             stages=module.stages,
@@ -298,15 +296,16 @@ class PipelineEngine(Engine):
         if self.module.training:  # before the batches: an iterator may read the curriculum's place
             arguments = self.run_state.curriculum.arguments()
         checked = partial(self._checked, arguments.get("curriculum_seqlen"))
-        return next_batches(source, checked, num_micro, schedule, arguments, self.axes.pp, self.device)
+        return next_batches(source, checked, num_micro, schedule, arguments, self.axes.get("pp"), self.device)
 
     def _checked(self, longest: int | None, batch: Any) -> Any:
         """A micro-batch as the stages get it. Raises: UsageError: no stage could run it."""
         batch = batch if self._batch_fn is None else self._batch_fn(batch)
         if self._attention_check is not None:
             self._attention_check.of_stages(self.module.loss_model, batch)
-        if self.axes.tp is not None and self.properties.config.parallel.tp_sequence_parallel:
-            check_length(batch, self.axes.tp.size, None if isinstance(self.module, PipelineModule) else longest)
+        tp = self.axes.get("tp")
+        if tp is not None and self.properties.config.parallel.tp_sequence_parallel:
+            check_length(batch, tp.size, None if isinstance(self.module, PipelineModule) else longest)
         return batch
 
     def _data_iterator(self) -> Iterator[Any] | None:
@@ -517,5 +516,4 @@ def _is_tied(unit: Unit) -> bool:
 
 def _tied_name(unit: Unit) -> str:
     """The first name of a weight that other pipeline stages have too; empty: there is none."""
-    tied = (group for group in unit.trained if any(axis.startswith("tied:") for axis in group.gradient.axes))
-    return min((group.buffer.layout.specs[0].name for group in tied), default="")
+    return min((group.buffer.layout.specs[0].name for group in unit.trained if group.axes.across), default="")

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.build.plan import ModelParts, ModuleAsBuilt
+from shoal.build.plan import ModuleAsBuilt
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import World
 from shoal.config import Config
 from shoal.config.pipeline import Pipeline
+from shoal.engine.model_parts import Specs
 from shoal.engine.over_stages import from_stages
 from shoal.engine.settings import Plan
 from shoal.errors import ConfigError, NotBuiltError
@@ -29,15 +30,18 @@ from shoal.pipeline.topology import topology_of_mesh
 from shoal.running.parameter_owner import OWNERS
 from shoal.running.sharded_at_init import ChunkedTransfer, ShardedAtInit
 from shoal.sharding.axes import Axes
+from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.partition import names_a_unit
 from shoal.sharding.parts import cut as cut_part
 
 
 def stages_of(
-    model: nn.Module, parts: ModelParts, config: Config, world: World, axes: Axes
-) -> tuple[StageModule, ModelParts]:
+    model: nn.Module, specs: Specs, config: Config, world: World, axes: Axes
+) -> tuple[StageModule, Specs, Axes, Sequence[ModuleAsBuilt]]:
     """Cut a model into pipeline stages and keep this rank's; a ``StageModule`` is cut already.
 
+    Returns: the stages; ``specs`` and ``axes`` with the axes along which stages have copies of weights, each with a
+        summand of the gradient; the modules of the whole model, itself first, if a parameter came on the meta device.
     Raises: ConfigError: a model that is cut has other stages than the config asks for. ModelError: it cannot be cut.
     Communicates: control messages, where weights are tied over stages; what ``zero.Init`` has sharded, once.
     """
@@ -105,21 +109,25 @@ def stages_of(
         )
     here = {id(parameter) for parameter in model.parameters()}
     if mesh.pp > 1:
-        _shard_over_stage(sharded, here, parts, axes.data, world.device)
+        _shard_over_stage(sharded, here, specs, axes.data, world.device)
     OWNERS.put_elsewhere(parameter for parameter in parameters if id(parameter) not in here)
-    names = {name for name, _ in model.named_parameters()}
-    tied = {}
+    own_parameters = dict(model.named_parameters())
+    shared, comms = {}, {}
     for name, stages in sorted(model.tied.items()):
         ranks = sorted({schedule.stage_ranks[stage] for stage in stages})
         if len(ranks) > 1:
-            comm = world.communicator(tied_axis(ranks), mesh)
-            if name in names:
-                tied[name] = comm
-    return model, replace(parts, tied=tied, whole=whole)
+            axis = tied_axis(ranks)
+            comm = world.communicator(axis, mesh)
+            if name in own_parameters:
+                comms[axis] = comm
+                spec = specs.get(name) or ParameterSpec.whole(name, tuple(own_parameters[name].shape))
+                shared[name] = replace(spec, summand_over=spec.summand_over | {axis})
+    axes = replace(axes, comms={**axes.comms, **comms}, across=frozenset(comms))
+    return model, {**specs, **shared}, axes, whole
 
 
 def _shard_over_stage(
-    sharded: Mapping[str, nn.Parameter], here: Collection[int], parts: ModelParts, comm: Communicator, device: Any
+    sharded: Mapping[str, nn.Parameter], here: Collection[int], specs: Specs, comm: Communicator, device: Any
 ) -> None:
     """Give parameters that ``zero.Init`` has sharded over all ranks to the ranks of their pipeline stage.
 
@@ -139,7 +147,7 @@ def _shard_over_stage(
             value = owner.whole(parameter)
             owner.give_up(parameter)
             if id(parameter) in here:
-                part = parts.local.get(name)
+                part = specs.get(name)
                 parameter.data = value if part is None else cut_part(value, part).contiguous()
                 transfer = ChunkedTransfer(comm, device)
                 owners.setdefault(owner, ShardedAtInit(transfer, shard_device=owner.shard_device)).shard(parameter)
@@ -210,9 +218,8 @@ def _partition(
 
 def _attention_of(axes: Axes) -> AbstractContextManager[None]:
     """Attention as the engine will compute it, for blocks and layers that are measured before there is one."""
-    if axes.sp is None and axes.cp is None:
-        return nullcontext()
-    return sequence_parallel(SequenceContext(sp=axes.sp, cp=axes.cp))
+    sp, cp = axes.get("sp"), axes.get("cp")
+    return nullcontext() if sp is None and cp is None else sequence_parallel(SequenceContext(sp=sp, cp=cp))
 
 
 def of_own_units(plan: Plan, model: StageModule, pp: Communicator | None) -> Plan:

@@ -57,7 +57,7 @@ class RunState:
         self._module = sharding.module
         self._accumulation = accumulation
         self._comm = properties.axes.world
-        self._same_buffers = properties.axes.pipeline_stage  # the ranks that have the same buffers
+        self._same_buffers = properties.axes.same_units  # the ranks that have the same buffers
         self._device = properties.device
         self._count: Any = None  # the schedule's own count of steps after the engine's last step of it
         self._num_moved = 0  # steps in a row before which the script had stepped the schedule

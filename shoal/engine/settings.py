@@ -131,7 +131,7 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
         zero=ZeroSettings(
             stage=stage,
             rules=rules,
-            has_hpz=secondary_size is not None,
+            has_second=secondary_size is not None,
             max_bucket_numel=int(zero.reduce_bucket_size),
             prefetch_numel=int(zero.stage3_prefetch_bucket_size),
             max_live_numel=int(zero.stage3_max_live_parameters),

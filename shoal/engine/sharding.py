@@ -179,9 +179,9 @@ class Sharding:
         Communicates: where there are copies, a broadcast of this rank's range along their axis, and the gather of what
         is not sharded.
         """
-        tied = next((comm for comm in group.replicas if comm.axis.startswith("tied:")), None)
-        if tied is None:
+        if not group.axes.across:
             return
+        (tied,) = group.axes.across
         with group.resident(), group.buffer.storage.resident():
             own = group.main if group.is_trained else group.buffer.shard
             tied.blocking.broadcast(own, 0, label=group.buffer.label)

@@ -27,7 +27,7 @@ class Weights:
         self._sharding = sharding
         self._module = sharding.module
         self._comm = properties.axes.world
-        self._names = properties.axes.names
+        self._names = properties.axes.other_names
         self._device = properties.device.torch_device
 
     def with_gathered_parameters(self, use: Callable[[], Any]) -> Any:
@@ -64,8 +64,8 @@ class Weights:
                         continue
                     for spec, parameter in zip(group.buffer.layout.specs, group.parameters, strict=True):
                         value = parameter.detach()
-                        if group.parts is not None and spec.is_part:
-                            value = gather_parts(value, spec, group.parts)
+                        if group.axes.parts is not None and spec.is_part:
+                            value = gather_parts(value, spec, group.axes.parts)
                         if is_kept or self._names is not None:
                             values[names[id(parameter)]] = value.to("cpu", copy=True)
         found: dict[str, Any] = {}

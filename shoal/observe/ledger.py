@@ -231,7 +231,7 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[Le
 def _communicators(sharded: ShardedModel) -> list[Communicator]:
     """Each once. Engines of one world share them, scratch included."""
     axes = sharded.axes
-    found = [comm for comm in (axes.world, axes.tp, axes.sp, axes.cp, axes.ep) if comm is not None]
+    found = [axes.comms[name] for name in ("world", "tp", "sp", "cp", "ep") if name in axes.comms]
     found += [group.buffer.comm for group in sharded.groups]
     found += [
         axis

@@ -21,7 +21,6 @@ from shoal.device import at_end_of_backward, backward_pass, in_backward, in_tran
 from shoal.errors import CommError, UsageError
 from shoal.memory.stream_copies import ComputeStream
 from shoal.offload.disk_state import Disks
-from shoal.parallel.expert.held import modules_with_experts
 from shoal.running.deferred_gathers import DeferredGathers
 from shoal.running.gather_ahead import GatherAhead
 from shoal.running.hook_switch import ParameterOffload
@@ -143,7 +142,7 @@ class ShardedModel:
         self.sharded = [unit for unit in self.units if unit.is_sharded]
         self.reducer = Reducer(
             [unit for unit in self.units if unit.trained],
-            axes.pipeline_stage,
+            axes.same_units,
             has_overlap=has_overlap,
             follows_gathers=bool(self.sharded),
             device=device,
@@ -637,8 +636,9 @@ class ShardedModel:
         """
         self._hooks.detach()
         self.reads.stop()
-        for _, _, held in modules_with_experts(self.model):
-            held.usage = None
+        for unit in self.units:
+            if unit.if_used is not None:
+                unit.if_used.stop()
         at_init = ShardedAtInit(ChunkedTransfer(self.axes.data, self._device))
         try:
             for unit in self.units if not is_failed else ():

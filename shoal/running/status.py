@@ -79,17 +79,16 @@ def synchronize_status(
     rows = _exchange(axes.world, [_sum_of_squares(groups, device), *flags], device)
     own = rows[axes.world.rank][1:]
     if any(row[2] for row in rows):
-        late = _exchange(axes.pipeline_stage, [float(flag) for flag in is_late], device)
+        late = _exchange(axes.same_units, [float(flag) for flag in is_late], device)
         reducer.reduce_late([any(column) for column in zip(*late, strict=True)])
         rows = _exchange(axes.world, [_sum_of_squares(groups, device), *own], device)
     has_grad = {group: bytes(group.gradient.has_grad) for group in groups}
     if any(row[1] for row in rows):
-        if axes.pipeline_stage.size > 1:
-            has_grad = _union(has_grad, axes.pipeline_stage, device)
+        if axes.same_units.size > 1:
+            has_grad = _union(has_grad, axes.same_units, device)
         for group in groups:
-            for comm in group.replicas:
-                if comm.axis.startswith("tied:"):
-                    has_grad |= _union({group: has_grad[group]}, comm, device)
+            for comm in group.axes.across:
+                has_grad |= _union({group: has_grad[group]}, comm, device)
     total = math.fsum(row[0] for row in rows) if all(math.isfinite(row[0]) for row in rows) else math.nan
     return GlobalStatus(
         norm=math.sqrt(total) if math.isfinite(total) else math.nan,
@@ -100,7 +99,7 @@ def synchronize_status(
         # Ranks that hold other parts of the layers count the same tokens; of the pipeline stages the last one counts.
         num_tokens=None
         if num_tokens is None
-        else math.fsum(row[4] for row in rows) * axes.data.size / axes.pipeline_stage.size,
+        else math.fsum(row[4] for row in rows) * axes.data.size / axes.same_units.size,
         losses=tuple(row[3] for row in rows),
         tokens=tuple(1.0 if num_tokens is None else row[4] for row in rows),
         signal=0 if signal is None else int(max(row[-1] for row in rows)),
@@ -109,7 +108,7 @@ def synchronize_status(
 
 def _sum_of_squares(groups: Sequence[ParameterGroup], device: torch.device) -> torch.Tensor:
     """Of the ranges that this rank owns: it is the first of those that hold the range."""
-    gradients = [group.gradient for group in groups if group.replica[0] == 0]
+    gradients = [group.gradient for group in groups if group.axes.replica[0] == 0]
     computed = iter(sums_of_squares([g.norm_part() for g in gradients if g.offloaded_norm_squared is None]))
     squares = [next(computed) if g.offloaded_norm_squared is None else g.offloaded_norm_squared for g in gradients]
     if not squares:

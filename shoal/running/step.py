@@ -391,7 +391,7 @@ class ShardedStep:
         assert isinstance(optimizer, WholeTensorOptimizer)
         ranges = [(group, part) for part in group.ranges]
         self._load_gradients(ranges, [part.param for part in group.ranges], gradient_scale)
-        parts_comm = group.parts if any(spec.is_part for spec in buffer.layout.specs) else None
+        parts_comm = group.axes.parts if any(spec.is_part for spec in buffer.layout.specs) else None
         whole = []
         for part in group.ranges:
             members = [i for i, spec in enumerate(buffer.layout.specs) if spec.group == part.group]

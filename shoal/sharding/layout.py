@@ -39,6 +39,10 @@ class ParameterSpec:
     ``local`` says which elements of ``global_shape`` this one is, as ranges (start, stop) of each dim, one after the
     other. A dim may have several (experts that changed ranks; a fused weight, split inside each of its blocks). A
     checkpoint needs no more.
+
+    The four sets name mesh axes, and say what the ranks along each hold. Which axis shards the parameter, over which
+    its gradient is summed, and which ranks hold the same range follow from them (``Axes.of_group``). An axis that is in
+    none of them is data-parallel, or concerns no parameter.
     """
 
     name: str  # fully qualified
@@ -48,6 +52,10 @@ class ParameterSpec:
     group: int  # index of the optimizer's parameter group; -1: none (frozen)
     global_shape: tuple[int, ...] = ()  # default: ``shape``
     local: tuple[Ranges, ...] = ()  # default: all of it
+    split_over: frozenset[str] = frozenset()  # other parts of the tensor
+    others_over: frozenset[str] = frozenset()  # other tensors in its place
+    summand_over: frozenset[str] = frozenset()  # the same, and each rank has a summand of the gradient
+    copies_over: frozenset[str] = frozenset()  # the same, with equal gradients
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> ParameterSpec:
@@ -74,6 +82,20 @@ class ParameterSpec:
             raise ValueError(f"parameter {self.name!r} has shape {self.shape}, its part {self.local}")
         if any(stop > size for own, size in zip(self.local, self.global_shape, strict=True) for _, stop in own):
             raise ValueError(f"the part {self.local} of {self.name!r} exceeds its global shape {self.global_shape}")
+        if len(frozenset().union(*self.axes)) < sum(map(len, self.axes)):
+            raise ValueError(f"an axis is in two of the sets {self.axes} of {self.name!r}")
+        if len(self.split_over) > 1:
+            raise ValueError(f"{self.name!r} is split over {set(self.split_over)}: name the axis that is made of them")
+
+    @property
+    def axes(self) -> tuple[frozenset[str], ...]:
+        """The four sets: equal for the parameters of one group."""
+        return self.split_over, self.others_over, self.summand_over, self.copies_over
+
+    @property
+    def is_divided(self) -> bool:
+        """True if other ranks hold other parts of the tensor, or other tensors in its place."""
+        return bool(self.split_over or self.others_over)
 
     @property
     def is_part(self) -> bool:

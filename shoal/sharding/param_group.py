@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
-from shoal.comm.protocol import Communicator, FinishedWork, Work
+from shoal.comm.protocol import FinishedWork, Work
+from shoal.sharding.axes import GroupAxes
 from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.gradient import Gradient
 from shoal.sharding.layout import Segment, Used
@@ -89,17 +90,17 @@ class ParameterGroup:
 
     Args:
         row: where each kind of state is stored.
+        axes: the ranks that it is sharded, copied and summed over.
         parameters: one for each spec of the buffer's layout.
         second: on the axis of the second sharding, of the same whole buffer; None: there is none.
         main_buffer: of the main parameters; ``buffer`` itself where they are the parameters; None: the group is frozen.
         is_state_offloaded: main parameters and optimizer state are in memory that the device does not compute in.
-        replicas: axes, in addition to the buffer's own, along which other ranks hold the same range.
-        parts: the ranks that hold the other parts of each tensor; None: the tensors are whole.
     """
 
     def __init__(
         self,
         row: Row,
+        axes: GroupAxes,
         buffer: FlatBuffer,
         parameters: Sequence[torch.nn.Parameter],
         gradient: Gradient | None = None,
@@ -107,12 +108,9 @@ class ParameterGroup:
         *,
         second: FlatBuffer | None = None,
         is_state_offloaded: bool = False,
-        replicas: Sequence[Communicator] = (),
-        parts: Communicator | None = None,
     ) -> None:
         self.row = row
-        self.parts = parts
-        self.replicas = tuple(replicas)
+        self.axes = axes
         self.buffer = buffer
         self.second = second
         self.parameters = list(parameters)
@@ -171,14 +169,6 @@ class ParameterGroup:
     def owned_numel(self) -> int:
         """Elements of this rank's range, padding included."""
         return self.buffer.owned_numel
-
-    @property
-    def replica(self) -> tuple[int, int]:
-        """This rank's number among those that hold the same range of the buffer, and how many they are."""
-        index, size = 0, 1
-        for comm in self.replicas:
-            index, size = index * comm.size + comm.rank, size * comm.size
-        return index, size
 
     # parameters
 

@@ -40,7 +40,7 @@ class Row:
     gradient_between: Placement  # between micro-batches
     gradient_at_step: Placement
     state: Placement  # main parameters and optimizer state
-    has_hpz: bool = False  # a second sharding is kept from forward to backward
+    has_second: bool = False  # a second sharding is kept from forward to backward
 
     def __post_init__(self) -> None:
         moves(self.gradient, self.gradient_between)
@@ -77,7 +77,7 @@ class Row:
         tiers = [placement.tier.value for placement in (self.parameter, self.gradient_between, self.state)]
         return [
             self.unit,
-            str(self.parameter) + (" + hpZ" if self.has_hpz else ""),
+            str(self.parameter) + (" + hpZ" if self.has_second else ""),
             str(self.gradient_between),
             str(self.gradient_at_step),
             str(self.state),
@@ -92,7 +92,7 @@ def row_of_stage(
     *,
     shard: str = "dp_shard",
     replicate: Sequence[str] = (),
-    has_hpz: bool = False,
+    has_second: bool = False,
     is_persistent: bool = False,
 ) -> Row:
     """The row that a ZeRO stage means for the parameter groups of one unit.
@@ -101,7 +101,7 @@ def row_of_stage(
         shard: the axis that shards (``expert_dp`` for experts).
         replicate: further axes over which the gradient is a sum (hybrid sharding: ``dp_replicate``; norm weights under
             sequence parallelism: ``tp``; tied weights: ``tied``). They are summed once a step.
-        has_hpz: ZeRO++ hpZ.
+        has_second: a second sharding is kept from forward to backward (ZeRO++ hpZ).
         is_persistent: the parameters are too small to be worth gathering and stay whole, as at stage 2.
     """
     if is_persistent and stage == 3:
@@ -115,7 +115,7 @@ def row_of_stage(
         Placement.of(**{shard: between}, **others),
         Placement.of(**{shard: at_step}),
         Placement.of(**{shard: state}),
-        has_hpz=has_hpz and stage == 3,
+        has_second=has_second and stage == 3,
     )
 
 

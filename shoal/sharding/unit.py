@@ -16,13 +16,14 @@ stays gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from operator import attrgetter, or_
+from typing import Protocol
 
 import torch
 
-from shoal.comm.protocol import Work
+from shoal.comm.protocol import Communicator, Work
 from shoal.errors import PlacementError
 from shoal.memory.stream_copies import CopyDone
 from shoal.sharding.gradient import Gradient
@@ -50,6 +51,27 @@ _MOVES: dict[UnitState, frozenset[UnitState]] = {
 }
 
 
+class IfUsed(Protocol):
+    """Parameters of a module that are gathered if the forward that runs uses them."""
+
+    @property
+    def module(self) -> str:
+        """The name of the module whose forward needs them."""
+        ...
+
+    def start(self, comm: Communicator) -> None:
+        """The ranks along ``comm`` gather them together from now on."""
+        ...
+
+    def used(self) -> Used | None:
+        """The blocks of them that the forward which runs uses. None: it is not known."""
+        ...
+
+    def stop(self) -> None:
+        """They are never released from now on."""
+        ...
+
+
 _IS_ATTACHED = attrgetter("gradient.is_attached")  # asked for each gradient of each micro-batch
 
 
@@ -57,9 +79,9 @@ class Unit:
     """Parameter groups that are gathered, released and reduced together.
 
     Args:
-        used: of a unit that is gathered if it is used (experts): which blocks of its parameters does the forward that
-            runs use? All ranks that gather it agree; other ranks may gather others. None: it is not known. Its module
-            runs in any case, on placeholders if it uses none: without rows it reads no value.
+        if_used: of a unit that is gathered if it is used. All ranks that gather it agree on the blocks that are used;
+            other ranks may gather others. Its module runs in any case, on placeholders if it uses none: without rows it
+            reads no value.
     """
 
     def __init__(
@@ -68,7 +90,7 @@ class Unit:
         index: int,
         groups: Sequence[ParameterGroup],
         *,
-        used: Callable[[], Used | None] | None = None,
+        if_used: IfUsed | None = None,
     ) -> None:
         self.name = name
         self.index = index
@@ -78,7 +100,8 @@ class Unit:
         self.is_on_disk = any(group.buffer.storage.tier is Tier.DISK for group in self.groups)
         self.has_second = any(group.second is not None for group in self.groups)
         self.numel = sum(group.buffer.layout.numel for group in self.groups)
-        self.used = used
+        self.if_used = if_used
+        self.used = None if if_used is None else if_used.used
         self._gathered: Used | None = None  # the blocks of the present, or last, gather; None: all
         self.state = UnitState.FULL
         self.pin_count = 0  # callers other than the hooks that need it full

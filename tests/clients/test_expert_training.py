@@ -229,7 +229,7 @@ def test_a_family_trains_as_on_one_rank_beside(size: int, stage: int, more: dict
 
     def job() -> dict[str, torch.Tensor]:
         engine, *_ = shoal.initialize(model=copies[current_world().rank], config=settings(stage, **more))
-        if engine.axes.pp is None:
+        if engine.axes.get("pp") is None:
             return train(engine, TOKENS.chunk(engine.axes.batch.size)[engine.axes.batch.rank])
         tokens = TOKENS[engine.axes.batch.rank][None]
         for _ in range(STEPS):

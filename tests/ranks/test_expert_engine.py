@@ -117,7 +117,7 @@ def test_each_rank_stores_its_share_of_its_experts_only() -> None:
     def rank() -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
         engine = start_with(make(ExpertModel), settings(3, 2))
         experts = engine.module.blocks[0].experts
-        groups = [group for group in engine.sharded.groups if group.parts is not None]
+        groups = [group for group in engine.sharded.groups if group.axes.parts is not None]
         stored = [(group.owned_numel, group.buffer.shard.numel()) for group in groups]
         return [tuple(p.shape) for p in experts.parameters()], stored
 
@@ -222,7 +222,7 @@ def test_experts_are_divided_among_ranks_that_hold_parts_of_a_sequence(axis: str
         engine = start_with(make(ExpertModel), settings(2, ep, parallel={axis: 2}))
         for step in range(STEPS):
             tokens, targets = batch(step, engine.axes.batch.rank, engine.axes.batch.size)
-            part = engine.axes.sp if axis == "sp" else engine.axes.cp
+            part = engine.axes.get(axis)
             engine.backward(engine(*(each[:, :4].chunk(2, 1)[part.rank] for each in (tokens, targets))))
             engine.step()
         return engine.module_state_dict()

@@ -7,6 +7,7 @@ tp 4, expert_tensor_parallel_size 2, ep 2    rank            0    1    2    3
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.build.plan import ModelParts
-from shoal.comm.world import current_world
+from shoal.build.plan import mean_size
+from shoal.comm.world import current_world, fake_world
+from shoal.engine.model_parts import axes_of
 from shoal.errors import ConfigError, ModelError, UsageError
 from shoal.mesh import Mesh
 from shoal.models import GPT, GPTConfig
@@ -480,11 +482,14 @@ def test_divided_lists_start_with_the_values_of_the_first_rank_of_each_group(ran
 
 def test_units_are_made_of_the_mean_size_of_the_parts_on_every_rank() -> None:
     """Ranks hold 2, 2 and 1 rows of 5; the sizes by which units are cut are the same on all."""
-    parameters = {name: nn.Parameter(torch.empty(2, 8)) for name in ("dense", "folded", "expert", "whole")}
-    local = {name: ParameterSpec.along(name, (5, 8), 0, ((0, 2),)) for name in ("dense", "folded", "expert")}
-    parts = ModelParts(local, experts={"expert": "etp"}, folded=frozenset({"folded", "expert"}))
-    sizes = parts.sizes(parameters, Mesh.of(6, tp=6, ep=2, etp=3))
-    assert [sizes[id(parameter)] for parameter in parameters.values()] == [7, 14, 14, 16]
+    mesh = Mesh.of(6, tp=6, ep=2, etp=3)
+    with fake_world(6) as world:
+        axes = axes_of(mesh, partial(world.communicator, mesh=mesh))
+    part = ParameterSpec.along("w", (5, 8), 0, ((0, 2),))
+    dense, folded = (replace(part, split_over=frozenset({axis})) for axis in ("tp", "etp"))
+    expert = replace(folded, others_over=frozenset({"ep"}))
+    specs = dense, folded, expert, ParameterSpec.whole("w", (2, 8))
+    assert [mean_size(spec, axes) for spec in specs] == [7, 14, 14, 16]
 
 
 @pytest.mark.parametrize(("size", "tp", "etp", "ep"), [(2, 2, 2, 1), (4, 4, 2, 2)])

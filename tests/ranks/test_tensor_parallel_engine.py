@@ -574,7 +574,7 @@ def test_a_loss_of_the_scripts_own_from_split_logits_is_an_error() -> None:
         smoothed = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten() % 25)
         with pytest.raises(UsageError, match=r"from this rank's part of the logits(?s:.)*where: head"):
             engine.backward(smoothed)
-        own = vocab_parallel_cross_entropy(engine(batch[:, :-1]), batch[:, 1:], engine.axes.tp, VOCABULARY)
+        own = vocab_parallel_cross_entropy(engine(batch[:, :-1]), batch[:, 1:], engine.axes.comms["tp"], VOCABULARY)
         engine.backward(own)
         engine.step()
 

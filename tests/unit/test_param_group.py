@@ -12,6 +12,7 @@ from torch import nn
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.mesh import Mesh
+from shoal.sharding.axes import GroupAxes
 from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.layout import lay_out
 from shoal.sharding.param_group import ParameterGroup
@@ -40,7 +41,9 @@ def on_two_ranks(job: Callable[[ParameterGroup, list[nn.Parameter]], Any]) -> li
             storage=DeviceStorage(torch.zeros(layout.shard_numel)),
         )
         buffer.assume(Placement())
-        group = ParameterGroup(row_of_stage(3, "u"), buffer, parameters)
+        group = ParameterGroup(
+            row_of_stage(3, "u"), GroupAxes("dp_shard", buffer.comm, {"dp_shard": buffer.comm}), buffer, parameters
+        )
         for view, parameter in zip(buffer.views, parameters, strict=True):
             view.copy_(parameter.data)
         buffer.write_back()

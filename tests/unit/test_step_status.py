@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm.fake import SingleCommunicator
 from shoal.comm.threads import run_ranks
+from shoal.engine.model_parts import axes_of
 from shoal.mesh import Mesh
 from shoal.running import status as step_status
 from shoal.running.reducer import Reducer
 from shoal.running.status import synchronize_status
-from shoal.sharding.axes import Axes
 from shoal.sharding.gradient_norm import sum_of_squares, sums_of_squares
 from tests.ranks.models import Plain
 from tests.ranks.training import batch, config, sgd, start
@@ -41,7 +41,7 @@ class Operations(TorchDispatchMode):
 
 
 class Group:
-    replica = 0, 1
+    axes = SimpleNamespace(replica=(0, 1), across=())
 
     def __init__(self, flat: torch.Tensor, offloaded: torch.Tensor | None = None) -> None:
         self.gradient: Any = SimpleNamespace(
@@ -51,7 +51,7 @@ class Group:
 
 def test_the_norm_of_all_groups_is_one_kernel_and_nothing_crosses_to_the_host_before_one_read() -> None:
     comm = SingleCommunicator("dp")
-    axes = Axes(Mesh.of(comm.size), comm, comm, comm, comm)
+    axes = axes_of(Mesh.of(comm.size), lambda axis: comm)
     counts = []
     with FakeTensorMode():
         reducer = Reducer([], comm, has_overlap=False, follows_gathers=False, device=CUDA)

@@ -11,6 +11,7 @@ from torch import nn
 from shoal.comm.protocol import FinishedWork
 from shoal.comm.threads import run_ranks
 from shoal.memory.stream_copies import ComputeStream, StreamCopies
+from shoal.sharding.axes import GroupAxes
 from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.layout import lay_out
 from shoal.sharding.param_group import ParameterGroup
@@ -61,7 +62,9 @@ def offloaded_group(streams: FakeStreams, size: int) -> ParameterGroup:
         copies=StreamCopies(GPU),
     )
     buffer.assume(Placement())
-    group = ParameterGroup(row_of_stage(3, "u"), buffer, parameters)
+    group = ParameterGroup(
+        row_of_stage(3, "u"), GroupAxes("dp_shard", buffer.comm, {"dp_shard": buffer.comm}), buffer, parameters
+    )
     buffer.views[0].copy_(parameters[0].detach())
     buffer.write_back()
     group.attach_views()

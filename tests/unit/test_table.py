@@ -43,8 +43,8 @@ def test_a_persistent_unit_at_stage_3_is_stored_as_at_stage_2() -> None:
 
 
 def test_a_second_sharding_is_said_beside_the_first() -> None:
-    assert row_of_stage(3, "u", has_hpz=True).cells()[1] == "Shard + hpZ"
-    assert not row_of_stage(2, "u", has_hpz=True).has_hpz
+    assert row_of_stage(3, "u", has_second=True).cells()[1] == "Shard + hpZ"
+    assert not row_of_stage(2, "u", has_second=True).has_second
 
 
 def test_a_row_that_no_collective_can_execute_is_refused() -> None:

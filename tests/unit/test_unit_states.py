@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal.comm.fake import SingleCommunicator
 from shoal.errors import PlacementError
+from shoal.sharding.axes import GroupAxes
 from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.layout import lay_out
 from shoal.sharding.param_group import ParameterGroup
@@ -45,7 +46,7 @@ def unit_of(stage: int, *, is_sharded: bool) -> Unit:
         storage=HostStorage(torch.zeros(layout.numel)) if is_sharded else None,
     )
     buffer.assume(Placement())
-    group = ParameterGroup(row, buffer, [parameter])
+    group = ParameterGroup(row, GroupAxes("dp_shard", buffer.comm, {"dp_shard": buffer.comm}), buffer, [parameter])
     buffer.views[0].copy_(parameter.data)
     buffer.write_back()
     group.attach_views()

@@ -48,7 +48,7 @@ class SavedActivations(Part):
         more: Sequence[str] = (),
         blocks: Sequence[str] = (),
     ) -> None:
-        pp = axes.pp
+        pp = axes.get("pp")
         self._comm = axes.world
         self._has_stepped = False
         section = config.activation_checkpointing

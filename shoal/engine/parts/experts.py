@@ -79,7 +79,7 @@ class ExpertBalance(Part):
 
     def _check_biases(self) -> None:
         has_bias = any(layer.bias is not None for layer in self._layers)
-        if not any(from_stages(self._axes.pp, has_bias, "biases of experts")):
+        if not any(from_stages(self._axes.get("pp"), has_bias, "biases of experts")):
             raise ConfigError(
                 f"expert_parallel.load_balance_coeff is {self._coeff}, and no layer with experts has a bias for its"
                 " router.",
@@ -99,7 +99,7 @@ class ExpertBalance(Part):
     @property
     def is_needed(self) -> bool:
         """True if the model has layers with experts, on this pipeline stage or maybe on another."""
-        return bool(self._layers) or self._axes.pp is not None
+        return bool(self._layers) or self._axes.get("pp") is not None
 
     # after a step
 
@@ -120,7 +120,7 @@ class ExpertBalance(Part):
                 if (bias := layer.bias) is not None:
                     update_bias(bias, load, self._coeff)
         step = self._counters.global_steps
-        if self._move_every and step % self._move_every == 0 and self._axes.ep is not None:
+        if self._move_every and step % self._move_every == 0 and self._axes.get("ep") is not None:
             self._rebalance(step)
 
     def _copies(self, layer: _BalancedLayer) -> int:
@@ -134,20 +134,20 @@ class ExpertBalance(Part):
     def _sums(self) -> list[torch.Tensor]:
         """The tokens of the last step over all ranks, by layer. Each shape: [experts]."""
         if not self._is_of_all_ranks and self._layers:
-            self._axes.pipeline_stage.blocking.all_reduce(self._last, label="tokens per expert")
+            self._axes.same_units.blocking.all_reduce(self._last, label="tokens per expert")
             self._is_of_all_ranks = True
         return self._by_layer(self._last)
 
     def load(self) -> dict[str, list[int]]:
         """The tokens of the last step, by layer and expert, of all ranks and pipeline stages. Every rank calls."""
         if self._has_layers is None:
-            self._has_layers = any(from_stages(self._axes.pp, bool(self._layers), "layers with experts"))
+            self._has_layers = any(from_stages(self._axes.get("pp"), bool(self._layers), "layers with experts"))
         if not self._has_layers:
             return {}
         loads = {
             layer.name: load.round().long().tolist() for layer, load in zip(self._layers, self._sums(), strict=True)
         }
-        stages: list[dict[str, list[int]]] = from_stages(self._axes.pp, loads, "tokens per expert")
+        stages: list[dict[str, list[int]]] = from_stages(self._axes.get("pp"), loads, "tokens per expert")
         return {name: counts for stage in stages for name, counts in stage.items()}
 
     def after_step(self) -> None:
@@ -164,7 +164,7 @@ class ExpertBalance(Part):
     # experts that change ranks
 
     def _rebalance(self, step: int) -> None:
-        self._axes.pipeline_stage.blocking.all_reduce(self._since, label="tokens per expert")
+        self._axes.same_units.blocking.all_reduce(self._since, label="tokens per expert")
         wanted: list[tuple[_BalancedLayer, ExpertsByRank]] = []
         was = now = 1.0
         has_new_copies = False
@@ -198,12 +198,10 @@ class ExpertBalance(Part):
 
     def _move(self, wanted: list[tuple[_BalancedLayer, ExpertsByRank]]) -> bool:
         """True if the experts were moved."""
-        ep = self._axes.ep
-        assert ep is not None
         self._sharding.wait()
         homes = self._sharding.model.home_of
         groups = {homes[id(parameter)][0] for layer in self._layers for parameter in layer.module.parameters()}
-        if not can_move([group for group in self._sharding.groups if group in groups], ep):
+        if not can_move([group for group in self._sharding.groups if group in groups], self._axes.comms["ep"]):
             return False
         self._axes.drain()  # peers may still be reading the parameters that are about to change
         for layer, by_rank in wanted:

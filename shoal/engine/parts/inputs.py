@@ -37,7 +37,7 @@ class FirstInputs(Part):
     ) -> None:
         self._module, self._properties, self._accumulation = module, properties, accumulation
         self._of_micro_batch = of_micro_batch
-        self._comm = properties.axes.tp
+        self._comm = properties.axes.get("tp")
         self._num_left = NUM_COMPARED if self._comm is not None else 1
         self._is_size_checked = properties.config.origin(MICRO) not in ("user", "deprecated alias", "derived")
 

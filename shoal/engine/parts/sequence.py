@@ -48,8 +48,8 @@ class SequenceRanks(Part):
     def __init__(self, sharding: Sharding, properties: Properties) -> None:
         axes = properties.axes
         self.context = None
-        if axes.sp is not None or axes.cp is not None:
-            self.context = SequenceContext(sp=axes.sp, cp=axes.cp)
+        if axes.get("sp") is not None or axes.get("cp") is not None:
+            self.context = SequenceContext(sp=axes.get("sp"), cp=axes.get("cp"))
         # What the script has set for attention, in register_with_transformers for example, is for one engine.
         registered = take_sequence_context()
         self._used = self.context or registered
@@ -78,7 +78,7 @@ class AttentionCheck(Part):
         axes = properties.axes
         self._sharding = sharding
         self._is_first_rank, self._recorder = properties.rank == 0, properties.world.recorder
-        self._axes = {comm.axis for comm in (axes.sp, axes.cp) if comm is not None}
+        self._axes = {comm.axis for comm in (axes.get("sp"), axes.get("cp")) if comm is not None}
         self._names = " and ".join(sorted(self._axes))
         self._watching = ExitStack()  # in the first training forward
         self._entries: list[Entry] | None = None  # the collectives of this forward

@@ -75,17 +75,16 @@ class WholeGradients:
         *,
         splits_sequence: bool,
     ) -> None:
-        self._tp = tp = axes.tp
+        self._tp = tp = axes.get("tp")
         self._warns = tp is not None and tp.rank == axes.data.rank == 0
         self._is_summed: dict[str, bool] = {}
         self._sums: dict[str, torch.Tensor] = {}
         self._hooks: list[Any] = []
         if tp is None:
             return
-        of_experts = {comm.axis for comm in (axes.etp, axes.tp_fold) if comm not in (None, tp)}
         for group in groups:
-            is_summed = tp.axis in group.gradient.axes
-            if tp not in group.replicas or (is_summed and splits_sequence) or of_experts & set(group.gradient.axes):
+            is_summed = "tp" in group.axes.partial
+            if tp not in group.axes.copies or (is_summed and splits_sequence):
                 continue
             for parameter in group.parameters:
                 name = names.get(id(parameter))

@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
@@ -341,3 +342,50 @@ def global_names(model: nn.Module) -> Callable[[str], str]:
         return f"{match[1]}.{lists[match[1]][int(match[2])]}{name[match.end() :]}"
 
     return rename
+
+
+@dataclass(frozen=True)
+class ExpertsIfUsed:
+    """Experts whose parameters can be gathered if a token uses them.
+
+    Args:
+        module: the name of the module whose forward needs them.
+        place: of one expert of a list; None: they are stacked.
+    """
+
+    held: ExpertsHeld
+    module: str
+    place: int | None = None
+
+    def start(self, comm: Communicator) -> None:
+        """Forwards tell which experts they use, of which the ranks along ``comm`` hold shards."""
+        self.held.usage = self.held.usage or ExpertUsage(comm)
+
+    def used(self) -> tuple[bool, ...] | None:
+        """For each of them, True if the forward that runs uses it. None: they do not run."""
+        return None if self.held.usage is None else self.held.usage.used(self.place)
+
+    def stop(self) -> None:
+        self.held.usage = None
+
+
+def experts_if_used(model: nn.Module) -> dict[str, ExpertsIfUsed]:
+    """By name, each expert of a list, and all experts of a stack, that need no parameters for an input without rows.
+
+    Those that compute parameters from others before their forward (weight norm) need them.
+    """
+    found: dict[str, ExpertsIfUsed] = {}
+    for name, module, held in modules_with_experts(model):
+        if held.stack is None and isinstance(module, nn.ModuleList):
+            for place, expert in enumerate(module):
+                if _needs_no_parameters(expert):
+                    found[f"{name}.{place}"] = ExpertsIfUsed(held, f"{name}.{place}", place)
+        elif held.stack and held.stack.compute_name is not None and _needs_no_parameters(module):
+            num_rows = held.num_local * held.stack.rows
+            if all(parameter.shape[:1] == (num_rows,) for parameter in module.parameters()):
+                found[name] = ExpertsIfUsed(held, ".".join(filter(None, (name, held.stack.compute_name))))
+    return found
+
+
+def _needs_no_parameters(experts: nn.Module) -> bool:
+    return not any(is_parametrized(part) or part._forward_pre_hooks for part in experts.modules())

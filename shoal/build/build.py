@@ -25,7 +25,7 @@ from shoal.sharding.placement import SHARD, Placement, Tier
 from shoal.sharding.sparse_gradient import SparseGradient
 from shoal.sharding.sparse_sum import SparseSum
 from shoal.sharding.staging import StagingBuffers
-from shoal.sharding.storage import DeviceStorage, DiskStorage, HostStorage, Storage
+from shoal.sharding.storage import DeviceStorage, DiskStorage, HostStorage, ShardStorage
 from shoal.sharding.table import Table
 from shoal.sharding.unit import IfUsed, Unit
 from shoal.streams import name_memory
@@ -243,7 +243,7 @@ class _Builder:
             name_memory(buffer.shard, f"the stored shard of unit {label!r}")
         return buffer
 
-    def _storage(self, planned: GroupPlan, numel: int, *, is_offloaded: bool) -> Storage:
+    def _storage(self, planned: GroupPlan, numel: int, *, is_offloaded: bool) -> ShardStorage:
         dtype, comm = planned.dtype, planned.axes.comms[planned.axes.shard]
         if planned.row.parameter.tier is Tier.DISK and self.disks.parameters is not None:
             return DiskStorage(self.disks.parameters, planned.label, numel, dtype)
@@ -259,7 +259,7 @@ class _Builder:
         On the host it is pageable memory: it is not copied to the device.
         """
         source, dtype = values[buffer.begin : buffer.end], self.plan.precision.main_of(planned.dtype)
-        storage: Storage
+        storage: ShardStorage
         if planned.row.state.tier is Tier.DISK and self.disks.state is not None:
             storage = self.disks.state.add(buffer, source, dtype)
         elif is_offloaded:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from shoal.errors import ConfigError, ModelError, ShoalError, UsageError
+from shoal.errors import ShoalError
 
 
 def main() -> None:
@@ -14,6 +14,7 @@ def main() -> None:
     ``shoal run``: that of the script.
     """
     from shoal.cli.app import app
+    from shoal.cli.usage import exit_code_of
     from shoal.launch import read_environment
 
     try:
@@ -23,8 +24,3 @@ def main() -> None:
             raise
         print(f"shoal: {error}", file=sys.stderr)
         sys.exit(exit_code_of(error))
-
-
-def exit_code_of(error: Exception) -> int:
-    """2 for what the user wrote, 1 for what happened while it was done."""
-    return 2 if isinstance(error, ConfigError | ModelError | UsageError) else 1

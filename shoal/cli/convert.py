@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from shoal.cli import exit_code_of
-from shoal.cli.usage import checkpoints_of
+from shoal.cli.usage import checkpoints_of, exit_code_of
 from shoal.errors import CheckpointError, ShoalError, UsageError
 from shoal.text import counted, format_bytes
 

@@ -24,7 +24,6 @@ import torch
 from torch.utils.data import default_collate
 
 import shoal
-from shoal.cli import exit_code_of
 from shoal.cli.job import (
     JOB_FILE,
     TrainJob,
@@ -35,6 +34,7 @@ from shoal.cli.job import (
     run_folder,
 )
 from shoal.cli.progress import Reading, TrainingProgress
+from shoal.cli.usage import exit_code_of
 from shoal.comm.world import World, current_world
 from shoal.data import (
     RepeatingLoader,

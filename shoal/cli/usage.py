@@ -7,6 +7,8 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from shoal.errors import ConfigError, ModelError, UsageError
+
 # In the order in which they are used.
 _ORDER = (
     "run",
@@ -48,3 +50,8 @@ class OrderedGroup(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         rank = {name: at for at, name in enumerate(_ORDER)}
         return sorted(super().list_commands(ctx), key=lambda name: rank.get(name, len(rank)))
+
+
+def exit_code_of(error: Exception) -> int:
+    """2 for what the user wrote, 1 for what happened while it was done."""
+    return 2 if isinstance(error, ConfigError | ModelError | UsageError) else 1

@@ -22,7 +22,7 @@ from shoal.memory.host import PAGE, round_up
 from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
-from shoal.sharding.storage import Storage, placeholder
+from shoal.sharding.storage import ShardStorage, placeholder
 
 MAIN = "master"
 _AHEAD = 1  # groups whose state is read before their turn
@@ -38,7 +38,7 @@ class _Stored:
     fields: tuple[Field, ...] = ()
 
 
-class _Fetched(Storage):
+class _Fetched(ShardStorage):
     """Main parameters on a disk: ``DiskOptimizerState`` fetches them with the group's optimizer state."""
 
     tier = Tier.DISK
@@ -62,7 +62,7 @@ class DiskOptimizerState:
         self._visited: ParameterGroup | None = None
 
     @torch.no_grad()
-    def add(self, buffer: FlatBuffer, source: torch.Tensor, dtype: torch.dtype) -> Storage:
+    def add(self, buffer: FlatBuffer, source: torch.Tensor, dtype: torch.dtype) -> ShardStorage:
         """Begin to store main parameters, of which placeholders are left. Raises: OutOfMemoryError, TierError."""
         fields = ((MAIN, dtype),)
         stored = _Stored(self._store.allocate(buffer.label, _nbytes(source.numel(), fields)), fields)

@@ -26,7 +26,7 @@ from shoal.memory.stream_copies import CopyDone, StreamCopies
 from shoal.memory.transfer import clipped
 from shoal.sharding.layout import ALIGNMENT, BufferLayout, Ranges, Segment
 from shoal.sharding.placement import Move, Placement, Tier, moves
-from shoal.sharding.storage import ByteRanges, DeviceStorage, HostStorage, Storage
+from shoal.sharding.storage import ByteRanges, DeviceStorage, HostStorage, ShardStorage
 from shoal.streams import resize_storage
 
 
@@ -79,7 +79,7 @@ class FlatBuffer:
         *,
         owned: Placement | None = None,
         full: torch.Tensor | None = None,
-        storage: Storage | None = None,
+        storage: ShardStorage | None = None,
         copies: StreamCopies | None = None,
     ) -> None:
         self.label = label

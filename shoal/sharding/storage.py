@@ -32,7 +32,7 @@ def is_placeholder(data: torch.Tensor) -> bool:
     return data.numel() > 1 and not any(data.stride())
 
 
-class Storage:
+class ShardStorage:
     """What a shard's storage can do. In memory, fetching and pinning do nothing."""
 
     tier: ClassVar[Tier]
@@ -75,19 +75,19 @@ class Storage:
             self.unpin(is_read_only=is_read_only)
 
 
-class DeviceStorage(Storage):
+class DeviceStorage(ShardStorage):
     """A shard in memory that the device computes in."""
 
     tier = Tier.DEVICE
 
 
-class HostStorage(Storage):
+class HostStorage(ShardStorage):
     """A shard in host memory, which is copied before the device computes with it."""
 
     tier = Tier.HOST
 
 
-class DiskStorage(Storage):
+class DiskStorage(ShardStorage):
     """A shard on a disk. In memory, and zero, until ``unpin()`` is called for the first time."""
 
     tier = Tier.DISK

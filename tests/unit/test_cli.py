@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shoal.cli import exit_code_of, main
+from shoal.cli import main
 from shoal.cli.app import app
 from shoal.cli.job import TrainJob, describe_shape, effective_config, read_config, usual_learning_rate
 from shoal.cli.start import start
+from shoal.cli.usage import exit_code_of
 from shoal.errors import CheckpointError, ConfigError, ModelError, UsageError
 from shoal.launch.script import misplaced_ranks
 

@@ -23,7 +23,7 @@ from shoal.errors import ModelError
 from shoal.parallel.tensor.attention import AttentionSplit, numel_of, split_heads
 from shoal.parallel.tensor.families import ACTIVATIONS, OUTPUT_PARAMETERS, base_of, is_conv1d
 from shoal.parallel.tensor.grid_layers import GridSplit
-from shoal.parallel.tensor.hooks import InputHook, Stack, has_dropout
+from shoal.parallel.tensor.hooks import InputHook, SplitStack, has_dropout
 from shoal.parallel.tensor.layers import (
     ColumnParallelLinear,
     LayerSplit,
@@ -425,8 +425,8 @@ class _Splitter(Resolver):
                 do='add a key for each ("replicate" leaves it whole), or set strict=False to leave all of them whole.',
             )
 
-    def _stacks(self) -> list[Stack]:
-        stacks: list[Stack] = []
+    def _stacks(self) -> list[SplitStack]:
+        stacks: list[SplitStack] = []
         for name in self.lists_of_layers():
             layers = self.modules[name]
             assert isinstance(layers, nn.ModuleList)
@@ -436,7 +436,7 @@ class _Splitter(Resolver):
                     f"{name}.{norms[0]} is a batch norm: it would take the mean over this rank's part of the sequence.",
                     do="turn sequence parallelism off, or use norms of each position.",
                 )
-            stacks.append(Stack(name, layers, self.stack_region, forks=has_dropout(layers)))
+            stacks.append(SplitStack(name, layers, self.stack_region, forks=has_dropout(layers)))
         if not stacks:
             raise split_error(
                 f"{type(self.model).__name__} has no ModuleList of layers that the plan splits: no first layer whose "

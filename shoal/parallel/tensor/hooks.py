@@ -79,7 +79,7 @@ class InputHook(SharedByCopies):
             self._columns.end()
 
 
-class Stack(SharedByCopies):
+class SplitStack(SharedByCopies):
     """A list of layers between which activations are split along the sequence.
 
     In a forward of the module around them, the first call of the first layer splits its input, and the next call of the

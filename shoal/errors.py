@@ -4,7 +4,7 @@ ShoalError
 ├── ConfigError            the configuration (all problems at once)
 ├── ModelError             the model, its parameters, or a change made to them
 ├── OptimizerError         the optimizer, its groups, or the schedule
-├── PlacementError         a move of a bucket, or of a unit's state, that does not exist
+├── PlacementError         a move of a buffer, or of a unit's state, that does not exist
 ├── CommError              a collective: mismatch, timeout, closed connection
 │   └── RankFailedError    another rank failed; carries that rank's traceback
 │       └── RankLeftError  another rank ended in good order, and this one waits for it

@@ -30,7 +30,7 @@ from shoal.running.sharded_at_init import ChunkedTransfer, ShardedAtInit
 
 
 class Materializer:
-    """Copies each parameter's value to its bucket.
+    """Copies each parameter's value to its buffer.
 
     Modules on the meta device are allocated and initialised in module order, so that each gets the same random numbers
     as if the model had been built directly.

@@ -104,9 +104,7 @@ class Load:
         wanted, comm = self._wanted, self._comm
         names = wanted.names if wanted.has_optimizer else ()
         model: dict[str, tuple[int, ...] | None] = dict.fromkeys(wanted.elsewhere)
-        model.update(
-            (slot.name, slot.global_shape) for bucket, _ in self._shards.buckets() for slot in bucket.layout.specs
-        )
+        model.update(self._shards.global_shapes())
         model.update((name, tuple(buffer.shape)) for name, buffer in self._buffers.items())
         source = format.opening()(
             storage.url, folder, names=names, verify=wanted.is_checked, rank=comm.rank, size=comm.size, model=model
@@ -134,10 +132,10 @@ class Load:
         saved |= {tensor.name: tensor.shape for tensor in manifest.tensors if tensor.kind == MODEL}
         held: dict[str, tuple[int, ...]] = {name: tuple(buffer.shape) for name, buffer in self._buffers.items()}
         frozen: set[str] = set()
-        for bucket, group in self._shards.buckets():
-            for slot in bucket.layout.specs:
+        for group in self._shards.sharded.groups:
+            for slot in group.buffer.layout.specs:
                 held[slot.name] = slot.global_shape
-                if group is None:
+                if not group.is_trained:
                     frozen.add(slot.name)
         missing = [name for name in held if name not in saved]
         left_out = [name for name in missing if name in frozen]
@@ -205,9 +203,8 @@ class Load:
         wide = {t.name: tree.dtype_of(t.dtype) for t in manifest.tensors if t.kind == MODEL}
         narrowed = [
             slot.name
-            for bucket, group in self._shards.buckets()
-            if group is not None
-            for slot in bucket.layout.specs
+            for group in self._shards.sharded.trained_groups
+            for slot in group.buffer.layout.specs
             if slot.name in wide and wide[slot.name].itemsize > group.main.dtype.itemsize
         ]
         if narrowed:
@@ -252,7 +249,7 @@ class Load:
     def apply(self, chosen: Chosen, reader: StateReader) -> None:
         """Copy the values into parameters and optimizer state.
 
-        Communicates: where parameters are not sharded and their owned ranges are: one all_gather of each bucket.
+        Communicates: where parameters are not sharded and their owned ranges are: one all_gather of each buffer.
         """
         axes = self._shards.axes
         axes.drain()  # peers may still read what is about to change

@@ -2,7 +2,7 @@
 
 parameter                         what a rank reads of it
 of shoal.zero.Init                its shard: one range of bytes
-of a live engine, sharded         what it owns of the bucket: one range of bytes
+of a live engine, sharded         what it owns of the buffer: one range of bytes
 split over tensor parallel ranks  its part: ranges of bytes, or of rows where it is split by columns
 of experts                        those that it holds
 any other                         all of it

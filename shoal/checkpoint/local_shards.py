@@ -115,7 +115,7 @@ class LocalShard:
         )
 
     def part(self, begin: int, end: int) -> list[torch.Tensor]:
-        """The memory of ``[begin, end)``, which lies inside. Of state on a disk: until another bucket is asked for."""
+        """The memory of ``[begin, end)``, which lies inside. Of state on a disk: until another group is asked for."""
         found = []
         at = self.begin
         for part in self.parts if self.fetch is None else self.fetch():
@@ -156,14 +156,9 @@ class LocalShards:
         self.axes = axes
         self._visited: FlatBuffer | None = None  # a frozen one, whose shard was fetched from a disk
 
-    def buckets(self) -> Iterator[tuple[FlatBuffer, ParameterGroup | None]]:
-        for group in self.sharded.groups:
-            yield group.buffer, group if group.is_trained else None
-
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every parameter, by name."""
-        slots = (slot for bucket, _ in self.buckets() for slot in bucket.layout.specs)
-        return {slot.name: slot.global_shape for slot in slots}
+        return {spec.name: spec.global_shape for group in self.sharded.groups for spec in group.buffer.layout.specs}
 
     def _copies(self, group: ParameterGroup) -> tuple[int, int]:
         """How many ranks hold this rank's range of a group's parameters, and which of them this rank is."""
@@ -175,22 +170,21 @@ class LocalShards:
 
     def model(self, *, exclude_frozen: bool = False) -> Iterator[LocalShard]:
         """Values of parameters: master weights where there are any."""
-        for owner in self.sharded.groups:
-            bucket, group = owner.buffer, owner if owner.is_trained else None
-            if group is None and exclude_frozen:
+        for group in self.sharded.groups:
+            buffer, is_trained = group.buffer, group.is_trained
+            if exclude_frozen and not is_trained:
                 continue
-            flat = group.main if group is not None else bucket.shard
-            num_copies, copy = self._copies(owner)
-            for segment in bucket.layout.segments_in(bucket.begin, bucket.end):
-                slot = bucket.layout.specs[segment.slot]
+            flat = group.main if is_trained else buffer.shard
+            num_copies, copy = self._copies(group)
+            for segment in buffer.layout.segments_in(buffer.begin, buffer.end):
+                spec = buffer.layout.specs[segment.slot]
                 part = flat[segment.start : segment.stop]
                 fetch = None
-                if group is not None and group.disk is not None and group.has_own_main:
+                if is_trained and group.disk is not None and group.has_own_main:
                     fetch = partial(self._master_of, group, segment.start, segment.stop)
-                elif group is None and bucket.storage.tier is Tier.DISK:
-                    fetch = partial(self._frozen, bucket, segment.start, segment.stop)
-                is_private = group is not None and (group.has_own_main or bucket.is_sharded)
-                spec = slot
+                elif not is_trained and buffer.storage.tier is Tier.DISK:
+                    fetch = partial(self._frozen, buffer, segment.start, segment.stop)
+                is_private = is_trained and (group.has_own_main or buffer.is_sharded)
                 yield LocalShard(MODEL, spec, segment.offset, (part,), num_copies, copy, fetch, is_private)
 
     def optimizer(self) -> Iterator[LocalShard]:
@@ -233,21 +227,21 @@ class LocalShards:
         group.disk.visit(group)
         return (group.main[start:stop],)
 
-    def _frozen(self, bucket: FlatBuffer, start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        if self._visited is not bucket:
-            self._leave_bucket()
-            bucket.storage.pin()
-            self._visited = bucket
-        return (bucket.shard[start:stop],)
+    def _frozen(self, buffer: FlatBuffer, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+        if self._visited is not buffer:
+            self._leave_buffer()
+            buffer.storage.pin()
+            self._visited = buffer
+        return (buffer.shard[start:stop],)
 
-    def _leave_bucket(self) -> None:
+    def _leave_buffer(self) -> None:
         if self._visited is not None:
-            bucket, self._visited = self._visited, None
-            bucket.storage.unpin()
+            buffer, self._visited = self._visited, None
+            buffer.storage.unpin()
 
     def leave(self) -> None:
         """What was fetched from a disk goes back."""
-        self._leave_bucket()
+        self._leave_buffer()
         for disk in {id(group.disk): group.disk for group in self.states if group.disk is not None}.values():
             disk.leave()
 

@@ -166,11 +166,10 @@ class ParameterCheck:
             return
         for index, (group, slot) in enumerate(self._followed):
             if now[index] != self._versions[index]:
-                bucket = group.buffer
-                held = bucket.layout.specs[slot]
-                low, high = max(held.offset, bucket.begin), min(held.offset + held.numel, bucket.end)
-                if low < high:
-                    group.update_main(low - bucket.begin, high - bucket.begin, bucket.full[low:high])
+                buffer = group.buffer
+                if (part := buffer.owned_part(slot)) is not None:
+                    low, high = buffer.begin + part.start, buffer.begin + part.stop
+                    group.update_main(part.start, part.stop, buffer.full[low:high])
         self._versions = now
 
     def forget(self) -> None:

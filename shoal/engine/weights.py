@@ -36,10 +36,11 @@ class Weights:
         with model.gathered(model.sharded):
             result = use()
             with torch.no_grad():
-                for bucket, group in self._sharding.local_shards().buckets():
-                    if group is not None:
-                        group.update_main(0, bucket.end - bucket.begin, bucket.full[bucket.begin : bucket.end])
-                    bucket.write_back()
+                for group in model.groups:
+                    buffer = group.buffer
+                    if group.is_trained:
+                        group.update_main(0, buffer.owned_numel, buffer.full[buffer.begin : buffer.end])
+                    buffer.write_back()
         return result
 
     def module_state_dict(self, *, exclude_frozen: bool, is_kept: bool = True, prefix: str = "") -> dict[str, Any]:

@@ -200,7 +200,7 @@ LIMITS: dict[Callable[[], Iterator[str]], int] = {
     calls_of_drain: 41,
     questions: 0,
     question_comments: 0,
-    second_dialect: 62,
+    second_dialect: 19,
     modules_with_one_importer: 65,
 }
 

@@ -139,7 +139,8 @@ class Axes:
 
     def data_axes(self, spec: ParameterSpec) -> DataAxes:
         """The data-parallel axes of a parameter."""
-        return next((self.left[name] for name in spec.split_over | spec.others_over if name in self.left), self.dense)
+        divided = spec.split_over | spec.others_over
+        return next((axes for name, axes in self.left.items() if name in divided), self.dense)  # alike on all ranks
 
     def of_group(self, spec: ParameterSpec, *, is_state_sharded: bool) -> GroupAxes:
         """What follows from the sets of a group's parameters."""

@@ -41,7 +41,7 @@ _MAX_CALLS_KEPT = 64  # of one unit, whose backward has not come
 
 
 @dataclass(eq=False)
-class _ForwardCall:
+class _UnitCall:
     """One forward call of one unit, until its backward is done."""
 
     forward: int  # number of the model's forward that it belongs to
@@ -71,11 +71,11 @@ class _Calls:
     """The forward calls of one unit that a backward pass may reach."""
 
     def __init__(self) -> None:
-        self.started: list[_ForwardCall] = []  # in this backward pass
-        self.watched: list[_ForwardCall] = []  # whose backward has not ended
+        self.started: list[_UnitCall] = []  # in this backward pass
+        self.watched: list[_UnitCall] = []  # whose backward has not ended
         self.num_pinned = 0  # pins of calls of which no hook tells when their backward begins
 
-    def watch(self, call: _ForwardCall) -> None:
+    def watch(self, call: _UnitCall) -> None:
         self.watched.append(call)
         del self.watched[:-_MAX_CALLS_KEPT]
 
@@ -383,7 +383,7 @@ class ShardedModel:
                     self._calls[pinned.name].num_pinned += 1
             return
         received = [] if self._is_all_trained[unit.name] else [t for t in tensors_in(inputs) if t.requires_grad]
-        call = _ForwardCall(_RECOMPUTED if is_recomputing else self._num_forwards, len(received), _used(unit))
+        call = _UnitCall(_RECOMPUTED if is_recomputing else self._num_forwards, len(received), _used(unit))
         calls = self._calls[unit.name]
         # A call that is only recomputed has no backward of its own where the first one's graph is still there.
         if not is_recomputing or not (self._pass and any(c.forward in self._pass.forwards for c in calls.watched)):
@@ -404,7 +404,7 @@ class ShardedModel:
         for tensor in received:
             tensor.register_hook(arrived)
 
-    def _before_backward(self, unit: Unit, call: _ForwardCall) -> None:
+    def _before_backward(self, unit: Unit, call: _UnitCall) -> None:
         self._follow_stream()
         current = self.begin_backward(is_in_graph=True)
         if not call.is_started:

@@ -149,7 +149,7 @@ def _sum(tensor: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
 def _sum_part(tensor: torch.Tensor, comm: Communicator, label: str, dim: int) -> torch.Tensor:
     """Memory: a copy of ``tensor`` in which each rank's part is contiguous, and the result."""
     if comm.size == 1:
-        return tensor.contiguous()
+        return _copied(tensor)
     parts = _parts(tensor, comm.size, dim, label)
     full = _as_one(parts, comm)
     out = torch.empty(parts[0].shape, dtype=tensor.dtype, device=tensor.device)
@@ -159,8 +159,13 @@ def _sum_part(tensor: torch.Tensor, comm: Communicator, label: str, dim: int) ->
 
 def _gather(tensor: torch.Tensor, comm: Communicator, label: str, dim: int) -> torch.Tensor:
     if comm.size == 1:
-        return tensor.contiguous()
+        return _copied(tensor)
     return begin_gather(tensor, comm, dim, label).wait()
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """What one rank gets: as of several ranks, a tensor of its own, which may be changed in place."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class Gathering:

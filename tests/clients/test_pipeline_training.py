@@ -15,8 +15,11 @@ from shoal.build.plan import ModuleAsBuilt
 from shoal.comm.fake import SingleCommunicator
 from shoal.comm.threads import run_ranks
 from shoal.errors import UsageError
+from shoal.mesh import Mesh
 from shoal.parallel.sequence.huggingface import register
 from shoal.pipeline.cut import cut
+from shoal.sharding.axes import Axes, DataAxes
+from shoal.sharding.layout import ParameterSpec
 from tests.clients.test_sequence_parallel import transformers_functions  # noqa: F401
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
@@ -123,8 +126,10 @@ def test_stages_from_the_meta_device_start_with_the_values_of_one_process(kind: 
         whole = [ModuleAsBuilt.of(name, module) for name, module in model.named_modules()]
         part = cut(model, num_stages, stages_of_rank=(stage,)) if num_stages > 1 else model
         torch.manual_seed(0)
-        cpu, alone = torch.device("cpu"), SingleCommunicator("dp")
-        Materializer(part, cpu, alone, is_sharded=False, whole=whole if num_stages > 1 else ()).finish({})
+        axes = Axes(Mesh.of(1), {"dp": SingleCommunicator("dp")}, DataAxes("dp", "dp"), {})
+        specs = {name: ParameterSpec.whole(name, tuple(each.shape)) for name, each in part.named_parameters()}
+        whole_model = whole if num_stages > 1 else ()
+        Materializer(part, torch.device("cpu"), axes, specs, is_sharded=False, whole=whole_model).finish({})
         return dict(part.named_parameters())
 
     expected = materialized(1, 0)

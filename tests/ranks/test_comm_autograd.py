@@ -191,3 +191,17 @@ def test_a_dim_that_does_not_divide_is_refused() -> None:
             autograd.split(torch.ones(2, 3), current_dp(), dim=1, label="x")
 
     run_ranks(2, run)
+
+
+@pytest.mark.parametrize("move", [autograd.gather, autograd.all_gather, autograd.reduce_scatter])
+def test_the_result_of_one_rank_is_a_tensor_of_its_own(move: Callable[..., torch.Tensor]) -> None:
+    def job() -> None:
+        comm = current_world().communicator("dp", Mesh.of(1))
+        source = torch.ones(2, 3, requires_grad=True)
+        result = move(source.unsqueeze(0), comm, dim=0, label="x")
+        result.add_(1)  # torch refuses it for a view that a function of autograd returned
+        result.sum().backward()
+        assert torch.equal(source, torch.ones(2, 3))
+        assert torch.equal(source.grad, torch.ones(2, 3))
+
+    run_ranks(1, job)

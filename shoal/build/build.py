@@ -13,14 +13,23 @@ from functools import partial
 import torch
 from torch import nn
 
+from shoal.build.buffer_formats import buffer_formats
+from shoal.build.materialize import Materializer
+from shoal.build.plan import BuildPlan, GroupPlan, ModuleAsBuilt
+from shoal.build.settings import Precision, ZeroSettings
 from shoal.device import host_empty
 from shoal.errors import ModelError, OptimizerError
 from shoal.memory.stream_copies import StreamCopies, copies_of
+from shoal.offload.disk_state import Disks
+from shoal.offload.policy import Tiers
+from shoal.running.order import UnitOrder
+from shoal.running.runtime import ShardedModel
+from shoal.sharding.axes import Axes, GroupAxes
 from shoal.sharding.buffer import Axis, FlatBuffer
 from shoal.sharding.gradient import Gradient
+from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.memory_model import UnitMemory
 from shoal.sharding.param_group import ParameterGroup
-from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.placement import SHARD, Placement, Tier
 from shoal.sharding.sparse_gradient import SparseGradient
 from shoal.sharding.sparse_sum import SparseSum
@@ -30,15 +39,6 @@ from shoal.sharding.table import Table
 from shoal.sharding.unit import IfUsed, Unit
 from shoal.streams import name_memory
 from shoal.text import counted, listed
-from shoal.build.buffer_formats import buffer_formats
-from shoal.build.plan import BuildPlan, GroupPlan, ModuleAsBuilt
-from shoal.offload.disk_state import Disks
-from shoal.build.materialize import Materializer
-from shoal.offload.policy import Tiers
-from shoal.running.order import UnitOrder
-from shoal.running.runtime import ShardedModel
-from shoal.build.settings import Precision, ZeroSettings
-from shoal.sharding.axes import Axes, GroupAxes
 
 Decide = Callable[[Sequence[UnitMemory]], Sequence[Tiers]]
 
@@ -108,7 +108,8 @@ def build(
         sparse: None: the optimizer steps ranges of flat main parameters. Else it steps the model's own parameters
             (stage 0 only), and sees the gradients of those with these ``id`` as sparse tensors.
         decide: the tiers of each unit; None: as the settings say.
-        specs: by name, the parameters along whose axes ranks hold other than data-parallel copies. Of others: the whole.
+        specs: by name, the parameters along whose axes ranks hold other than data-parallel copies. Of others the
+            whole.
         whole: the modules of the whole model, the model first, where ``model`` is a part of it whose parameters came on
             the meta device.
         if_used: by name, modules that become units which are gathered if they are used.
@@ -195,8 +196,6 @@ class _Builder:
 
     def group(self, planned: GroupPlan) -> ParameterGroup:
         settings, precision, axes, row = self.plan.settings, self.plan.precision, planned.axes, planned.row
-        is_on_disk = row.parameter.tier is Tier.DISK
-        is_shard_offloaded = is_on_disk or settings.is_offloaded(row.parameter.tier, self.device)
         is_state_offloaded = settings.is_offloaded(row.state.tier, self.device)
         parameters = [self.plan.parameters[name] for name in planned.names]
         buffer = self._buffer(planned)
@@ -207,10 +206,10 @@ class _Builder:
             return group()
         is_wider = precision.has_wider_main(planned.dtype)
         main_buffer = buffer
-        if is_wider or is_on_disk or is_state_offloaded != is_shard_offloaded:
+        if is_wider or row.parameter.tier is Tier.DISK or is_state_offloaded != buffer.is_offloaded:
             main_buffer = self._main_buffer(planned, buffer, values, is_offloaded=is_state_offloaded)
         buffer.storage.unpin()
-        can_be_view = not (is_state_offloaded or is_shard_offloaded)
+        can_be_view = not (is_state_offloaded or buffer.is_offloaded)
         gradient = self._gradient(planned, buffer, parameters, can_be_view=can_be_view)
         return group(gradient, main_buffer, is_state_offloaded=is_state_offloaded)
 

@@ -17,16 +17,16 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shoal.build.plan import ModuleAsBuilt
 from shoal.comm.protocol import Communicator
 from shoal.device import is_fake
 from shoal.errors import ModelError
-from shoal.sharding.axes import Axes
-from shoal.sharding.layout import ParameterSpec
-from shoal.sharding.parts import cut
-from shoal.build.plan import ModuleAsBuilt
 from shoal.running.parameter_access import ParameterAccessMode
 from shoal.running.parameter_owner import OWNERS
 from shoal.running.sharded_at_init import ChunkedTransfer, ShardedAtInit
+from shoal.sharding.axes import Axes
+from shoal.sharding.layout import ParameterSpec
+from shoal.sharding.parts import cut
 
 
 class Materializer:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from shoal.build.settings import Precision, ZeroSettings
+from shoal.sharding.axes import Axes, GroupAxes
 from shoal.sharding.layout import BufferLayout, ParameterSpec, lay_out
 from shoal.sharding.memory_model import GroupMemory
 from shoal.sharding.partition import UnitSpec, partition
 from shoal.sharding.sparse_sum import sparse_names
 from shoal.sharding.table import Row, row_of_stage
 from shoal.sharding.unit import IfUsed
-from shoal.build.settings import Precision, ZeroSettings
-from shoal.sharding.axes import Axes, GroupAxes
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ class BuildPlan:
         sizes = {id(parameter): mean_size(spec_of[name], axes) for name, parameter in parameters.items()}
         keeps_rows = frozenset(name for name, p in parameters.items() if p.dim() == 2 and id(p) in (sparse or ()))
         sends_rows = sparse_names(model, takes_all=settings.sparse_gradients) | keeps_rows
-        return cls(parameters, group_of, settings, precision, axes, spec_of, if_used or {}, sizes, sends_rows, keeps_rows)
+        return cls(
+            parameters, group_of, settings, precision, axes, spec_of, if_used or {}, sizes, sends_rows, keeps_rows
+        )
 
     def units(self, model: nn.Module) -> list[UnitSpec]:
         """The units of the model. A pipeline stage may be a function only: then there are none."""
@@ -120,12 +122,13 @@ class BuildPlan:
         for number, members in enumerate(self._split(spec)):
             first, is_trained = members[0], self.is_trained(members[0])
             axes = self.axes.of_group(self.spec_of[first], is_state_sharded=self.settings.stage > 0)
+            is_dense = axes.shard == self.axes.dense.shard
             row = row_of_stage(
                 self.settings.stage,
                 spec.name,
                 shard=axes.shard,
                 replicate=axes.partial,
-                has_second=self.settings.has_second and axes.shard == self.axes.dense.shard and not spec.is_gathered_if_used,
+                has_second=self.settings.has_second and is_dense and not spec.is_gathered_if_used,
                 is_persistent=spec.is_persistent,
             )
             group = {name: self.group_of.get(id(self.parameters[name]), -1) if is_trained else -1 for name in members}

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
 
 import torch
 
-from shoal.comm.protocol import Communicator
-from shoal.mesh import Mesh
+from shoal.offload.policy import Tiers, from_config
 from shoal.sharding.gradient import GradientPolicy
 from shoal.sharding.memory_model import UnitMemory
 from shoal.sharding.partition import UnitRules
 from shoal.sharding.placement import Tier
 from shoal.streams import is_accelerator
-from shoal.offload.policy import Tiers, from_config
 
 
 @dataclass(frozen=True)

@@ -361,3 +361,14 @@ def test_the_smallest_script_of_the_readme_runs() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_linter_reads_every_file_of_the_package() -> None:
+    """By default it leaves out every folder that is called ``build``."""
+    ruff = Path(sys.executable).parent / "ruff"
+    if not ruff.exists():
+        pytest.skip("ruff is not installed in this environment")
+    done = subprocess.run(
+        [ruff, "check", "--show-files", PACKAGE], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert {Path(line) for line in done.stdout.splitlines() if line.endswith(".py")} == set(SOURCES)

@@ -11,7 +11,7 @@
 Shoal itself reads none of them. The module is left out by a save while training goes on, since its values change
 meanwhile, and where checkpoint.module_in_model_file is false: with fp32 master weights and Adam's moments it is a
 sixth more bytes (a third where the weights themselves are fp32), all of them written by rank 0. At stage 3 DeepSpeed
-has empty tensors there, which nobody reads.
+has empty tensors there, which no reader uses.
 They are rank 0's alone, and ``torch.load(weights_only=True)`` reads them.
 """
 

@@ -184,7 +184,7 @@ class ParameterGroup:
         Memory: the whole buffer on the device until ``release()``.
         """
         ranges = self.buffer.layout.ranges_of(used)
-        if from_second and self.second is not None and self.second.shard.numel() and ranges is None:
+        if from_second and self.second is not None and self.has_second_shard and ranges is None:
             self.buffer.assume(Placement())
             self.second.full = self.buffer.full
             return self.second.redistribute(Placement())
@@ -216,7 +216,7 @@ class ParameterGroup:
         second = self.second
         if second is None:
             return
-        if not second.shard.numel():
+        if not self.has_second_shard:
             numel = self.buffer.layout.numel // second.comm.size
             second.storage = DeviceStorage(second.comm.empty(numel, second.dtype, second.device))
         second.comm.drain()
@@ -229,17 +229,19 @@ class ParameterGroup:
         if self.second is not None:
             self.second.storage = DeviceStorage(self.second.shard.new_empty(0))
 
-    def _is_fetched(self, *, from_second: bool) -> bool:
-        return not (from_second and self.second is not None and self.second.shard.numel())
+    @property
+    def has_second_shard(self) -> bool:
+        """True if a forward pass has kept this rank's range of the second sharding."""
+        return self.second is not None and bool(self.second.shard.numel())
 
     def start_fetch(self, *, from_second: bool = False, used: Used | None = None) -> None:
         """Begin to read what ``gather`` with these arguments needs from a disk. Does not block the host."""
-        if self._is_fetched(from_second=from_second):
+        if not (from_second and self.has_second_shard):
             self.buffer.storage.start_fetch(self.buffer.bytes_of(self.buffer.layout.ranges_of(used)))
 
     def fetch(self, *, from_second: bool = False, used: Used | None = None) -> None:
         """Wait until it is read. Raises: TierError: it could not be."""
-        if self._is_fetched(from_second=from_second):
+        if not (from_second and self.has_second_shard):
             self.buffer.storage.fetch(self.buffer.bytes_of(self.buffer.layout.ranges_of(used)))
 
     def attach_views(self) -> None:

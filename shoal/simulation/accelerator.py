@@ -338,7 +338,8 @@ class SimulatedAccelerator:
             made = [t for t in self._memory(name, list(tensors_of(result))) if self._is_new(t, given)]
             touched = [(tensor, self._storage_of(tensor)) for tensor in (*reads, *writes)]
             is_on_host = self._is_host_work(touched)
-            is_scalar = not touched and bool(made) and not any(tensor.dim() for tensor in made)  # nobody's, until used
+            # A number that was made of nothing is of no stream until it is used.
+            is_scalar = not touched and bool(made) and not any(tensor.dim() for tensor in made)
             stream = self.host if is_on_host or is_scalar else self.current()
             for tensor in made:
                 kind = None if is_scalar else is_on_host

@@ -387,7 +387,7 @@ def compare(case: Case, start: nn.Module, found: reference.Trained, expected: re
 def _is_less_exact(found: reference.Trained, expected: reference.Trained, exact: reference.Trained) -> bool:
     """True if a 16-bit run is more than twice as far from fp32 as plain PyTorch's run in these 16 bits.
 
-    Some shapes lose more in 16 bits than the bounds allow, whoever computes them.
+    Some shapes lose more in 16 bits than the bounds allow, in plain PyTorch too.
     """
     for what in ("losses", "norms"):
         far, plain = (

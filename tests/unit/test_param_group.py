@@ -12,13 +12,9 @@ from torch import nn
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.mesh import Mesh
-from shoal.sharding.axes import GroupAxes
-from shoal.sharding.buffer import FlatBuffer
-from shoal.sharding.layout import lay_out
 from shoal.sharding.param_group import ParameterGroup
-from shoal.sharding.placement import SHARD, Placement
 from shoal.sharding.storage import DeviceStorage, placeholder
-from shoal.sharding.table import row_of_stage
+from tests.unit.param_groups import gathered_group
 
 
 def on_two_ranks(job: Callable[[ParameterGroup, list[nn.Parameter]], Any]) -> list[Any]:
@@ -27,28 +23,7 @@ def on_two_ranks(job: Callable[[ParameterGroup, list[nn.Parameter]], Any]) -> li
     def run() -> Any:
         world = current_world()
         parameters = [nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.full((7,), 2.0))]
-        layout = lay_out([("w", (3, 5), 0), ("b", (7,), 0)], num_shards=2)
-        comm = world.communicator("dp", Mesh.of(world.size))
-        buffer = FlatBuffer(
-            "u",
-            layout,
-            torch.float32,
-            torch.device("cpu"),
-            comm,
-            {"dp_shard": comm},
-            Placement.of(dp_shard=SHARD),
-            full=torch.zeros(layout.numel),
-            storage=DeviceStorage(torch.zeros(layout.shard_numel)),
-        )
-        buffer.assume(Placement())
-        group = ParameterGroup(
-            row_of_stage(3, "u"), GroupAxes("dp_shard", buffer.comm, {"dp_shard": buffer.comm}), buffer, parameters
-        )
-        for view, parameter in zip(buffer.views, parameters, strict=True):
-            view.copy_(parameter.data)
-        buffer.write_back()
-        group.attach_views()
-        return job(group, parameters)
+        return job(gathered_group(parameters, world.communicator("dp", Mesh.of(2)), DeviceStorage), parameters)
 
     return run_ranks(2, run)
 

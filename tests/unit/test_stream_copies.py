@@ -11,16 +11,12 @@ from torch import nn
 from shoal.comm.protocol import FinishedWork
 from shoal.comm.threads import run_ranks
 from shoal.memory.stream_copies import ComputeStream, StreamCopies
-from shoal.sharding.axes import GroupAxes
-from shoal.sharding.buffer import FlatBuffer
-from shoal.sharding.layout import lay_out
 from shoal.sharding.param_group import ParameterGroup
-from shoal.sharding.placement import SHARD, Placement
 from shoal.sharding.storage import HostStorage
-from shoal.sharding.table import row_of_stage
 from tests.fake_streams import GPU, FakeStreams
 from tests.ranks.models import Plain
 from tests.ranks.training import batch, config, sgd, start
+from tests.unit.param_groups import gathered_group
 
 
 class Ranks:
@@ -47,27 +43,8 @@ class Ranks:
 
 
 def offloaded_group(streams: FakeStreams, size: int) -> ParameterGroup:
-    parameters = [nn.Parameter(torch.arange(8.0))]
-    layout, comm = lay_out([("w", (8,), 0)], num_shards=size), Ranks(streams, size)
-    buffer = FlatBuffer(
-        "u",
-        layout,
-        torch.float32,
-        torch.device("cpu"),
-        comm,  # type: ignore[arg-type]
-        {"dp_shard": comm},
-        Placement.of(dp_shard=SHARD),
-        full=torch.zeros(layout.numel),
-        storage=HostStorage(torch.empty(layout.shard_numel)),
-        copies=StreamCopies(GPU),
-    )
-    buffer.assume(Placement())
-    group = ParameterGroup(
-        row_of_stage(3, "u"), GroupAxes("dp_shard", buffer.comm, {"dp_shard": buffer.comm}), buffer, parameters
-    )
-    buffer.views[0].copy_(parameters[0].detach())
-    buffer.write_back()
-    group.attach_views()
+    comm: Any = Ranks(streams, size)
+    group = gathered_group([nn.Parameter(torch.arange(8.0))], comm, HostStorage, copies=StreamCopies(GPU))
     group.release()
     return group
 

@@ -10,14 +10,9 @@ from torch import nn
 
 from shoal.comm.fake import SingleCommunicator
 from shoal.errors import PlacementError
-from shoal.sharding.axes import GroupAxes
-from shoal.sharding.buffer import FlatBuffer
-from shoal.sharding.layout import lay_out
-from shoal.sharding.param_group import ParameterGroup
-from shoal.sharding.placement import Placement
 from shoal.sharding.storage import HostStorage
-from shoal.sharding.table import row_of_stage
 from shoal.sharding.unit import Unit, UnitState
+from tests.unit.param_groups import gathered_group
 
 LEGAL = {
     ("ON_DISK", "FETCHING"),
@@ -31,25 +26,8 @@ LEGAL = {
 
 
 def unit_of(stage: int, *, is_sharded: bool) -> Unit:
-    parameter = nn.Parameter(torch.ones(4))
-    layout = lay_out([("w", (4,), 0)], num_shards=1)
-    row, comm = row_of_stage(stage, "u"), SingleCommunicator("dp")
-    buffer = FlatBuffer(
-        "u",
-        layout,
-        torch.float32,
-        torch.device("cpu"),
-        comm,
-        {"dp_shard": comm},
-        row.parameter if is_sharded else Placement(),
-        full=torch.zeros(layout.numel),
-        storage=HostStorage(torch.zeros(layout.numel)) if is_sharded else None,
-    )
-    buffer.assume(Placement())
-    group = ParameterGroup(row, GroupAxes("dp_shard", buffer.comm, {"dp_shard": buffer.comm}), buffer, [parameter])
-    buffer.views[0].copy_(parameter.data)
-    buffer.write_back()
-    group.attach_views()
+    storage = HostStorage if is_sharded else None
+    group = gathered_group([nn.Parameter(torch.ones(4))], SingleCommunicator("dp"), storage, stage=stage)
     return Unit("u", 0, [group])
 
 

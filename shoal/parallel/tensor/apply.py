@@ -11,6 +11,7 @@ inputs must be the same too.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -134,7 +135,7 @@ class SplitLayer:
     split: LayerSplit | GridSplit
 
 
-class Resolver:
+class Resolver(ABC):
     """One walk over a plan: finds the modules, decides the part of every parameter, and then changes the model.
 
     A subclass says how an attention's heads, and a layer of a style, are split.
@@ -160,21 +161,21 @@ class Resolver:
             self.add_layer(name, style, ranges.get(name))
         self.check()
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if (
-                name.rpartition(".")[2] == "weight"
-            ):  # BERT's head has its bias under a second name, which it never reads
+            # A bias may have a second name that nothing reads (the head of BERT).
+            if name.rpartition(".")[2] == "weight":
                 self.check_tied(name, parameter)
 
+    @abstractmethod
     def split_attention(self, name: str, module: nn.Module) -> Mapping[str, Ranges]:
         """The ranges of an attention's projections, by their names; none where ``module`` is no attention."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_layer(self, name: str, style: ParallelStyle, ranges: Ranges | None) -> None:
         """Split a module along ``ranges``, or evenly where they are None; nothing for a style that splits nothing."""
-        raise NotImplementedError
 
     def check(self) -> None:
-        """Raises: ModelError: a part of the model would not fit what was split."""
+        """Raises: ModelError: a part of the model would not fit what was split. Nothing to check by default."""
+        return
 
     def hold(self, name: str, parameter: torch.Tensor, local: tuple[Ranges, ...]) -> None:
         """This rank has the elements ``local`` of a parameter. Raises: ModelError: it has others under another name."""

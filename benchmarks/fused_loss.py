@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from benchmarks.arena import machine, table
 from shoal.parallel.loss import linear_cross_entropy
-from tests.ranks.live_storages import LiveStorages
+from tests.helpers.live_storages import LiveStorages
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 

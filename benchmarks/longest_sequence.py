@@ -27,7 +27,7 @@ from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.loss import linear_cross_entropy
 from shoal.parallel.recompute import Recompute, RecomputeSettings, recompute_blocks
 from shoal.parallel.tiled import tile_modules
-from tests.ranks.live_storages import LiveStorages
+from tests.helpers.live_storages import LiveStorages
 
 PARTS = ["fused loss", "recompute", "on the host", "tiled feed-forward"]
 

@@ -17,7 +17,7 @@ import numpy
 import pytest
 import torch
 
-from tests.gloo_pool import GlooPools
+from tests.helpers.gloo_pool import GlooPools
 
 LINGER_SECONDS = 5.0  # what a test's threads and processes get to end by themselves
 SERVICE_THREADS = ("pytest_timeout", "Thread-timeout", "execnet", "QueueFeederThread")

@@ -31,10 +31,10 @@ from shoal.parallel.expert.layer import MoE
 from tests.fixtures.deepspeed.make import CASES as CONFIGS
 from tests.fixtures.deepspeed.make_experts import EXPERT_CASES, WithExperts
 from tests.fixtures.deepspeed.model import build_model, groups_of, tokens_of
-from tests.ranks.test_checkpoint_from_deepspeed import go_on
-from tests.ranks.test_checkpoint_of_divided_deepspeed import Layout, slices, split_groups
-from tests.ranks.test_checkpoint_of_divided_deepspeed import go_on as experts_go_on
-from tests.unit.deepspeed_made import MADE, everything, made
+from tests.helpers.deepspeed_made import MADE, everything, made
+from tests.ranks.compat.checkpoints.test_from_deepspeed import go_on
+from tests.ranks.compat.checkpoints.test_of_divided_deepspeed import Layout, slices, split_groups
+from tests.ranks.compat.checkpoints.test_of_divided_deepspeed import go_on as experts_go_on
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.errors import ModelError
 from shoal.pipeline.cut import cut
-from tests.unit.pipeline_stages import assert_same, cut_over, run_stages, run_whole
+from tests.helpers.pipeline_stages import assert_same, cut_over, run_stages, run_whole
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 

@@ -24,7 +24,7 @@ from shoal.errors import UsageError  # noqa: E402
 from shoal.mesh import Mesh  # noqa: E402
 from shoal.parallel.sequence.context import SequenceContext, sequence_parallel, set_sequence_context  # noqa: E402
 from shoal.parallel.sequence.huggingface import register  # noqa: E402
-from tests.ranks.training import make  # noqa: E402
+from tests.helpers.training import make  # noqa: E402
 
 pytestmark = pytest.mark.clients
 

@@ -15,7 +15,7 @@ from shoal.comm.threads import run_ranks  # noqa: E402
 from shoal.errors import UsageError  # noqa: E402
 from shoal.parallel.sequence.huggingface import register  # noqa: E402
 from tests.clients.test_sequence_parallel import transformers_functions  # noqa: E402, F401
-from tests.ranks.training import make  # noqa: E402
+from tests.helpers.training import make  # noqa: E402
 
 pytestmark = [pytest.mark.clients, pytest.mark.usefixtures("transformers_functions")]
 

@@ -20,7 +20,7 @@ from shoal.mesh import Mesh
 from shoal.parallel.tensor import Grid, parallelize, parallelize_grid, plan_for
 from shoal.parallel.tensor.grid import GridKind
 from shoal.sharding.parts import cut
-from tests.ranks.tensor_cases import Outputs, compare, difference, randomize, tp_communicator
+from tests.helpers.tensor_cases import Outputs, compare, difference, randomize, tp_communicator
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import shoal
-from tests.ranks import models
-from tests.ranks.training import STAGES, adamw, batch, config, largest_difference, make, sgd
+from tests.helpers import models
+from tests.helpers.training import STAGES, adamw, batch, config, largest_difference, make, sgd
 
 pytestmark = pytest.mark.device
 

@@ -14,10 +14,10 @@ import torch
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.mesh import Mesh
-from tests.composition import Combination, covering, named, settings_of
-from tests.composition_runs import check_run
-from tests.ranks import models
-from tests.ranks.training import STAGES, adamw, batch, config, largest_difference, make, start
+from tests.helpers import models
+from tests.helpers.composition import Combination, covering, named, settings_of
+from tests.helpers.composition_runs import check_run
+from tests.helpers.training import STAGES, adamw, batch, config, largest_difference, make, start
 
 pytestmark = pytest.mark.device
 

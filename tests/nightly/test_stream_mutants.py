@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stream_mutants import RAN, ROOT, UNREACHED, reason
+from tests.helpers.stream_mutants import RAN, ROOT, UNREACHED, reason
 
 VERDICTS = {"found", "error", "covered", "known", "orders nothing", "not reached", "open"}
 
@@ -17,7 +17,7 @@ VERDICTS = {"found", "error", "covered", "known", "orders nothing", "not reached
 @pytest.mark.timeout(7200)
 def test_every_wait_that_is_deleted_is_noticed_or_explained(tmp_path: Path) -> None:
     out = tmp_path / "mutants.json"
-    subprocess.run([sys.executable, "-m", "tests.stream_mutants", "--out", str(out)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "tests.helpers.stream_mutants", "--out", str(out)], cwd=ROOT, check=True)
     found = json.loads(out.read_text())
     outcomes = found["outcomes"]
     # Tests that patch what the simulation takes the place of fail on it; they count for nothing.

@@ -1,11 +1,11 @@
-"""Any three settings together: streams wait where they must; pairs: tests/ranks/test_stream_matrix.py."""
+"""Any three settings together: streams wait where they must; pairs: tests/ranks/simulation/test_stream_matrix.py."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.composition import Combination, covering
-from tests.stream_matrix import STREAM_AXES, checks_of, named, reports
+from tests.helpers.composition import Combination, covering
+from tests.helpers.stream_matrix import STREAM_AXES, checks_of, named, reports
 
 TRIPLES = covering(3, STREAM_AXES)
 

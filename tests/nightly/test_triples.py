@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.composition import Combination, covering, named
-from tests.composition_runs import check
+from tests.helpers.composition import Combination, covering, named
+from tests.helpers.composition_runs import check
 
 TRIPLES = covering(3)
 

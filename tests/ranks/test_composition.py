@@ -10,7 +10,7 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.sharding.partition import UnitRules
 from shoal.sharding.unit import Unit
-from tests.composition import (
+from tests.helpers.composition import (
     AXES,
     FOLDED,
     REFUSALS,
@@ -22,7 +22,7 @@ from tests.composition import (
     settings_of,
     triples_of_sums,
 )
-from tests.composition_runs import check, check_run, train
+from tests.helpers.composition_runs import check, check_run, train
 
 PAIRS = covering(2)
 

@@ -14,8 +14,8 @@ import shoal
 from shoal.comm.protocol import Call, Communicator
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from tests.ranks.models import Plain
-from tests.ranks.training import adamw, batch, config, run_steps, start
+from tests.helpers.models import Plain
+from tests.helpers.training import adamw, batch, config, run_steps, start
 
 MOST_OF_INITIALIZE = 30  # only falls; 20 are wanted
 MOST_TO_THE_WIRE = 8

@@ -28,7 +28,7 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import RankFailedError, ShoalError
-from tests import reference
+from tests.helpers import reference
 from tests.search import models
 from tests.search.cases import STEPS, Case, complete, config, optimizer_options, world_size
 

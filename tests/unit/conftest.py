@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.deepspeed_made import MADE
+from tests.helpers.deepspeed_made import MADE
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def test_delays_trains_with_the_same_bits_in_every_mode_and_reads_the_save_that_
 
 def test_a_late_copy_sleeps_in_the_stream_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.memory.stream_copies import StreamCopies
-    from tests.fake_streams import GPU, FakeStreams
+    from tests.helpers.fake_streams import GPU, FakeStreams
 
     streams, slept = FakeStreams(monkeypatch), []
     monkeypatch.setattr(Setting, "sleep", lambda self, cycles: slept.append(streams.current.name))

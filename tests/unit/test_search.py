@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import reference
+from tests.helpers import reference
 from tests.search.__main__ import shrink
 from tests.search.cases import OPTIONS, complete, draw, world_size
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gloo_pool import GlooPool, GlooRankError
+from tests.helpers.gloo_pool import GlooPool, GlooRankError
 
 
 def add_ranks(rank: int, size: int, start: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,329 @@
+"""Small runs on the simulated accelerator, of what the matrix of streams has no axis for: one or two waits each."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import shoal
+from shoal.comm import autograd
+from shoal.comm.protocol import Communicator
+from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from shoal.compat.sequence_parallel import UlyssesSPDataLoaderAdapter
+from shoal.memory.stream_copies import StreamCopies, copies_of, mark
+from shoal.mesh import Mesh
+from shoal.parallel.cpu_offload import HostStore, HostTensor
+from shoal.parallel.expert.gate import topkgating
+from shoal.parallel.expert.losses import global_batch_loss
+from shoal.parallel.saved_tensors import InPlaceStore, PartitionedStore
+from shoal.parallel.sequence.chunks import chunks_of
+from shoal.parallel.sequence.exchange import RingPlan
+from shoal.parallel.sequence.ring import ring_attention
+from shoal.simulation.check import StreamCheck
+from tests.helpers.composition import Combination, Run, settings_of
+from tests.helpers.models import HIDDEN, VOCABULARY, Plain
+from tests.helpers.sparse_models import Both, Tables
+from tests.helpers.sparse_models import tokens as words
+from tests.helpers.stream_matrix import STREAM_AXES, accelerator_of_thread, checks_of_run, plain
+from tests.helpers.training import adamw, batch, config, make, run_steps, sgd, start, start_with
+from tests.ranks.parallel.expert.test_balance import engine_of
+from tests.ranks.parallel.expert.test_balance import train as train_experts
+from tests.ranks.parallel.tensor.test_engine import gpt
+
+CPU = torch.device("cpu")
+
+
+def world() -> Communicator:
+    """All ranks, as a communicator of the simulated accelerator."""
+    found = current_world()
+    return found.communicator("dp", Mesh.of(found.size))
+
+
+# parts of the library alone
+
+
+def exchanges_under_autograd() -> None:
+    comm = world()
+    tensor = torch.ones(4, 4, requires_grad=True)
+    autograd.all_to_all(tensor * 2, comm, split_dim=0, concat_dim=1, label="parts").mul(3).sum().backward()
+    rows = [1, 2] if comm.rank == 0 else [2, 3]
+    sent = torch.ones(sum(rows), 3, requires_grad=True)
+    received = [[1, 2], [2, 3]][comm.rank]
+    found = autograd.all_to_all_uneven(sent * 2, comm, out_splits=received, source_splits=rows, label="rows")
+    found.mul(3).sum().backward()
+
+
+def capacity_of_dense_experts() -> None:
+    found = current_world()
+    group = found.process_group("world", Mesh.of(found.size))
+    topkgating(torch.randn(6, 4), 2, 1.0, 1, drop_tokens=False, ep_group=group)
+
+
+def loss_of_experts_over_the_global_batch() -> None:
+    probabilities = torch.rand(6, 4, requires_grad=True)
+    global_batch_loss(probabilities, torch.arange(12).view(6, 2) % 4, world()).backward()
+
+
+def partitioned_tensors() -> None:
+    store = PartitionedStore(world(), InPlaceStore())
+    call = store.begin()
+    saved = store.store(torch.ones(3, 5) * 2, call)
+    store.fetch(saved, call).mul(2)
+
+
+def saved_tensor_that_is_dropped_after_it_was_fetched() -> None:
+    store = HostStore(copies_of)
+    call = store.begin()
+    saved = store.store(torch.ones(64) * 2, call)
+    assert isinstance(saved, HostTensor)
+    saved.release_source()
+    saved.prefetch()
+    del saved
+    torch.ones(64)
+
+
+def copies_within_copies() -> None:
+    """A copy that is asked for where copies are queued after a mark, as on a GPU where streams are few and reused."""
+    copies = StreamCopies(CPU)
+    source = torch.ones(64) * 2
+    marked = mark(CPU)
+    with copies.after(marked):
+        host, done = copies.to_host(source)
+    done.block()
+    host.add_(1)
+
+
+def batches_of_a_sequence() -> None:
+    found = current_world()
+    group = found.process_group("world", Mesh.of(found.size))
+    loader = [{"input_ids": torch.arange(8).view(1, 8) * 2}]
+    for each in UlyssesSPDataLoaderAdapter(loader, found.rank, group, found.size, "cpu"):
+        each["input_ids"].mul(2)
+
+
+def gradients_of_gathered_keys() -> None:
+    comm = world()
+    query, key, value = ((torch.ones(1, 2, 4, 8) * scale).requires_grad_() for scale in (0.1, 0.2, 0.3))
+    plan = RingPlan(comm, chunks_of(8, comm.size, "balanced"), True, None, 1.0, "all_gather", "attention")
+    ring_attention(query, key, value, plan).sum().backward()
+    assert key.grad is not None
+    key.grad.mul(2)
+
+
+# the engine
+
+
+class WithBuffer(nn.Module):
+    """Reads a buffer first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((HIDDEN,), 2.0))
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+        scale = self.scale * 2
+        return (self.embedding(tokens) * scale).square().mean()
+
+
+def buffers_of_the_model() -> None:
+    engine = start(WithBuffer, config(0, units={"names": []}))
+    run_steps(engine, 1)
+    engine.destroy()
+
+
+def stream_that_changes_while_units_are_gathered() -> None:
+    """Backward on another stream than forward, whose last unit is still gathered."""
+    engine = start(lambda: Plain(2), config(3), sgd)
+    stream = accelerator_of_thread().stream()
+    for index in range(2):
+        loss = engine(*batch(index, current_world().rank, current_world().size))
+        stream.wait_stream(accelerator_of_thread().current())
+        with stream:
+            engine.backward(loss)
+        engine.step()
+    engine.destroy()
+
+
+class Growing(nn.Module):
+    """A unit of larger matrices after one of smaller ones, and a matrix that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 24, bias=False)])
+        self.blocks[1].register_parameter("unused", nn.Parameter(torch.ones(4, 4)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.blocks[1](self.blocks[0](x)).square().mean()
+
+
+def muon_with_buffers_that_grow(stage: int) -> None:
+    settings = config(stage, optimizer={"type": "Muon", "params": {"lr": 0.01, "momentum": 0.9}})
+    engine = start(Growing, settings, None)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 4)))
+        engine.step()
+    engine.destroy()
+
+
+class OneDenseTable(Tables):
+    """The gradient of the words is dense where the micro-batch asks for it, on one rank."""
+
+    def forward(self, tokens: torch.Tensor, with_bag: bool = True) -> Any:
+        loss = super().forward(tokens, with_bag)
+        return loss + self.words.weight.square().mean() if current_world().rank == 0 else loss
+
+
+def table_with_a_dense_gradient_on_one_rank() -> None:
+    both = partial(Both, tables=partial(torch.optim.SGD, lr=0.1))
+    engine = start_with(make(OneDenseTable), config(0, units={"names": []}), both)
+    found = current_world()
+    for index in range(2):
+        engine.backward(engine(words(index, found.rank, found.size)))
+        engine.step()
+    engine.destroy()
+
+
+class Spare(Plain):
+    """Has a unit that is never used."""
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return x
+
+
+def unit_that_is_never_used(stage: int, **zero: Any) -> None:
+    engine = start(lambda: Spare(2), config(stage, zero_optimization=zero, gradient_accumulation_steps=2), adamw)
+    run_steps(engine, 3)
+    engine.destroy()
+
+
+def gather_that_is_drained() -> None:
+    """Of a shard in host memory: after the gather is drained, the script may read."""
+    engine = start(lambda: Plain(1), config(3, zero_optimization={"offload_param": {"device": "cpu"}}), sgd)
+    run_steps(engine, 1)
+    unit = engine.sharded.sharded[0]
+    unit.release()
+    for group in unit.groups:
+        work = group.gather()
+        work.drain()
+        group.buffer.full.mul_(2)
+    engine.destroy()
+
+
+def gradient_that_arrives_after_its_reduction() -> None:
+    engine = start(lambda: Plain(1), config(0), sgd)
+    engine.scale(engine(*batch(0, 0, 1))).backward()
+    engine.scale(next(engine.module.blocks[0].parameters()).square().sum()).backward()
+    engine.step()
+    engine.destroy()
+
+
+def change_beside_an_asynchronous_save(stage: int, folder: str) -> None:
+    engine = start(lambda: Plain(1), config(stage, checkpoint={"async_save": True}), adamw)
+    for step in range(2):
+        run_steps(engine, 1, first=step)
+        engine.save_checkpoint(folder, tag=str(step))
+        parameters = list(engine.module.parameters())
+        with shoal.zero.GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(0.5)
+    engine.destroy()
+
+
+def in_a_folder(size: int, run: Callable[[str], Any]) -> list[StreamCheck]:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        return on_ranks(size, partial(run, name))
+
+
+def experts_that_move_beside_an_update_on_the_host() -> None:
+    host = {"offload_optimizer": {"device": "cpu"}}
+    engine = engine_of("stacked", 2, 2, adamw, every=1, zero_optimization=host)
+    train_experts(engine, range(3))
+    engine.destroy()
+
+
+def on_meta(stage: int) -> None:
+    """Tensor-parallel ranks each initialize their part of a model that was built on the meta device."""
+    with torch.device("meta"):
+        model = gpt()
+    engine = start_with(model, config(stage, parallel={"tp": 2}), sgd)
+    tokens = torch.arange(16).view(2, 8)
+    engine.backward(engine(tokens, tokens))
+    engine.destroy()
+
+
+def of_matrix(axes: Combination, **fields: Any) -> list[StreamCheck]:
+    """A row of the matrix of streams, with other fields of ``Run`` and, by ``more``, of the config."""
+    more = fields.pop("more", {})
+    settings, run = settings_of({**plain(), **axes}, STREAM_AXES)
+    return checks_of_run({**settings, **more}, Run(**{**run.__dict__, "steps": 3, "blocks": 2, **fields}))
+
+
+def on_ranks(size: int, run: Callable[[], Any]) -> list[StreamCheck]:
+    def rank() -> StreamCheck:
+        with shoal.check_streams(raises=False) as check:
+            run()
+        return check
+
+    return run_ranks(size, rank)
+
+
+_UNUSED = [(1, {"overlap_param_gather": True}), (2, {"offload_optimizer": {"device": "cpu"}})]
+_GPIPE = {"pipeline": {"schedule": "gpipe"}}
+_HPZ = {"stage": "3", "hybrid": "hpz"}
+
+CASES: dict[str, Callable[[], list[StreamCheck]]] = {
+    run.__name__: partial(on_ranks, size, run)
+    for size, run in (
+        (2, exchanges_under_autograd),
+        (2, capacity_of_dense_experts),
+        (2, loss_of_experts_over_the_global_batch),
+        (2, partitioned_tensors),
+        (1, saved_tensor_that_is_dropped_after_it_was_fetched),
+        (1, copies_within_copies),
+        (2, batches_of_a_sequence),
+        (2, gradients_of_gathered_keys),
+        (2, buffers_of_the_model),
+        (2, stream_that_changes_while_units_are_gathered),
+        (2, table_with_a_dense_gradient_on_one_rank),
+        (2, gather_that_is_drained),
+        (1, gradient_that_arrives_after_its_reduction),
+        (2, experts_that_move_beside_an_update_on_the_host),
+    )
+}
+CASES |= {
+    "muon": partial(on_ranks, 2, partial(muon_with_buffers_that_grow, 1)),
+    "on meta": partial(on_ranks, 2, partial(on_meta, 1)),
+    **{
+        f"an unused unit, stage {stage}, {next(iter(zero))}": partial(
+            on_ranks, 2, partial(unit_that_is_never_used, stage, **zero)
+        )
+        for stage, zero in _UNUSED
+    },
+    **{
+        f"a change beside an asynchronous save, stage {stage}": partial(
+            in_a_folder, 2, partial(change_beside_an_asynchronous_save, stage)
+        )
+        for stage in (1, 3)
+    },
+}
+
+# Rows of the matrix with values that no axis has.
+ROWS: dict[str, Callable[[], list[StreamCheck]]] = {
+    "hpz": partial(of_matrix, _HPZ, ranks=4),
+    "hpz, parameters on the host": partial(of_matrix, {**_HPZ, "parameters": "host"}, ranks=4),
+    "many messages": partial(of_matrix, {"pp": "2"}, more={"gradient_accumulation_steps": 8, **_GPIPE}),
+    "an error in a pipeline": partial(
+        of_matrix, {"pp": "2"}, between="fail", more={"gradient_accumulation_steps": 6, **_GPIPE}
+    ),
+    "a script changes parameters, tp": partial(of_matrix, {"stage": "3", "tp": "2"}, between="change"),
+    "a script changes parameters, ep": partial(of_matrix, {"stage": "3", "experts": "ep 2"}, ranks=4, between="change"),
+}

@@ -1,0 +1,130 @@
+"""The runs in which waits are deleted: small cases, pairs of the matrix of streams, and tests of the library."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import shoal
+from shoal.comm import threads
+from shoal.simulation.check import StreamCheck
+from tests.helpers.composition import covering
+from tests.helpers.stream_cases import CASES, ROWS
+from tests.helpers.stream_matrix import STREAM_AXES, checks_of, named
+
+Scenario = tuple[str, Callable[[], Any]]
+
+# No emulated precision: each scenario runs many times.
+AXES = {
+    **STREAM_AXES,
+    "precision": {name: STREAM_AXES["precision"][name] for name in ("fp32", "bf16")},
+    "schedule": {"1f1b": STREAM_AXES["schedule"]["1f1b"]},
+}
+
+# What the matrix and the cases have not: tests whose ranks are threads.
+TEST_FILES = tuple(
+    f"tests/ranks/{name}.py"
+    for name in (
+        "parallel/tensor/test_overlap",
+        "parallel/tensor/test_optimizers",
+        "parallel/tensor/test_vocab_parallel_cross_entropy",
+        "parallel/expert/test_hierarchical",
+        "parallel/expert/test_balance",
+        "parallel/expert/test_overlap",
+        "comm/test_wire",
+        "offload/test_states",
+        "running/test_overlap_param_gather",
+        "pipeline/test_access",
+        "parallel/sequence/test_attention",
+        "parallel/sequence/test_options",
+        "access/test_gathered",
+        "access/test_init",
+    )
+)
+
+
+def matrix() -> list[Scenario]:
+    """The small cases, and the pairs."""
+    return [
+        *CASES.items(),
+        *ROWS.items(),
+        *((named(row), partial(checks_of, row)) for row in covering(2, AXES, most_ranks=4)),
+    ]
+
+
+class TestRuns:
+    """Runs tests in this process, each rank that is a thread under ``check_streams``.
+
+    Attributes: ``checks``: of the test that ran last. ``passed``: by name, of those that started ranks.
+    """
+
+    __test__ = False
+
+    def __init__(self, begin: Callable[[str], None] = lambda name: None) -> None:
+        self.checks: list[StreamCheck] = []
+        self.passed: dict[str, bool] = {}
+        self.of_test: dict[str, list[StreamCheck]] = {}
+        self._begin = begin
+        self._keeps_all = False
+        self._run_ranks = threads.run_ranks
+        self._replaced: list[ModuleType] = []
+
+    def run(self, names: Sequence[str]) -> None:
+        self._keeps_all = len(names) == 1
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            pytest.main([*names, "-q", "-n0", "-p", "no:cacheprovider", "--durations=0"], plugins=[self])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: Any) -> None:
+        self.checks = []
+        self._begin(item.nodeid)
+        self._replaced = [
+            module
+            for name, module in list(sys.modules.items())
+            if name.startswith("tests.") and not name.startswith("tests.stream_") and hasattr(module, "run_ranks")
+        ]
+        for module in self._replaced:
+            module.run_ranks = self._checked  # type: ignore[attr-defined]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self) -> None:
+        for module in self._replaced:  # the cases and the matrix import helpers from tests
+            module.run_ranks = self._run_ranks  # type: ignore[attr-defined]
+
+    def _checked(self, size: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        def run(*args: Any) -> Any:
+            with shoal.check_streams(raises=False) as check:
+                self.checks.append(check)
+                return fn(*args)
+
+        return self._run_ranks(size, run, *args, **kwargs)
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Without ranks that are processes; of each test the first and the last parameters."""
+        if self._keeps_all:
+            return
+        kept: dict[str, list[Any]] = {}
+        for item in items:
+            if "process" not in item.name:
+                kept.setdefault(f"{item.fspath}{getattr(item, 'originalname', item.name)}", []).append(item)
+        items[:] = [item for some in kept.values() for item in dict.fromkeys((some[0], some[-1]))]
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" and self.checks:
+            self.passed[report.nodeid] = report.passed
+            self.of_test[report.nodeid] = self.checks
+
+
+def of_test(name: str) -> list[StreamCheck]:
+    """The checks of a test. Raises: AssertionError: it fails."""
+    runs = TestRuns()
+    runs.run([name])
+    assert runs.passed.get(name), "the test fails"
+    return runs.of_test[name]

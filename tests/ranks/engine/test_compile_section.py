@@ -1,0 +1,81 @@
+"""The section ``compile`` of the config: which modules are compiled, that they train alike, and that it is undone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.comm.threads import run_ranks
+from tests.helpers import models
+from tests.helpers.compiling import CountsGraphs, compiling
+from tests.helpers.training import config, finish, largest_difference, run_steps, start, train_alone
+
+
+def plain() -> nn.Module:
+    return models.Plain(num_blocks=6)
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> CountsGraphs:
+    """torch.compile without code generation, which takes a minute on a CPU."""
+    backend, compile_ = CountsGraphs("eager"), torch.compile
+
+    def compiled(function: Any, *, mode: str) -> Any:
+        return compile_(function, backend=backend, dynamic=False)  # no mode, which is inductor's
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    return backend
+
+
+@pytest.mark.parametrize("recomputed", [{}, {"activation_checkpointing": {"modules": ["blocks.*"]}}], ids=["", "again"])
+@pytest.mark.parametrize(("regional", "stage"), [(True, 1), (True, 3), (False, 3)])
+def test_a_compiled_run_ends_where_one_without_ends(
+    regional: bool, stage: int, recomputed: dict[str, Any], counting: CountsGraphs
+) -> None:
+    alone = train_alone(plain, world=2, steps=3)
+
+    def job() -> tuple[dict[str, torch.Tensor], list[str], bool, list[str]]:
+        section = {"enabled": True, "regional": regional}
+        engine = start(plain, config(stage, compile=section, **recomputed))
+        model = engine.module
+
+        def compiled() -> list[str]:
+            return [name for name, m in model.named_modules() if m._compiled_call_impl is not None]
+
+        names, is_compiled = compiled(), engine.is_compiled
+        run_steps(engine, 3)
+        return finish(engine, []).parameters, names, is_compiled, compiled()
+
+    with compiling():
+        results = run_ranks(2, job)
+    for parameters, names, is_compiled, left in results:
+        assert names == ([f"blocks.{index}" for index in range(6)] if regional else [""])
+        assert is_compiled
+        assert left == []
+        assert largest_difference(parameters, alone.parameters) <= 1e-5
+    assert counting.num_graphs >= 1
+
+
+def test_a_model_without_alike_blocks_is_compiled_whole(
+    counting: CountsGraphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with compiling():
+        settings = {"train_batch_size": 1, "compile": {"enabled": True, "mode": "max-autotune"}}
+        engine = start(lambda: nn.Linear(4, 1), settings)
+        assert engine.is_compiled
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        engine.destroy()
+    assert 'compile: the whole model (Linear) by torch.compile(mode="max-autotune")' in caplog.text
+    assert not engine.is_compiled
+    assert counting.num_graphs == 1
+
+
+def test_without_the_section_nothing_is_compiled() -> None:
+    engine = start(plain, config(0))
+    assert not engine.is_compiled
+    engine.destroy()

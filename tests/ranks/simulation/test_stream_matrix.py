@@ -1,0 +1,27 @@
+"""Any two settings together: streams wait for each other where they must; three together: tests/nightly."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.composition import Combination, covering
+from tests.helpers.stream_matrix import STREAM_AXES, BlockOnTwoStreams, checks_of, named, plain, reports
+
+PAIRS = covering(2, STREAM_AXES, seed=21, most_ranks=4)  # this seed gives fewer than others
+
+
+@pytest.mark.parametrize("combination", PAIRS, ids=map(named, PAIRS))
+def test_the_streams_of_any_two_settings_wait_where_they_must(combination: Combination) -> None:
+    found = checks_of(combination)
+    assert reports(found) == ""
+    assert min(check.num_operations for check in found) > 500
+
+
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_a_stream_of_the_model_that_is_not_waited_for_is_found(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    combination = {**plain(), "stage": stage, "stream": "of the model"}
+    assert reports(checks_of(combination)) == ""
+    monkeypatch.setattr(BlockOnTwoStreams, "waits", False)
+    found = reports(checks_of(combination))
+    assert "must wait for copy stream" in found and "stream_matrix.py" in found
+    assert "must wait for the compute stream, before the second operation" in found

@@ -1,0 +1,67 @@
+"""Page-locked host memory has the size that was asked for, and is unlocked when its last tensor is gone."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from shoal.device import host_empty
+from tests.helpers.fake_streams import GPU
+
+NUMEL = 300_001  # 1.2 MB of fp32: torch's allocator would lock 2 MiB
+
+
+class Driver:
+    """``torch.cuda.cudart()``, as far as memory is locked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int = 0) -> None:
+        self.locked: dict[int, int] = {}
+        self.log: list[str] = []
+        self._error = error
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.log.append("synchronize"))
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if not self._error:
+            self.locked[address] = nbytes
+        return self._error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        self.log.append("unlock")
+        return 0
+
+
+def test_exactly_what_was_asked_for_is_locked_until_the_last_view_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    memory = host_empty(NUMEL, torch.float32, GPU)
+    assert memory.shape == (NUMEL,)
+    assert driver.locked == {memory.data_ptr(): 4 * NUMEL}
+    view = memory[5:]
+    del memory
+    assert driver.log == []
+    view.fill_(3.0)
+    assert view.sum() == 3.0 * (NUMEL - 5)
+    del view
+    assert driver.log == ["synchronize", "unlock"]
+    assert driver.locked == {}
+
+
+def test_where_pages_cannot_be_locked_the_memory_is_ordinary_and_a_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from shoal.device import _warn_unpinned
+
+    _warn_unpinned.cache_clear()
+    driver = Driver(monkeypatch, error=2)
+    with caplog.at_level(logging.WARNING, "shoal"):
+        memory = host_empty(NUMEL, torch.float32, GPU)
+    assert memory.fill_(1.0).sum() == NUMEL
+    assert "could not be page-locked" in caplog.text
+    assert "error 2" in caplog.text
+    del memory
+    assert driver.log == []

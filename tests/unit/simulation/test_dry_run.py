@@ -1,0 +1,263 @@
+"""A dry run: times of a rank's steps on a simulated GPU, from the real engine without values."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.errors import OutOfMemoryError, UsageError
+from shoal.models import GPT, GPTConfig
+from shoal.parallel.expert.stacked import ExpertFeedForward
+from shoal.simulation.clocks import SimulatedStream
+from shoal.simulation.dry_run import DryRun
+from shoal.simulation.machines import MACHINES
+from shoal.simulation.times import COMMUNICATION, COMPUTE, COPY, DISK, HOST, KINDS, UPDATE, Cost, StreamTimes, exposed
+from tests.helpers.training import config
+from tests.unit.running.test_fake_step import Tower
+
+H100 = MACHINES["h100"]
+BF16 = torch.bfloat16
+ADAM = {"type": "AdamW", "params": {"lr": 1e-4}}
+
+
+def stream(name: str) -> SimulatedStream:
+    return SimulatedStream(name, lambda: None, lambda stream: None, lambda stream: None)
+
+
+def third_step(num_ranks: int, tokens: int, **zero: Any) -> DryRun:
+    with shoal.dry_run(num_ranks) as run:
+        model = Tower()
+        made = config(zero["stage"], zero_optimization=zero, bf16={"enabled": True})
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine = shoal.initialize(model=model, optimizer=optimizer, config=made)[0]
+        batch = torch.zeros(2, tokens, dtype=torch.long)
+        for _ in range(3):
+            with run.step():
+                engine.backward(engine(batch, batch))
+                engine.step()
+        engine.destroy()
+    return run
+
+
+# the times
+
+
+def test_an_operation_starts_after_what_its_stream_has_waited_for() -> None:
+    times, compute, copies = StreamTimes(H100, 1), stream("compute"), stream("copies")
+    times.add(compute, "first", Cost(COMPUTE, 2.0))
+    times.add(copies, "beside", Cost(COPY, 3.0))
+    compute.join(copies.clock)
+    times.add(compute, "second", Cost(COMPUTE, 1.0))
+    assert [(operation.start, operation.end) for operation in times.operations] == [(0, 2), (0, 3), (3, 4)]
+
+
+def test_a_wait_is_given_to_what_was_waited_for_and_what_that_waited_for() -> None:
+    times, compute, copies, collectives = StreamTimes(H100, 1), stream("a"), stream("b"), stream("c")
+    times.add(compute, "first", Cost(COMPUTE, 1.0))
+    times.add(copies, "copy", Cost(COPY, 3.0))
+    collectives.join(copies.clock)
+    times.add(collectives, "gather", Cost(COMMUNICATION, 4.0))
+    compute.join(collectives.clock)
+    times.add(compute, "second", Cost(COMPUTE, 1.0))
+    found = exposed(times.operations, compute, 0.0, 8.0)
+    assert found == {**dict.fromkeys(KINDS, 0.0), COMPUTE: 2.0, COPY: 2.0, COMMUNICATION: 4.0}
+
+
+def test_two_copies_share_the_bus_and_one_that_comes_later_uses_a_gap_before() -> None:
+    times, one, other, third = StreamTimes(H100, 1), stream("a"), stream("b"), stream("c")
+    times.add(one, "compute", Cost(COMPUTE, 2.0))
+    times.add(one, "copy", Cost(COPY, 2.0, "bus"))
+    times.add(other, "beside", Cost(COPY, 2.0, "bus"))
+    times.add(third, "behind", Cost(COPY, 1.0, "bus"))
+    assert [operation.start for operation in times.operations] == [0, 2, 0, 4]
+
+
+def test_the_figures_of_a_collective_are_those_of_a_ring() -> None:
+    in_node = H100.collective_seconds("all_gather", 8 << 30, tuple(range(8)))
+    assert in_node == pytest.approx(H100.latency + 7 * (1 << 30) / H100.nvlink_bandwidth)
+    assert H100.collective_seconds("all_reduce", 8 << 30, tuple(range(8))) == pytest.approx(2 * in_node - H100.latency)
+    one_a_node = H100.collective_seconds("all_gather", 8 << 30, tuple(range(0, 64, 8)))
+    assert one_a_node == pytest.approx(H100.network_latency + 7 * (1 << 30) / H100.network_bandwidth)
+    two_nodes = H100.collective_seconds("all_gather", 16 << 30, tuple(range(16)))
+    assert two_nodes == pytest.approx(H100.network_latency + 15 * (1 << 30) / H100.nvlink_bandwidth)
+
+
+# the engine
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_takes_the_time_of_its_products_and_waits_add_up(stage: int) -> None:
+    step = third_step(8, 65_536, stage=stage).steps[-1]
+    assert sum(step.by_kind.values()) == pytest.approx(step.seconds)
+    products = 6 * 2 * 65_536 * (3 * 256 * 256 + 256 * 1024) / H100.flops(BF16)
+    assert products < step.by_kind[COMPUTE] < 40 * products  # small widths: most of it is the memory's time
+    assert step.busy[COMMUNICATION] > 0
+    received = sum(nbytes for op, nbytes in step.received.items() if op != "exchange")
+    assert received == {0: 4, 1: 4, 2: 4, 3: 6}[stage] * 720_896 * 7 // 8 - (stage == 3) * 2 * 262_144 * 7 // 8
+
+
+def test_a_small_batch_waits_for_the_host_and_a_large_one_does_not() -> None:
+    small, large = (third_step(8, tokens, stage=2).steps[-1] for tokens in (128, 262_144))
+    assert small.share(HOST) > 0.25
+    assert large.share(HOST) < 0.05
+    assert large.host_seconds == pytest.approx(small.host_seconds)
+
+
+def test_an_offloaded_optimizer_updates_on_the_host_and_copies_both_ways() -> None:
+    device, host = (
+        third_step(1, 128, stage=2, **more).steps[-1] for more in ({}, {"offload_optimizer": {"device": "cpu"}})
+    )
+    assert device.busy[UPDATE] == 0.0
+    nbytes = 720_896 * (2 + 2 * (3 * 4 + 2))  # gradient read, main parameters, two states and parameters written
+    assert host.busy[UPDATE] == pytest.approx(nbytes / H100.host_bandwidth, rel=0.01)
+    assert host.busy[COPY] > 2 * 720_896 * 2 / H100.bus_bandwidth
+
+
+@pytest.mark.parametrize(("stage", "num_copies"), [(2, 16), (3, 24)], ids=["whole", "sharded"])
+def test_parameters_are_copied_beside_the_forward_before_though_their_update_is_pending(
+    stage: int, num_copies: int
+) -> None:
+    """Else the copy of each unit waits for the forward before it, and the next forward for the copy."""
+    tier = {"device": "cpu"}
+    zero = {"offload_optimizer": tier, **({"offload_param": tier} if stage == 3 else {"overlap_param_gather": True})}
+    made = config(stage, zero_optimization=zero, bf16={"enabled": True}, units={"names": ["*"]})
+    with shoal.dry_run(1) as run:
+        model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(8)))
+        engine = shoal.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=made)[0]
+        for _ in range(3):
+            with run.step():
+                engine.backward(engine(torch.zeros(32_768, 4096, dtype=BF16)).float().square().mean())
+                engine.step()
+        engine.destroy()
+    last = run.steps[-1]
+    one_copy = 2 * 4096**2 / H100.bus_bandwidth
+    assert last.busy[COPY] > (num_copies - 2) * one_copy  # forward, the gradients; and backward gathers what is sharded
+    assert last.by_kind[COPY] < 2 * one_copy  # the first parameters, and the last gradient
+    assert last.by_kind[UPDATE] < 0.03 * last.seconds  # the first unit's
+
+
+def test_a_trace_has_a_row_for_each_stream(tmp_path: Path) -> None:
+    run = third_step(8, 128, stage=3)
+    events = json.loads(run.write_trace(tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"the host", "the compute stream", "the stream of collectives on 'dp'"} <= rows
+    assert any(event["name"].startswith("all_gather 'blocks.1'") and event["dur"] > 0 for event in events)
+    assert "waiting for communication" in run.report()
+
+
+def test_host_memory_is_that_of_the_machine() -> None:
+    made = config(2, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
+    with shoal.dry_run(2, machine=replace(H100, host_nbytes=1 << 20)):
+        model = Tower()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(OutOfMemoryError, match="host memory is too small"):
+            shoal.initialize(model=model, optimizer=optimizer, config=made)
+
+
+def test_state_on_a_disk_is_read_and_written_in_the_time_of_the_disks(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    run = third_step(1, 128, stage=2, offload_optimizer=disk)
+    nbytes = 720_896 * 2 * 3 * 4  # main parameters and two states: read, and written
+    assert run.steps[-1].busy[DISK] == pytest.approx(nbytes / H100.disk_bandwidth, rel=0.01)
+    assert 0 < run.steps[-1].by_kind[DISK] <= run.steps[-1].busy[DISK]
+    assert not list(tmp_path.iterdir())
+
+
+def test_parameters_on_a_disk_are_read_for_forward_and_backward(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
+    on_host, on_disk = (
+        third_step(1, 128, stage=3, offload_optimizer={"device": "cpu"}, offload_param=more).steps[-1]
+        for more in ({"device": "cpu"}, disk)
+    )
+    assert on_host.busy[DISK] == 0.0
+    assert on_disk.busy[DISK] > 2 * 720_896 * 2 / H100.disk_bandwidth  # read once at least, and written
+    assert on_disk.seconds > on_host.seconds
+
+
+def test_one_rank_of_pipeline_stages_is_refused() -> None:
+    made = config(1, pipeline={"stages": 2}, optimizer=ADAM)
+    with shoal.dry_run(2):
+        model = Tower()
+        with pytest.raises(UsageError, match="dry run of one rank cannot run a model in pipeline stages"):
+            shoal.initialize(model=model, config=made)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_experts_get_equally_many_tokens(stage: int) -> None:
+    shape = GPTConfig(vocab_size=256, sequence_length=64, num_layers=2, hidden_size=64, num_heads=2, num_experts=8)
+    with shoal.dry_run(4) as run:
+        model = GPT(shape, experts=ExpertFeedForward)
+        engine = shoal.initialize(model=model, config=config(stage, parallel={"ep": 2}, optimizer=ADAM))[0]
+        batch = torch.zeros(2, 64, dtype=torch.long)
+        for _ in range(2):
+            with run.step():
+                engine.backward(engine(batch, batch))
+                engine.step()
+        engine.destroy()
+    sent = 2 * 64 * shape.experts_per_token * 64 * 4 // 2  # half of the choices are of the other rank's experts
+    assert run.steps[-1].received["all_to_all"] == 2 * 4 * sent  # of two layers: there and back, twice
+
+
+def test_bad_arguments_are_errors() -> None:
+    with pytest.raises(UsageError, match="no figures of a machine 'h9000'"), shoal.dry_run(2, machine="h9000"):
+        pass
+    with shoal.dry_run(2), pytest.raises(UsageError, match="simulated one already"), shoal.dry_run(2):
+        pass
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_tensor_parallel_rank_is_dry_run(stage: int) -> None:
+    """Each layer issues two all-reduces in forward and two in backward."""
+    shape = GPTConfig(vocab_size=64, sequence_length=16, num_layers=2, hidden_size=64, num_heads=4)
+    with shoal.dry_run(4) as run:
+        made = config(stage, parallel={"tp": 2}, bf16={"enabled": True}, optimizer=ADAM)
+        engine = shoal.initialize(model=GPT(shape), config=made)[0]
+        batch = torch.zeros(2, 16, dtype=torch.long)
+        for _ in range(2):
+            with run.step():
+                engine.backward(engine(batch, batch))
+                engine.step()
+        entries = [entry for entry in engine.world.recorder.last if entry.axis == "tp" and entry.op == "all_reduce"]
+        engine.destroy()
+    of_layers = [entry for entry in entries if entry.nbytes == 2 * 16 * 64 * 2]  # of activations
+    assert len(of_layers) >= 2 * 2 * (2 + 2)
+
+
+class Accumulating(torch.optim.Optimizer):
+    """An elementwise optimizer that Shoal does not know, whose constructor makes its state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["sum"] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter]["sum"].add_(parameter.grad)
+                parameter.sub_(self.state[parameter]["sum"], alpha=0.1)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, Accumulating])
+def test_state_that_a_constructor_makes_for_a_model_on_the_meta_device_is_dry_run(
+    kind: type[torch.optim.Optimizer], stage: int
+) -> None:
+    with shoal.dry_run(2) as run:
+        with torch.device("meta"):
+            model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(3)))
+        made = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+        engine = shoal.initialize(model=model, optimizer=kind(model.parameters()), config=made)[0]  # type: ignore[call-arg]
+        with run.step():
+            engine.backward(engine(torch.zeros(4, 512)).square().mean())
+            engine.step()
+        states = engine.memory_report().by_kind()["optimizer state"]
+        engine.destroy()
+    assert states >= 3 * 512 * 512 * 4 // (1 if stage == 0 else 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +10,14 @@ import torch
 from torch import nn
 
 from tests.helpers import reference
+from tests.helpers.places import ROOT
 from tests.search.__main__ import shrink
 from tests.search.cases import OPTIONS, complete, draw, world_size
 
 
 def test_the_reference_and_the_searchs_models_import_nothing_of_shoal() -> None:
-    for name in ("reference.py", "search/models.py", "search/cases.py"):
-        tree = ast.parse((Path(reference.__file__).parent / name).read_text())
+    for name in ("helpers/reference.py", "search/models.py", "search/cases.py"):
+        tree = ast.parse((ROOT / "tests" / name).read_text())
         for node in ast.walk(tree):
             names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

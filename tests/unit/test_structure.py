@@ -284,3 +284,11 @@ def test_the_public_names_of_the_engine_are_these() -> None:
 def test_a_technique_is_found_in_an_identifier_and_not_inside_of_a_word() -> None:
     words = ["tp", "of_tp", "num_experts", "tied:0,3", "hpz", "step", "expect", "pipelines", "support"]
     assert [bool(TECHNIQUES.search(word)) for word in words] == [True] * 5 + [False] * 4
+
+
+@pytest.mark.parametrize("ring", ["unit", "ranks"])
+def test_tests_are_in_the_folders_of_packages_and_helpers_apart(ring: str) -> None:
+    folder = ROOT / "tests" / ring
+    for path in sorted(folder.rglob("*.py")):
+        assert path.stem in ("__init__", "conftest") or path.stem.startswith("test_"), path
+        assert (PACKAGE / path.parent.relative_to(folder)).is_dir(), path

@@ -13,8 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from shoal.build.buffer_formats import buffer_formats
-from shoal.build.materialize import Materializer
+from shoal.build.materialize import Materializer, buffer_formats
 from shoal.build.plan import BuildPlan, GroupPlan, ModuleAsBuilt
 from shoal.build.settings import Precision, ZeroSettings
 from shoal.device import host_empty
@@ -338,22 +337,3 @@ def _fill(
     if buffer.is_sharded:
         buffer.shard.copy_(buffer.full[buffer.begin : buffer.end])
     return values
-
-
-def check_unchanged(model: nn.Module, sharded: ShardedModel) -> None:
-    """Raises: ModelError: parameters were added to, or taken from, the model after it was sharded."""
-    now = {id(parameter): name for name, parameter in model.named_parameters()}
-    added = [name for key, name in now.items() if key not in sharded.unit_of]
-    known = {
-        id(parameter): spec.name
-        for group in sharded.groups
-        for spec, parameter in zip(group.buffer.layout.specs, group.parameters, strict=True)
-    }
-    removed = [name for key, name in known.items() if key not in now]
-    if added or removed:
-        changes = [f"added {name!r}" for name in added] + [f"removed {name!r}" for name in removed]
-        raise ModelError(
-            f"the model was changed after initialize(): {', '.join(changes[:8])}{' ...' if len(changes) > 8 else ''}.",
-            do="change the model first, then call shoal.initialize(); or destroy() this engine and initialize again.",
-            code="model-changed",
-        )

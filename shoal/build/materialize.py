@@ -1,12 +1,14 @@
-"""Gives each parameter its value when its unit is built.
+"""Gives each parameter its value when its unit is built, and each buffer its value and format.
 
-The value comes from an ordinary tensor, from an initialiser (meta device), or from the shards that ``zero.Init`` made.
+A parameter's value comes from an ordinary tensor, from an initialiser (meta device), or from the shards that
+``zero.Init`` made.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from shoal.build.plan import ModuleAsBuilt
 from shoal.comm.protocol import Communicator
@@ -379,3 +382,77 @@ def _free(module: nn.Module, names: Iterable[str]) -> None:
             _replace(tensor, nn.Parameter(empty, tensor.requires_grad))
         else:
             module._buffers[name] = empty
+
+
+# Buffers: which format each one with floating-point values has, where the model's parameters are 16-bit.
+#
+#     buffer                                                                  format
+#     named by the model (transformers' _keep_in_fp32_modules_strict, and     fp32
+#     under fp16 _keep_in_fp32_modules too), or by a list in their place
+#     any, where data_types.buffer_dtype is set                               that
+#     statistics of a batch or instance norm                                  the parameters': torch's kernels want one
+#     any other                                                               its own
+#
+# A buffer's rounding is not made up for by master weights: rotary frequencies, or the routing biases of a mixture, are
+# other numbers in bf16. ``*`` in a name is any text, and a name fits anywhere in a buffer's full name.
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def buffer_formats(
+    model: nn.Module,
+    parameter: torch.dtype | None,
+    buffer: torch.dtype | None = None,
+    names: Sequence[str] | None = None,
+) -> dict[str, torch.dtype]:
+    """The format of each buffer that is to be cast, by its full name.
+
+    Args:
+        parameter: what parameters are cast to; None: nothing.
+        buffer: what buffers are to be cast to; None: nothing.
+        names: of buffers that stay in fp32, in place of those that the modules name; None: theirs.
+    """
+    stays_wide = _wide_names(model, parameter, names)
+    formats: dict[str, torch.dtype] = {}
+    for module, name, value in _floating_buffers(model):
+        if stays_wide(name):
+            if value.dtype in _NARROW:
+                formats[name] = torch.float32
+        elif buffer is not None:
+            formats[name] = buffer
+        elif parameter is not None and isinstance(module, _NormBase):
+            formats[name] = parameter
+    return formats
+
+
+def widen(model: nn.Module, parameter: torch.dtype | None, names: Sequence[str] | None = None) -> None:
+    """Turn buffers that stay in fp32, and are in a 16-bit format, into fp32, in place. Arguments as above."""
+    stays_wide = _wide_names(model, parameter, names)
+    for _, name, value in _floating_buffers(model):
+        if value.dtype in _NARROW and stays_wide(name):
+            value.data = value.data.float()
+
+
+def _floating_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for key, value in module._buffers.items():
+            if value is not None and value.is_floating_point():
+                yield module, f"{prefix}.{key}" if prefix else key, value
+
+
+def _wide_names(model: nn.Module, parameter: torch.dtype | None, names: Sequence[str] | None) -> Callable[[str], bool]:
+    """What is true of the full names of buffers that stay in fp32."""
+    patterns: list[tuple[str, re.Pattern[str]]] = []  # each with the prefix below which it counts
+
+    def add(prefix: str, listed: Iterable[str]) -> None:
+        patterns.extend((prefix, re.compile(".*".join(map(re.escape, name.split("*"))))) for name in listed)
+
+    if parameter in _NARROW and names is not None:
+        add("", names)
+    elif parameter in _NARROW:
+        for name, module in model.named_modules():
+            prefix = f"{name}." if name else ""
+            add(prefix, getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+            if parameter == torch.float16:
+                add(prefix, getattr(module, "_keep_in_fp32_modules", None) or ())
+    return lambda full: any(full.startswith(p) and pattern.search(full.removeprefix(p)) for p, pattern in patterns)

@@ -13,7 +13,6 @@ from shoal.sharding.axes import Axes, GroupAxes
 from shoal.sharding.layout import BufferLayout, ParameterSpec, lay_out
 from shoal.sharding.memory_model import GroupMemory
 from shoal.sharding.partition import UnitSpec, partition
-from shoal.sharding.sparse_sum import sparse_names
 from shoal.sharding.table import Row, row_of_stage
 from shoal.sharding.unit import IfUsed
 
@@ -142,7 +141,7 @@ class BuildPlan:
                     axes,
                     tuple(name_of[spec.name] for spec in layout.specs),
                     layout,
-                    self.precision.of(self.parameters[first]),
+                    self.precision.of(self.parameters[first].dtype),
                     is_trained,
                     sends_rows=is_trained and first in self.sends_rows,
                     keeps_rows=is_trained and first in self.keeps_rows,
@@ -157,7 +156,7 @@ class BuildPlan:
             parameter, is_trained = self.parameters[name], self.is_trained(name)
             sent = self.precision.reduce_dtypes.get(name) if is_trained else None
             own = name if self._crosses_units(name) or (is_trained and name in self.sends_rows) else None
-            key = self.precision.of(parameter), is_trained, sent, own, self.spec_of[name].axes
+            key = self.precision.of(parameter.dtype), is_trained, sent, own, self.spec_of[name].axes
             parts = kinds.setdefault(key, [[]])
             numel = sum(self.sizes[id(self.parameters[member])] for member in parts[-1])
             if parts[-1] and limit is not None and numel + self.sizes[id(parameter)] > limit:
@@ -173,3 +172,20 @@ def mean_size(spec: ParameterSpec, axes: Axes) -> int:
     axis.
     """
     return next((-(-spec.global_numel // axes.comms[axis].size) for axis in spec.split_over), spec.numel)
+
+
+def sparse_names(model: nn.Module, *, takes_all: bool) -> frozenset[str]:
+    """The names of the trained weights, as ``named_parameters`` has them, whose gradients are sent as rows:
+    those of embeddings that were made with ``sparse=True``, or of all.
+
+    Args:
+        takes_all: every embedding's; else those of embeddings with ``sparse=True``.
+    """
+    weights = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and (takes_all or module.sparse)
+        and module.weight.requires_grad
+    }
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in weights)

@@ -49,10 +49,9 @@ class Precision:
         """The dtype of the main parameters of parameters of ``dtype``."""
         return self.main if self.main is not None and self.has_wider_main(dtype) else dtype
 
-    def of(self, parameter: torch.nn.Parameter) -> torch.dtype:
-        """The dtype that a parameter gets."""
-        is_cast = self.parameter is not None and parameter.is_floating_point()
-        return self.parameter if is_cast and self.parameter is not None else parameter.dtype
+    def of(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that parameters get which come as ``dtype``."""
+        return self.parameter if self.parameter is not None and dtype.is_floating_point else dtype
 
 
 @dataclass(frozen=True)

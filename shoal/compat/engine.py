@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 from shoal.comm.world import process_group
 from shoal.compat.engine_gradients import DeepSpeedGradients
 from shoal.compat.engine_names import DERIVED, PATHS, model_dtype, refuse, refuse_pipeline_call, value_at
+from shoal.compat.hook_switch import ParameterOffload
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer
 from shoal.config import Config
 from shoal.data import Loader
@@ -33,7 +35,6 @@ from shoal.observe.monitor import Monitor
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.layer import MOELayer, TopKGate
 from shoal.parallel.sequence.context import SequenceContext
-from shoal.running.hook_switch import ParameterOffload
 from shoal.running.optimizer import ShardedOptimizer
 
 
@@ -133,10 +134,10 @@ class DeepSpeedEngine(DeepSpeedGradients):
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.sharded_optimizer is None else self.sharded_optimizer.param_groups
 
-    @property
+    @cached_property
     def parameter_offload(self) -> ParameterOffload:
         """The switch of the hooks that gather and release parameters (DeepSpeed's ``DeepSpeedZeRoOffload``)."""
-        return self.sharded.offload
+        return ParameterOffload(self.sharded.model, self.sharded.switch, self.sharded.order)
 
     # properties
 

@@ -363,7 +363,7 @@ EXPORTS: dict[str, dict[str, str]] = {
         _PARAMETERS: "ZeroParamStatus",
         _ZERO_INIT: "DeepSpeedTensorOverride Init MiCS_Init=Init ZeroParamType unwrap_model_for_generation",
         "shoal.compat.tiled_linear": "TiledLinear TiledLinearReturnBias",
-        "shoal.running.hook_switch": "DeepSpeedZeRoOffload=ParameterOffload",
+        "shoal.compat.hook_switch": "DeepSpeedZeRoOffload=ParameterOffload",
         "shoal.zero": _GATHERED,
     },
     "runtime.zero.config": {
@@ -385,7 +385,7 @@ EXPORTS: dict[str, dict[str, str]] = {
         ),
     },
     "runtime.zero.offload_states": {_SMALL: "get_state_devices"},
-    "runtime.zero.parameter_offload": {"shoal.running.hook_switch": "DeepSpeedZeRoOffload=ParameterOffload"},
+    "runtime.zero.parameter_offload": {"shoal.compat.hook_switch": "DeepSpeedZeRoOffload=ParameterOffload"},
     "runtime.zero.partition_parameters": {
         _ACCELERATOR: "get_accelerator",
         _PARAMETERS: "ZeroParamStatus is_zero_param=is_zero_parameter",

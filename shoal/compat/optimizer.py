@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shoal.compat.absent import not_built
+from shoal.compat.hook_switch import ParameterOffload
 from shoal.config import Config
 from shoal.engine.engine import Engine
 from shoal.optim.loss_scale import LossScaleSettings
@@ -101,6 +102,18 @@ class DeepSpeedShardedOptimizer(DeepSpeedOptimizer, ShardedOptimizer):
         """``gradient_clipping``, the largest global norm; 0: gradients are not clipped."""
         config = config_of(self)
         return 0.0 if config is None else config.gradient_clipping
+
+    @property
+    def parameter_offload(self) -> ParameterOffload:
+        """The switch of the hooks that gather and release parameters: clients ask ``hasattr`` for it at stage 3.
+
+        Raises: AttributeError: below stage 3, as in DeepSpeed, and after the engine was destroyed.
+        """
+        engine: Any = getattr(_owner_of(self), "engine", None)
+        if engine is None or stage_of(self) != 3:
+            raise AttributeError("parameter_offload is of an engine at ZeRO stage 3")
+        offload: ParameterOffload = engine.parameter_offload
+        return offload
 
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.access.init import Init as ShardingInit
-from shoal.build.buffer_formats import widen
+from shoal.build.materialize import widen
 from shoal.comm.world import current_world, init_distributed
 from shoal.compat.engine import DeepSpeedEngine
 from shoal.compat.environment import launched_ranks

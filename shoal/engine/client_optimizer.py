@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shoal.build.build import group_index
+from shoal.build.plan import sparse_names
 from shoal.config import Config
 from shoal.engine.settings import has_main_parameters, state_dtype_of
 from shoal.errors import OptimizerError
@@ -17,7 +18,6 @@ from shoal.optim.build import build as build_optimizer
 from shoal.optim.elementwise import PROBE_MORE_STEPS, PROBE_NUMEL, inner_optimizers, is_known, of_sparse_only
 from shoal.optim.elementwise import check as check_elementwise
 from shoal.optim.schedules import build_schedule
-from shoal.sharding.sparse_sum import sparse_names
 
 
 def _check_given(

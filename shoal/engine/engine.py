@@ -91,7 +91,6 @@ class Engine(EngineState):
                 sharding.step,
                 self._step_now,
                 self.zero_grad,
-                sharding.model.offload if properties.stage == 3 else None,
                 loss_scale=accumulation.loss_scale,
                 local_gradient=sharding.local_gradient,
             )

@@ -75,8 +75,7 @@ from shoal.optim.host_rules import host_note
 from shoal.optim.variants import FP32States
 from shoal.optim.whole import WholeTensorOptimizer
 from shoal.parallel.expert.apply import prepare_experts
-from shoal.parallel.expert.divide import ep_size_of, wants_split
-from shoal.parallel.expert.held import experts_if_used
+from shoal.parallel.expert.held import built_for, experts_if_used
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.stage import StageModule
 from shoal.processor import emulation_notes
@@ -174,7 +173,9 @@ def _start(
     axes = _timed(_make_axes(world, plan), world, settings)
     _check_same_everywhere(axes, settings, model)
     whole = list(model.parameters())
-    prepare_experts(model, axes.get("ep"), settings.expert_parallel, is_part=isinstance(model, StageModule))
+    section = settings.expert_parallel
+    if section.enabled or section.load_balance_coeff is not None or axes.get("ep") is not None:
+        prepare_experts(model, axes.get("ep"), section, is_part=isinstance(model, StageModule))
     of_others = {id(parameter) for parameter in whole} - {id(parameter) for parameter in model.parameters()}
     if of_others:
         optimizer, model_parameters = keep_parameters(optimizer, model_parameters, lambda p: id(p) not in of_others)
@@ -235,11 +236,11 @@ def _start(
         )
         try:
             step = _make_step(made, sharded, properties, offload.num_ranks_here)
-            sharding = Sharding(model, sharded, step, properties, accumulation)
+            sharding = Sharding(sharded, step, properties, accumulation)
             more = recomputed_blocks(model, settings) if isinstance(model, StageModule) else []
             blocks = model.own_blocks if isinstance(model, StageModule) else []
             activations = SavedActivations(model, settings, world, axes, more, blocks)
-            curriculum = Curriculum(settings, model, accumulation.counters)
+            curriculum = Curriculum(sharding, properties, accumulation.counters)
             monitor = make_monitor(settings, world.rank)
             joining = [
                 *checks,
@@ -293,10 +294,10 @@ def _parts(
     monitor: Monitor | None,
 ) -> Iterator[Part]:
     """What joins the steps of an engine, as the config and the mesh ask for it."""
-    axes, model = properties.axes, sharding.module
+    axes = properties.axes
     if curriculum:
         yield curriculum
-    yield FirstInputs(model, properties, accumulation, 2 if isinstance(model, StageModule) else None)
+    yield FirstInputs(sharding, properties, accumulation, 2 if isinstance(sharding.module, StageModule) else None)
     yield SequenceRanks(sharding, properties)
     if axes.get("sp") is not None or axes.get("cp") is not None:
         yield AttentionCheck(sharding, properties)
@@ -317,11 +318,13 @@ def _experts_of(model: nn.Module, world: World) -> tuple[int, bool]:
         ranks.
     Communicates: for a model of which ranks may have built their pipeline stages only, both numbers.
     """
-    mine = [ep_size_of(model) or 0, int(wants_split(model))]
+    ep_size, is_split = built_for(model)
     if isinstance(model, StageModule):
-        every = from_stages(world.communicator("world", Mesh.of(world.size)), mine, "experts of pipeline stages")
-        mine = [max(of_ranks) for of_ranks in zip(*every, strict=True)]
-    return mine[0], bool(mine[1])
+        every = world.communicator("world", Mesh.of(world.size)).gather_objects(
+            [ep_size, is_split], label="experts of pipeline stages"
+        )
+        ep_size, is_split = (max(of_ranks) for of_ranks in zip(*every, strict=True))
+    return ep_size, is_split
 
 
 def check_model(model: Any) -> None:

@@ -158,6 +158,8 @@ def with_experts(
     Raises: ModelError, ConfigError: the model has no experts to divide, or they do not fit the ranks.
     Communicates: as ``divide``; over pipeline stages, whether experts are in lists.
     """
+    if axes.get("ep") is None and not any(True for _ in modules_with_experts(model)):
+        return specs, axes
     divided = divide(model, axes.get("ep"), axes.get("tp_fold"), axes.get("pp"), specs)
     split = [name for name in divided if name in specs and specs[name].split_over]
     if split and axes.mesh.etp == 1:

@@ -9,7 +9,6 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from shoal.build.build import check_unchanged
 from shoal.device import is_fake
 from shoal.errors import ModelError
 from shoal.running.runtime import ShardedModel
@@ -37,15 +36,15 @@ class ParameterCheck:
     first two forwards only, since the host waits for their values.
     """
 
-    def __init__(self, model: nn.Module, sharded: ShardedModel) -> None:
-        self._model = model
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._model = sharded.model
         self._sharded = sharded
         self._device = sharded.groups[0].buffer.device if sharded.groups else torch.device("cpu")
         self._home = {
             id(parameter): (group, slot) for group in sharded.groups for slot, parameter in enumerate(group.parameters)
         }
         trained = {id(p) for group in sharded.trained_groups for p in group.parameters}
-        frozen = [(name, p) for name, p in model.named_parameters() if trained and not p.requires_grad]
+        frozen = [(name, p) for name, p in sharded.model.named_parameters() if trained and not p.requires_grad]
         self._frozen = {id(p): name for name, p in frozen if id(p) not in trained}
         self._next = 0
         self._forwards = 0
@@ -82,7 +81,7 @@ class ParameterCheck:
         is_due = self._forwards % _FULL_CHECK_EVERY < 2
         self._forwards += 1
         if is_due or self._counted() != self._count:
-            check_unchanged(self._model, self._sharded)
+            self._refuse_members()
             self._record_model()
         if is_due and (self._forwards <= 2 or not is_accelerator(self._device)):  # blocks the host
             self._check_placeholders()
@@ -91,7 +90,7 @@ class ParameterCheck:
         self._next = end if end < len(self._members) else 0
         for parameters, name, parameter in self._members[begin:end]:
             if parameters.get(name) is not parameter:
-                check_unchanged(self._model, self._sharded)
+                self._refuse_members()
             self._check_memory(parameter)
             if self._frozen and parameter.requires_grad and id(parameter) in self._frozen:
                 self._warn_of_unfrozen()
@@ -108,6 +107,24 @@ class ParameterCheck:
                 " again.",
                 f"{counted(len(names), 'parameter')} {'was' if len(names) == 1 else 'were'}",
                 listed(names),
+            )
+
+    def _refuse_members(self) -> None:
+        """Raises: ModelError: parameters were added to, or taken from, the model after it was sharded."""
+        now = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        changes = [f"added {name!r}" for key, name in now.items() if key not in self._home]
+        changes += [
+            f"removed {group.buffer.layout.specs[slot].name!r}"
+            for key, (group, slot) in self._home.items()
+            if key not in now
+        ]
+        if changes:
+            raise ModelError(
+                f"the model was changed after initialize(): {', '.join(changes[:8])}"
+                f"{' ...' if len(changes) > 8 else ''}.",
+                do="change the model first, then call shoal.initialize(); or destroy() this engine and initialize"
+                " again.",
+                code="model-changed",
             )
 
     def _check_memory(self, parameter: nn.Parameter) -> None:

@@ -35,7 +35,6 @@ class RunState:
 
     Args:
         schedule: of the learning rate; None: the engine steps none.
-        loader: of the training data; None: the script has its own.
         parts: of the engine; those with a state are saved by their names.
     """
 
@@ -46,11 +45,10 @@ class RunState:
         accumulation: Accumulation,
         curriculum: Curriculum,
         schedule: Any = None,
-        loader: Any = None,
         parts: Sequence[Part] = (),
     ) -> None:
         self.lr_scheduler = schedule
-        self.training_dataloader = loader
+        self.training_dataloader: Any = None  # set by ``initialize``; None: the script has its own
         self.curriculum = curriculum
         self._parts = stateful(parts)
         self._sharding = sharding

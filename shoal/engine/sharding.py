@@ -35,20 +35,18 @@ class Sharding:
     """One engine's parameters, gradients and optimizer state.
 
     Args:
-        model: runs the units of ``module``.
         step: the optimizer on this rank's range; None: the engine has no optimizer.
         accumulation: has the factor that gradients in memory must be multiplied by.
     """
 
     def __init__(
         self,
-        module: nn.Module,
         model: ShardedModel,
         step: ShardedStep | None,
         properties: Properties,
         accumulation: Accumulation,
     ) -> None:
-        self.module = module
+        self.module = model.model
         self.model = model
         self.groups = model.trained_groups
         self.step = step
@@ -58,7 +56,7 @@ class Sharding:
         self._is_scale_known = not accumulation.counts_tokens  # before the step's status is exchanged
         self._has_warned = False
         self.failure: Exception | None = None  # set when the state is no longer usable
-        self.check = ParameterCheck(module, model)
+        self.check = ParameterCheck(model)
         self.access = EngineParameters(
             model,
             self.groups,

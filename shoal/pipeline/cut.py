@@ -225,14 +225,14 @@ class CutModel(StageModule):
         self.training = mode
         return self
 
-    def cast_absent(self, dtype_of: Callable[[nn.Parameter], torch.dtype]) -> None:
+    def cast_absent(self, dtype_of: Callable[[torch.dtype], torch.dtype]) -> None:
         for at, member in enumerate(self._cut_outside):
             if isinstance(member.meta, nn.Module):
                 for parameter in member.meta.parameters():
                     if parameter.is_meta:
-                        parameter.data = torch.empty_like(parameter, dtype=dtype_of(parameter))
+                        parameter.data = torch.empty_like(parameter, dtype=dtype_of(parameter.dtype))
             elif member.meta is not None:
-                meta = torch.empty_like(member.meta, dtype=dtype_of(member.meta))
+                meta = torch.empty_like(member.meta, dtype=dtype_of(member.meta.dtype))
                 self._cut_outside[at] = replace(member, meta=meta)
 
     def forward(self, stage: int, received: Any, batch: Any, **arguments: Any) -> Any:

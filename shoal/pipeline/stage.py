@@ -57,7 +57,7 @@ class StageModule(nn.Module):
         """The loss of a micro-batch, on the last stage. Shape: []."""
         raise NotImplementedError
 
-    def cast_absent(self, dtype_of: Callable[[nn.Parameter], torch.dtype]) -> None:
+    def cast_absent(self, dtype_of: Callable[[torch.dtype], torch.dtype]) -> None:
         """Other stages' parameters get these dtypes there: what this rank's stages derive from them gets them too."""
 
     def stage_parameters(self, stage: int) -> list[nn.Parameter]:

@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.compiler import untraced
 from shoal.errors import UsageError
-from shoal.running.hook_switch import Switch
 from shoal.sharding.unit import Unit, UnitState
 
 
@@ -28,6 +27,13 @@ class Runtime(Protocol):
     def before_forward(self, unit: Unit) -> None: ...
     def after_forward(self, unit: Unit, inputs: Any, output: Any) -> None: ...
     def gradient_ready(self, unit: Unit, index: int) -> None: ...
+
+
+class Switch:
+    """True if the hooks that gather and release units act."""
+
+    def __init__(self) -> None:
+        self.is_on = True
 
 
 class HookSet:

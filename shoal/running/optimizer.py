@@ -12,7 +12,6 @@ from torch import nn
 
 from shoal.errors import OptimizerError, UsageError
 from shoal.optim.loss_scale import LossScale
-from shoal.running.hook_switch import ParameterOffload
 from shoal.running.step import ShardedStep
 from shoal.sharding.param_group import ParameterGroup
 
@@ -117,7 +116,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         step: ShardedStep,
         engine_step: Callable[[], None],
         zero_grad: Callable[[], None],
-        offload: ParameterOffload | None = None,
         *,
         loss_scale: LossScale | None = None,
         local_gradient: Callable[[nn.Parameter], torch.Tensor | None] = lambda _: None,
@@ -138,8 +136,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._state = StateByParameter(step)
         self._status = LastStep(loss_scale)
         self._local_gradient = local_gradient
-        if offload is not None:
-            self.parameter_offload = offload  # clients ask hasattr: DeepSpeed has it at stage 3 alone
 
     def let_go(self) -> None:
         """The wrapped optimizer is its own again, and keeps nothing of the engine alive."""

@@ -23,7 +23,6 @@ from shoal.memory.stream_copies import ComputeStream
 from shoal.offload.disk_state import Disks
 from shoal.running.deferred_gathers import DeferredGathers
 from shoal.running.gather_ahead import GatherAhead
-from shoal.running.hook_switch import ParameterOffload
 from shoal.running.hooks import HookSet, accumulates_into, tensors_in
 from shoal.running.order import UnitOrder
 from shoal.running.parameter_access import ReadsBetweenSteps, eagerly, gather_on_access
@@ -179,7 +178,7 @@ class ShardedModel:
         self._is_searching = False
         self._kept_outputs: dict[str, list[tuple[nn.Module, str]]] = {unit.name: [] for unit in self._readers}
         self._hooks = HookSet()
-        self.offload = ParameterOffload(model, self._hooks.switch, order)
+        self.switch = self._hooks.switch
         for unit in self._readers:
             for module in self._modules.get(unit.name, ()):
                 self._hooks.on_unit(module, unit, self)

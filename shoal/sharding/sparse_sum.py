@@ -13,7 +13,6 @@ taken instead; every rank decides alike, from the counts.
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from shoal.comm.protocol import Communicator, FinishedWork, Work
 from shoal.comm.wire import WireFormat
@@ -190,20 +189,3 @@ def add_rows(out: torch.Tensor, begin: int, width: int, rows: torch.Tensor, tota
         if low < high and len(value):
             part = out[low - begin : high - begin]
             part.copy_(part.to(total.dtype) + value[0, low - row * width : high - row * width])
-
-
-def sparse_names(model: nn.Module, *, takes_all: bool) -> frozenset[str]:
-    """The names of the trained weights, as ``named_parameters`` has them, whose gradients are sent as rows:
-    those of embeddings that were made with ``sparse=True``, or of all.
-
-    Args:
-        takes_all: every embedding's; else those of embeddings with ``sparse=True``.
-    """
-    weights = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        and (takes_all or module.sparse)
-        and module.weight.requires_grad
-    }
-    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in weights)

@@ -17,7 +17,7 @@ from shoal.comm.world import current_world
 from tests.helpers.models import Plain
 from tests.helpers.training import adamw, batch, config, run_steps, start
 
-MOST_OF_INITIALIZE = 30  # only falls; 20 are wanted
+MOST_OF_INITIALIZE = 20
 MOST_TO_THE_WIRE = 8
 HOOKS = ("running/hooks.py", "running/runtime.py")  # hooks of modules and parameters, and of tensors
 ROOT = shoal.__path__[0] + "/"
@@ -56,7 +56,7 @@ def test_initialize_leads_a_parameter_through_few_files() -> None:
 
     (found,) = run_ranks(1, job)
     found = {name for name in found if not name.startswith("compat/")}
-    assert len(found) == MOST_OF_INITIALIZE, sorted(found)
+    assert len(found) <= MOST_OF_INITIALIZE, sorted(found)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

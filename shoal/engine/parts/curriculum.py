@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from torch import nn
-
-from shoal.config import Config
 from shoal.data.curriculum import CurriculumScheduler
 from shoal.device import in_transform
 from shoal.engine.accumulation import Counters
 from shoal.engine.parts.part import ForwardInputs, Part
+from shoal.engine.settings import Properties
+from shoal.engine.sharding import Sharding
 from shoal.errors import UsageError
 from shoal.models.layer_drop import ProgressiveLayerDrop
 
@@ -88,11 +87,12 @@ class SequenceLength:
 class Curriculum(Part):
     """The sources that a configuration switches on. ``RunState`` saves their state."""
 
-    def __init__(self, config: Config, module: nn.Module, counters: Counters) -> None:
-        self._module, self._counters = module, counters
+    def __init__(self, sharding: Sharding, properties: Properties, counters: Counters) -> None:
+        self._sharding, self._counters = sharding, counters
         self.layer_drop: ProgressiveLayerDrop | None = None
         self.scheduler: CurriculumScheduler | None = None
         self._sources: dict[str, CurriculumSection] = {}
+        config = properties.config
         drop, curriculum = config.progressive_layer_drop, config.curriculum_learning
         if drop.enabled:
             self.layer_drop = ProgressiveLayerDrop(float(drop.theta), float(drop.gamma))
@@ -113,7 +113,7 @@ class Curriculum(Part):
         return arguments
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardInputs | None:
-        if not self._module.training or in_transform():
+        if not self._sharding.module.training or in_transform():
             return None
         return args, {**kwargs, **self.arguments()}  # which win over the script's
 

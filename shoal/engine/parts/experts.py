@@ -56,7 +56,7 @@ class ExpertBalance(Part):
         config = properties.config
         self._sharding, self._axes = sharding, properties.axes
         self._rank, self._device = properties.rank, properties.device.torch_device
-        self._layers = _layers_of(sharding.module)
+        self._layers = _layers_of(sharding)
         self._coeff = config.expert_parallel.load_balance_coeff or 0.0
         self._move_every = config.expert_parallel.rebalance_every
         every = config.steps_per_print
@@ -218,8 +218,9 @@ class ExpertBalance(Part):
             self._move(moved)
 
 
-def _layers_of(model: nn.Module) -> list[_BalancedLayer]:
+def _layers_of(sharding: Sharding) -> list[_BalancedLayer]:
     """The layers with experts, which count their tokens from now on."""
+    model = sharding.module
     modules = list(modules_with_experts(model))
     layers = []
     for name, module, held in modules:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.comm.protocol import Communicator
@@ -17,6 +16,7 @@ from shoal.engine.accumulation import Accumulation
 from shoal.engine.log import logger
 from shoal.engine.parts.part import Part
 from shoal.engine.settings import Properties
+from shoal.engine.sharding import Sharding
 from shoal.errors import UsageError
 
 NUM_COMPARED = 3  # training forwards
@@ -33,9 +33,9 @@ class FirstInputs(Part):
     """
 
     def __init__(
-        self, module: nn.Module, properties: Properties, accumulation: Accumulation, of_micro_batch: int | None
+        self, sharding: Sharding, properties: Properties, accumulation: Accumulation, of_micro_batch: int | None
     ) -> None:
-        self._module, self._properties, self._accumulation = module, properties, accumulation
+        self._sharding, self._properties, self._accumulation = sharding, properties, accumulation
         self._of_micro_batch = of_micro_batch
         self._comm = properties.axes.get("tp")
         self._num_left = NUM_COMPARED if self._comm is not None else 1
@@ -46,7 +46,7 @@ class FirstInputs(Part):
 
         Communicates: one exchange of a digest over the tensor-parallel axis.
         """
-        if not self._num_left or not self._module.training or in_transform():
+        if not self._num_left or not self._sharding.module.training or in_transform():
             return
         inputs = (args, kwargs) if self._of_micro_batch is None else args[self._of_micro_batch]
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]

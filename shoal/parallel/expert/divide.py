@@ -127,16 +127,6 @@ def _set_ranks(name: str, held: ExpertsHeld, comm: Communicator | None, size: in
     held.set_ranks(comm if held.ep_size > 1 else None)
 
 
-def wants_split(model: nn.Module) -> bool:
-    """True if a layer (``layer.MoE``) was built for experts that are split over the tensor-parallel ranks."""
-    return any(getattr(module, "enable_expert_tensor_parallelism", False) for module in model.modules())
-
-
-def ep_size_of(model: nn.Module) -> int | None:
-    """The expert-parallel ranks that the model's layers were built for; None: they leave it open."""
-    return max((held.ep_size for _, _, held in modules_with_experts(model) if held.ep_size > 1), default=None)
-
-
 def split_stacks(model: nn.Module, comm: Communicator) -> dict[str, ParameterSpec]:
     """Keep this rank's part of each expert in stacked parameters, in place.
 

@@ -314,6 +314,16 @@ def modules_with_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Exp
             yield name, module, held
 
 
+def built_for(model: nn.Module) -> tuple[int, bool]:
+    """What the model's layers with experts were built for.
+
+    Returns: the expert-parallel ranks, 0: they leave it open; True if a layer (``layer.MoE``) was built for experts
+        that are split over the tensor-parallel ranks.
+    """
+    ep_size = max((held.ep_size for _, _, held in modules_with_experts(model) if held.ep_size > 1), default=0)
+    return ep_size, any(getattr(module, "enable_expert_tensor_parallelism", False) for module in model.modules())
+
+
 def first_bad_router(model: nn.Module) -> str | None:
     """The name of the first experts, in the model's order, whose router has given weights that are not finite.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.build.buffer_formats import buffer_formats, widen
+from shoal.build.materialize import buffer_formats, widen
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 

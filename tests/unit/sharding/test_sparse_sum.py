@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal.build.plan import sparse_names
 from shoal.comm.fake import SingleCommunicator
-from shoal.sharding.sparse_sum import SparseSum, add_rows, coalesced, rows_in, sparse_names
+from shoal.sharding.sparse_sum import SparseSum, add_rows, coalesced, rows_in
 
 
 @pytest.mark.parametrize("width", [1, 3, 4, 7, 64])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.build.buffer_formats import widen
+from shoal.build.materialize import widen
 from shoal.config.experts import ExpertParallel
 from shoal.models import GPTConfig
 from shoal.parallel.expert.apply import prepare_experts

@@ -16,14 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from shoal.running.hooks import Switch
 from shoal.running.order import UnitOrder
-
-
-class Switch:
-    """True if the hooks act."""
-
-    def __init__(self) -> None:
-        self.is_on = True
 
 
 class Handle:

@@ -261,10 +261,7 @@ def _view_of(flat: torch.Tensor) -> memoryview:
 
 
 class BlockReader:
-    """Reads ranges of one recorded file, block by block, in ascending order, each block checked.
-
-    Memory: one block.
-    """
+    """Reads ranges of one recorded file, block by block, in ascending order, each block checked. Memory: one block."""
 
     def __init__(self, file: Reader, record: FileRecord, where: str, *, is_checked: bool = True) -> None:
         self._file = file

@@ -194,10 +194,7 @@ def _matched(
     strict: bool,
     parts: Mapping[str, ParameterSpec],
 ) -> dict[tuple[str, ...], str]:
-    """The name in the folder of each tensor of the model.
-
-    Raises: CheckpointError: listing every difference.
-    """
+    """The name in the folder of each tensor of the model. Raises: CheckpointError: listing every difference."""
     whole = model.whole_model if isinstance(model, CutModel) else model
     rename = _choose(_prefix_changes(whole), homes, weights.tensors)
     found: dict[tuple[str, ...], str] = {}

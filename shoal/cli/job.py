@@ -230,10 +230,7 @@ def usual_learning_rate(num_parameters: int) -> float:
 
 
 def read_config(job: TrainJob) -> dict[str, Any]:
-    """The JSON object of ``--config``; empty without one.
-
-    Raises: UsageError: no such file, or no JSON object in it.
-    """
+    """The JSON object of ``--config``; empty without one. Raises: UsageError: no such file, or no JSON object in it."""
     if job.config is None:
         return {}
     path = Path(job.config)

@@ -268,12 +268,7 @@ def not_built(name: str, do: str) -> NotBuiltError:
 
 
 def absent_function(name: str, do: str) -> Callable[..., Any]:
-    """A function of that name, which raises NotBuiltError.
-
-    Args:
-        name: as DeepSpeed's users write it, with its module.
-        do: what to use instead, in the imperative.
-    """
+    """A function that raises NotBuiltError, by its name with its module. ``do``: what to use instead."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise not_built(name, do)

@@ -41,11 +41,7 @@ def _of_module(name: str, on_cpu: Callable[[], Any]) -> Callable[..., Any]:
 
 
 class DeepSpeedAccelerator:
-    """One kind of device.
-
-    Args:
-        kind: "cuda", "cpu", or another of torch's device types.
-    """
+    """One kind of device: "cuda", "cpu", or another of torch's device types."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind

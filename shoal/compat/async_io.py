@@ -39,7 +39,7 @@ class PinHandle:
         return tensor
 
     def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
-        """Forget a tensor that this handle has made. Returns: was it one?"""
+        """Forget a tensor that this handle has made. Returns: True if it was one."""
         return self.free_cpu_locked_tensor_by_ptr(locked_tensor.data_ptr())
 
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:

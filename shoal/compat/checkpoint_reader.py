@@ -112,14 +112,10 @@ class DeepSpeedCheckpoint:
         return sum(first is not None and os.path.basename(path).startswith(first) for path in self.layer_files)
 
     def is_change_tp_degree(self) -> bool:
-        """False: nothing is reshaped here. So with the next two."""
+        """False: nothing is reshaped here."""
         return False
 
-    def is_change_pp_degree(self) -> bool:
-        return False
-
-    def is_change_dp_degree(self) -> bool:
-        return False
+    is_change_pp_degree = is_change_dp_degree = is_change_tp_degree
 
     def get_iteration(self) -> Any:
         """``iteration`` of the client's state; 0 where it saved none."""
@@ -153,10 +149,7 @@ for _name in _REFUSED.split():
 class SubparamShape:
     """One parameter that contains several, as a client saves it under ``UNIVERSAL_CHECKPOINT_INFO``.
 
-    Args:
-        patterns: regular expressions of the parameters' names.
-        shape: with a tuple of sizes at the dim along which they are concatenated.
-        partition_dim: that dim.
+    ``shape`` has a tuple of sizes at ``partition_dim``, along which they are concatenated.
     """
 
     patterns: list[str]
@@ -168,11 +161,7 @@ class SubparamShape:
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """The same structure, each tensor with a storage of its own size on ``device``.
-
-    Args:
-        item: a tensor, or dicts, lists and tuples of them; anything else is given back as it is.
-    """
+    """The same dicts, lists and tuples, each tensor with a storage of its own size on ``device``."""
     if isinstance(item, torch.Tensor):
         moved = item.detach().to(device)
         is_tight = moved.untyped_storage().nbytes() == moved.numel() * moved.element_size()
@@ -218,10 +207,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_folder(args: Any) -> None:
-    """Make the output folder.
-
-    Args:
-        args: ``input_folder``, ``output_folder``; DeepSpeed's other options have no effect.
+    """Make ``args.output_folder`` of ``args.input_folder``; DeepSpeed's other options have no effect.
 
     Raises: CheckpointError: the input is no checkpoint, or is damaged; or the output is there and is none.
     """

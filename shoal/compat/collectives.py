@@ -196,28 +196,21 @@ def calc_bw_log(comm_op: str, size: float, duration: float) -> tuple[float, floa
     return bandwidths(comm_op, size, duration, current_world().size)
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _attribute_of_log(name: str, read: Callable[[Any], Any], write: Callable[[Any], Any]) -> Any:
+def _attribute_of_log(name: str, read: type | None = None, write: type | None = None) -> Any:
     """The log's attribute ``name`` as one of a ``CommsLogger``, converted by ``read`` and ``write``."""
 
     def get(logger: CommsLogger) -> Any:
-        return read(getattr(logger.log, name))
+        value = getattr(logger.log, name)
+        return value if read is None else read(value)
 
     def put(logger: CommsLogger, value: Any) -> None:
-        setattr(logger.log, name, write(value))
+        setattr(logger.log, name, value if write is None else write(value))
 
     return property(get, put)
 
 
 class CommsLogger:
-    """A log of collectives under DeepSpeed's names.
-
-    Args:
-        log: Shoal's; None: a new one.
-    """
+    """A log of collectives under DeepSpeed's names. ``log``: Shoal's; None: a new one."""
 
     def __init__(self, log: CollectiveLog | None = None) -> None:
         self.log = log if log is not None else CollectiveLog()
@@ -227,7 +220,7 @@ class CommsLogger:
     prof_ops = _attribute_of_log("kinds", list, tuple)
     verbose = _attribute_of_log("is_verbose", bool, bool)
     debug = _attribute_of_log("names_callers", bool, bool)
-    comms_dict = _attribute_of_log("records", _same, _same)
+    comms_dict = _attribute_of_log("records")
 
     def configure(self, comms_config: Any) -> None:
         """Apply the section ``comms_logger``, or the section of a config."""
@@ -313,9 +306,6 @@ def configure(
 
     An engine times its own collectives if the log is on when the engine is made: by then, or by the section
     ``comms_logger`` of its config.
-
-    Args:
-        deepspeed_config: a configuration, whose section ``comms_logger`` counts.
     """
     logger = _logger()
     if deepspeed_config is not None:

@@ -86,8 +86,6 @@ def compute_elastic_config(
     """The global batch of an elastic job, and the numbers of data-parallel ranks that share it.
 
     Args:
-        ds_config: a configuration with a section ``elasticity``.
-        target_deepspeed_version: of the job that is planned; 0.3.8 or newer.
         world_size: the job's ranks, those of one model counted as well; 0: any (version 0.1), or ``WORLD_SIZE``.
         return_microbatch: give the micro-batch too; of ``WORLD_SIZE`` ranks where ``world_size`` is 0.
 

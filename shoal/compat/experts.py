@@ -53,13 +53,10 @@ def split_params_grads_into_shared_and_expert_params(
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: float | None = 178956971
 ) -> list[dict[str, Any]]:
-    """Move the parameters of experts from the groups, in place, into groups of their own after them.
+    """Move the parameters of experts from the groups, in place, into groups after them, of at most ``max_group_size``.
 
     A group of experts has the options of the one that it comes from, ``moe`` true, and the name of the ranks that hold
     the other experts.
-
-    Args:
-        max_group_size: elements of a group of experts; None: no limit.
     """
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     made = []
@@ -79,15 +76,13 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameters, or groups of them, as groups in which experts are apart; as they are if some group has ``moe``."""
+    """Parameters, or groups of them, as groups with those of experts separate; unchanged if a group has ``moe``."""
     entries = list(model_parameters)
     if not entries or not isinstance(entries[0], dict):
         return split_params_into_different_moe_groups_for_optimizer({"params": entries, "name": "dense-params"})
-    return (
-        entries
-        if any("moe" in group for group in entries)
-        else (split_params_into_different_moe_groups_for_optimizer(entries))
-    )
+    if any("moe" in group for group in entries):
+        return entries
+    return split_params_into_different_moe_groups_for_optimizer(entries)
 
 
 # deepspeed.moe.mappings

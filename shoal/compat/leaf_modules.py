@@ -39,8 +39,7 @@ def set_z3_leaf_modules(
 ) -> list[nn.Module]:
     """Mark every module of the classes, given as classes or names (short, or with their module).
 
-    Returns: the modules.
-    Raises: ModelError, a ValueError: none is in the model.
+    Returns: the modules. Raises: ModelError, a ValueError: none is in the model.
     """
     return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
     if kind not in _CLASSES:
         return None, f"--lr_schedule is {kind}, expected one of {', '.join(VALID_LR_SCHEDULES)}"
     params: dict[str, Any] = {}
-    _override(args, params, kind)
+    _override(args, params, kinds=(kind,))
     return {"type": kind, "params": params}, None
 
 
@@ -59,31 +60,6 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
     if kind not in _CLASSES or kind == WARMUP_COSINE_LR or name not in params:
         return None, f"a schedule {kind} with {sorted(params)} names no rate"
     return float(params[name]), ""
-
-
-def override_lr_range_test_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Put the options that ``LRRangeTest`` takes into ``params``, over what is there."""
-    _override(args, params, LR_RANGE_TEST)
-
-
-def override_1cycle_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Put the options that ``OneCycle`` takes into ``params``, over what is there."""
-    _override(args, params, ONE_CYCLE)
-
-
-def override_warmupLR_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Put the options that ``WarmupLR`` takes into ``params``, over what is there."""
-    _override(args, params, WARMUP_LR)
-
-
-def override_warmupCosineLR_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Put the options that ``WarmupCosineLR`` takes into ``params``, over what is there."""
-    _override(args, params, WARMUP_COSINE_LR)
-
-
-def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Put the options of every schedule into ``params``, over what is there."""
-    _override(args, params, *_CLASSES)
 
 
 def update_lr(param_groups: Sequence[dict[str, Any]], lrs: Sequence[Any]) -> list[Any]:
@@ -101,14 +77,24 @@ _CLASSES: dict[Any, type] = {
 }
 
 
-def _override(args: argparse.Namespace, params: dict[str, Any], *kinds: Any) -> None:
-    """A value of None, and of the three options whose default is -1 that default, is not put."""
+def _override(args: argparse.Namespace, params: dict[str, Any], *, kinds: Collection[Any]) -> None:
+    """Put the options that the schedules ``kinds`` take into ``params``, over what is there.
+
+    A value of None, and of the three options whose default is -1 that default, is not put.
+    """
     taken = {name for kind in kinds for name in inspect.signature(_CLASSES[kind]).parameters}
     unset = {"cycle_first_stair_count", "cycle_second_step_size", "cycle_second_stair_count"}
     for name in (name for name, _, _ in _TUNING if name in taken - {"cycle_momentum"}):
         value = getattr(args, name, None)
         if value is not None and not (name in unset and value < 0):
             params[name] = value
+
+
+override_lr_range_test_params = partial(_override, kinds=(LR_RANGE_TEST,))
+override_1cycle_params = partial(_override, kinds=(ONE_CYCLE,))
+override_warmupLR_params = partial(_override, kinds=(WARMUP_LR,))
+override_warmupCosineLR_params = partial(_override, kinds=(WARMUP_COSINE_LR,))
+override_params = partial(_override, kinds=(*_CLASSES,))
 
 
 _TUNING: tuple[tuple[str, Callable[[str], Any], object], ...] = (

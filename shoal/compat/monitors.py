@@ -43,11 +43,7 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
 
 
 class MonitorMaster:
-    """Writes on rank 0; elsewhere it does nothing.
-
-    Args:
-        monitor_config: what ``get_monitor_config`` returned, or a whole configuration.
-    """
+    """Writes on rank 0 by what ``get_monitor_config`` returned, or a whole configuration."""
 
     def __init__(self, monitor_config: Any) -> None:
         self.monitor_config = monitor_config
@@ -72,16 +68,11 @@ class MonitorMaster:
 
 
 class OneMonitor:
-    """Writes on rank 0 where its section is enabled. The section's keys are its attributes.
+    """Writes on rank 0 where its section is enabled. The section's keys are its attributes."""
 
-    Args:
-        config: the section.
-        whole: a configuration that has nothing but that section.
-    """
-
-    def __init__(self, config: Any, whole: DeepSpeedMonitorConfig) -> None:
-        self.config = config
-        self._master = MonitorMaster(whole)
+    def __init__(self, **section: Any) -> None:
+        (self.config,) = section.values()
+        self._master = MonitorMaster(DeepSpeedMonitorConfig(**section))
 
     def __getattr__(self, name: str) -> Any:
         if name == "config":
@@ -97,28 +88,28 @@ class TensorBoardMonitor(OneMonitor):
     """Writes TensorBoard's event files."""
 
     def __init__(self, tensorboard_config: TensorBoardConfig) -> None:
-        super().__init__(tensorboard_config, DeepSpeedMonitorConfig(tensorboard=tensorboard_config))
+        super().__init__(tensorboard=tensorboard_config)
 
 
 class WandbMonitor(OneMonitor):
     """Logs to Weights & Biases."""
 
     def __init__(self, wandb_config: WandbConfig) -> None:
-        super().__init__(wandb_config, DeepSpeedMonitorConfig(wandb=wandb_config))
+        super().__init__(wandb=wandb_config)
 
 
 class csvMonitor(OneMonitor):
     """Writes CSV files."""
 
     def __init__(self, csv_config: CSVConfig) -> None:
-        super().__init__(csv_config, DeepSpeedMonitorConfig(csv_monitor=csv_config))
+        super().__init__(csv_monitor=csv_config)
 
 
 class CometMonitor(OneMonitor):
     """Logs to Comet."""
 
     def __init__(self, comet_config: CometConfig) -> None:
-        super().__init__(comet_config, DeepSpeedMonitorConfig(comet=comet_config))
+        super().__init__(comet=comet_config)
 
     @property
     def experiment(self) -> Any:

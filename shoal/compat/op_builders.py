@@ -171,8 +171,7 @@ def multi_tensor_adam(
 ) -> None:
     """A step of Adam over lists of gradients, parameters, exp_avg and exp_avg_sq; nothing where ``noop_flag`` is set.
 
-    Args:
-        mode: 1: weight decay is decoupled (AdamW); 0: it is added to the gradient.
+    ``mode`` 1: weight decay is decoupled (AdamW); 0: it is added to the gradient.
     """
     if bool(noop_flag.any()):
         return
@@ -209,10 +208,7 @@ class OpBuilder:
         return self.IS_THERE
 
     def load(self, verbose: bool = True) -> Any:
-        """The operator's functions. Nothing is compiled.
-
-        Raises: NotBuiltError: Shoal does not have them.
-        """
+        """The operator's functions. Nothing is compiled. Raises: NotBuiltError: Shoal does not have them."""
         if self.NAME in MODULES:
             return MODULES[self.NAME]
         raise not_built(

@@ -41,16 +41,10 @@ class LossScaler:
         return self._status.loss_scale
 
     @property
-    def loss_scale(self) -> float:
-        return self._status.loss_scale
-
-    @property
     def dynamic(self) -> bool:
         return self._status.is_dynamic
 
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self._status.is_dynamic
+    loss_scale, dynamic_loss_scale = cur_scale, dynamic
 
     @property
     def cur_iter(self) -> int:
@@ -87,10 +81,7 @@ class DeepSpeedShardedOptimizer(DeepSpeedOptimizer, ShardedOptimizer):
         """DeepSpeed's view of the loss scale, to read."""
         return LossScaler(self._status)
 
-    @property
-    def loss_scale_config(self) -> LossScaler:
-        """As ``loss_scaler``: DeepSpeed's name of it at stage 0."""
-        return self.loss_scaler
+    loss_scale_config = loss_scaler  # DeepSpeed's name of it at stage 0
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -121,10 +112,8 @@ class DeepSpeedShardedOptimizer(DeepSpeedOptimizer, ShardedOptimizer):
         parts = [part for group in self.sharded_step.groups for part in group.ranges]
         return [part.param for part in sorted(parts, key=lambda part: part.group)]
 
-    @property
-    def fp32_groups_flat(self) -> list[torch.Tensor]:
-        """As ``single_partition_of_fp32_groups``: DeepSpeed's name of it at stage 0."""
-        return self.single_partition_of_fp32_groups
+    fp32_groups_flat = single_partition_of_fp32_groups  # at stage 0
+    fp32_partitioned_groups_flat = single_partition_of_fp32_groups  # at stage 3
 
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:
@@ -136,21 +125,16 @@ class DeepSpeedShardedOptimizer(DeepSpeedOptimizer, ShardedOptimizer):
         ]
 
     @property
-    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """As ``single_partition_of_fp32_groups``: DeepSpeed's name of it at stage 3."""
-        return self.single_partition_of_fp32_groups
-
-    @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
         """This rank's parts of the reduced gradients, 1-D, fp32, in the order of each group's parameters.
 
         DeepSpeed's name. A part has no elements where this rank owns none; parameters without a gradient are left out.
         """
-        found: dict[int, list[torch.Tensor]] = {}
-        for index, group in enumerate(self.param_groups):
-            parts = [self._local_gradient(parameter) for parameter in group["params"]]
-            found[index] = [part for part in parts if part is not None]
-        return found
+        gradients = {
+            index: [self._local_gradient(parameter) for parameter in group["params"]]
+            for index, group in enumerate(self.param_groups)
+        }
+        return {index: [part for part in parts if part is not None] for index, parts in gradients.items()}
 
 
 class _Kind(type):

@@ -9,6 +9,10 @@ scripts ask ``isinstance(optimizer, FusedAdam)`` and read ``adam_w_mode``.
     Lion           FusedLion         DeepSpeedCPULion
     Adagrad        (torch's)         DeepSpeedCPUAdagrad
     Lamb           FusedLamb         FusedLamb
+
+``fp32_optimizer_states``: state of 16-bit parameters is in fp32; False: in their format. Where an engine has fp32 main
+parameters, state is in fp32 in either case. ``set_grad_none`` has no effect: gradients are always released after the
+step. ``bias_correction``: correct the running means for their start at zero.
 """
 
 from __future__ import annotations
@@ -46,13 +50,7 @@ class CountsOptimizers(type):
 
 
 class DeepSpeedCPUAdam(FP32States, AdamWithBias, metaclass=CountsOptimizers):
-    """Adam, or with ``adamw_mode`` AdamW.
-
-    Args:
-        bias_correction: correct the running means for their start at zero.
-        fp32_optimizer_states: state of 16-bit parameters is in fp32; False: in their format. Where an engine has fp32
-            main parameters, state is in fp32 in either case.
-    """
+    """Adam, or with ``adamw_mode`` AdamW."""
 
     def __init__(
         self,
@@ -83,12 +81,7 @@ class DeepSpeedCPUAdam(FP32States, AdamWithBias, metaclass=CountsOptimizers):
 
 
 class FusedAdam(AdamWithBias, metaclass=CountsOptimizers):
-    """Adam, or with ``adam_w_mode`` AdamW.
-
-    Args:
-        bias_correction: correct the running means for their start at zero.
-        set_grad_none: no effect: gradients are always released after the step.
-    """
+    """Adam, or with ``adam_w_mode`` AdamW."""
 
     def __init__(
         self,
@@ -118,14 +111,7 @@ class FusedAdam(AdamWithBias, metaclass=CountsOptimizers):
 
 
 class DeepSpeedCPUAdagrad(FP32States, torch.optim.Adagrad, metaclass=CountsOptimizers):
-    """Adagrad.
-
-    Args:
-        fp32_optimizer_states: state of 16-bit parameters is in fp32; False: in their format. Where an engine has fp32
-            main parameters, state is in fp32 in either case.
-
-    Raises: OptimizerError: ``amsgrad`` is True.
-    """
+    """Adagrad. Raises: OptimizerError: ``amsgrad`` is True."""
 
     def __init__(
         self,
@@ -142,12 +128,7 @@ class DeepSpeedCPUAdagrad(FP32States, torch.optim.Adagrad, metaclass=CountsOptim
 
 
 class DeepSpeedCPULion(FP32States, Lion, metaclass=CountsOptimizers):
-    """Lion.
-
-    Args:
-        fp32_optimizer_states: state of 16-bit parameters is in fp32; False: in their format. Where an engine has fp32
-            main parameters, state is in fp32 in either case.
-    """
+    """Lion."""
 
     def __init__(
         self,
@@ -162,11 +143,7 @@ class DeepSpeedCPULion(FP32States, Lion, metaclass=CountsOptimizers):
 
 
 class FusedLion(Lion, metaclass=CountsOptimizers):
-    """Lion.
-
-    Args:
-        set_grad_none: no effect: gradients are always released after the step.
-    """
+    """Lion."""
 
     def __init__(
         self,

@@ -25,9 +25,7 @@ from shoal.errors import UsageError
 class PartitionedTensor:
     """This rank's range of a tensor that is equal on every rank of the group.
 
-    Args:
-        tensor: any shape; its values are copied.
-        partition_meta: where each rank's range begins, and the end; None: equal ranges, the first ones longer by one.
+    ``partition_meta`` says where each rank's range begins, and the end; None: equal ranges, the first longer by one.
 
     Raises: UsageError: a partition that is not one of the tensor among the group's ranks.
     """
@@ -100,8 +98,7 @@ class PartitionedTensor:
 def reduce_scatter_coalesced(tensors: Sequence[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
     """This rank's range of the mean of each tensor over the ranks: of 5 elements on 2 ranks, rank 0 gets 0 to 2.
 
-    Args:
-        tensors: of one dtype and device; any shapes, the same on every rank.
+    The tensors have one dtype and device, and the same shapes on every rank.
 
     Returns: 1-D, ceil(numel / ranks) elements of each; the last ranks may have fewer, or none.
     Communicates: one reduce_scatter of all of them, padded.

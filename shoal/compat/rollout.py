@@ -30,10 +30,7 @@ def _check_mask(name: str, mask: torch.Tensor, ids_name: str, ids: torch.Tensor)
 
 @dataclass
 class RolloutRequest:
-    """Prompts. Shape of both: [prompts, tokens]; padded on the left.
-
-    Raises: RolloutValueError: the shapes differ.
-    """
+    """Prompts. Shape of both: [prompts, tokens]; padded on the left. Raises: RolloutValueError: the shapes differ."""
 
     prompt_ids: torch.Tensor
     prompt_attention_mask: torch.Tensor
@@ -44,10 +41,7 @@ class RolloutRequest:
 
 @dataclass
 class RolloutBatch:
-    """Prompts with their responses, padded on the right. Shape: [sequences, tokens].
-
-    Args:
-        response_start_idx: where the response of each sequence begins. Shape: [sequences].
+    """Prompts with their responses, padded on the right, [sequences, tokens]; and where each response begins.
 
     Raises: RolloutValueError: the shapes differ.
     """
@@ -70,20 +64,14 @@ class RolloutBatch:
 
 @dataclass
 class SamplingConfig:
-    """How tokens are chosen.
-
-    Args:
-        temperature: 0: the most likely token.
-        top_k: below 1: all tokens.
-        continuous_batch_size: sequences that are decoded together while others wait; not built.
-    """
+    """How tokens are chosen."""
 
     max_new_tokens: int
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0: the most likely token
     top_p: float = 1.0
-    top_k: int = -1
+    top_k: int = -1  # below 1: all tokens
     n_samples_per_prompt: int = 1
-    continuous_batch_size: int | None = None
+    continuous_batch_size: int | None = None  # sequences that are decoded together while others wait; not built
 
 
 @dataclass
@@ -112,12 +100,7 @@ class RolloutEngine(ABC):
 
 
 class HybridEngineRollout(RolloutEngine):
-    """Generates with the model that is trained.
-
-    Args:
-        engine: what ``initialize`` returned; its model has ``generate()``, as those of Transformers.
-        tokenizer: has ``pad_token_id`` or ``eos_token_id``.
-    """
+    """Generates with the model that is trained, which has ``generate()``, as those of Transformers."""
 
     def __init__(self, engine: Any, tokenizer: Any, cfg: Any = None) -> None:
         if getattr(cfg, "use_graph_capture", False):

@@ -112,12 +112,8 @@ get_sequence_data_parallel_rank = _of_unit("get_sequence_data_parallel_rank")
 class DistributedAttention(nn.Module):
     """Any attention over the whole sequence, for this rank's heads, between two all-to-alls.
 
-    Args:
-        local_attention: called with query, key and value of all positions and this rank's heads, and further arguments.
-        sequence_process_group: the ranks that share a sequence; None: all.
-        scatter_idx: the dim of the heads.
-        gather_idx: the dim of the positions.
-        sp_stream: accepted; the exchange of queries, keys and values is one all-to-all.
+    ``scatter_idx`` is the dim of the heads, ``gather_idx`` that of the positions. Without a process group all ranks
+    share a sequence.
     """
 
     def __init__(
@@ -140,12 +136,9 @@ class DistributedAttention(nn.Module):
     ) -> Tensor:
         """The output for this rank's positions and all heads, as ``local_attention`` gives it.
 
-        Args:
-            args: for ``local_attention``; a number in front is DeepSpeed's ``batch_dim_idx``, which is not needed.
-
         Communicates: two all-to-alls, two in backward.
         """
-        if args and type(args[0]) is int:
+        if args and type(args[0]) is int:  # DeepSpeed's ``batch_dim_idx``, which is not needed
             args = args[1:]
         kwargs.pop("batch_dim_idx", None)
         if rotary_pos_emb is not None:
@@ -232,9 +225,6 @@ class UlyssesSPDataLoaderAdapter:
     position is that of the next one, which may be on another rank. ``position_ids`` are added where there are none.
     Rows that do not divide by the ranks are padded: by labels of -100, zeros, and positions that begin again from 0, so
     that padding is a document of its own. Attributes are the loader's.
-
-    Args:
-        sp_group: the ranks that share a sequence.
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:

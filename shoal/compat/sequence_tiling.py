@@ -37,13 +37,10 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> torch.Tensor:
-    """``fn(**kwargs_to_shard, **kwargs_to_pass)``, computed in tiles along dim 1.
+    """``fn(**kwargs_to_shard, **kwargs_to_pass)``, computed in ``shards`` tiles along dim 1, of length ``seqlen``.
 
     Args:
-        seqlen: the length of that dim.
-        shards: number of tiles.
         grad_requiring_tensor_key: no effect: every tensor that requires a gradient gets one.
-        compute_params: the parameters that ``fn`` reads; None: they are found.
         output_unshard_dimension: of the outputs, where they are concatenated; 0: ``fn`` returns a number.
         output_reduction: of the whole output: "mean", "sum" or None.
 
@@ -90,10 +87,7 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> torch.Tensor:
-        """
-        Args:
-            args: the values of ``keys_to_shard``, then those of ``keys_to_pass``.
-        """
+        """``args``: the values of ``keys_to_shard``, then those of ``keys_to_pass``."""
         return sequence_tiled_compute(
             fn,
             seqlen,
@@ -118,11 +112,7 @@ class TiledMLP:
         shards: int,
         compute_params: Parameters | None = None,
     ) -> torch.Tensor:
-        """``fn(self, x)``.
-
-        Args:
-            x: [..., positions, width].
-        """
+        """``fn(self, x)``, with ``x`` of shape [..., positions, width]."""
         return tiled(functools.partial(fn, self), x, num_tiles=shards, dim=-2, parameters=compute_params)
 
 
@@ -142,9 +132,8 @@ class TiledFusedLogitsLoss:
     ) -> torch.Tensor:
         """The sum, or the mean, of ``fn(self, x, y)`` (with a mask: ``fn(self, x, y, mask)``) over the tiles.
 
-        Args:
-            x: [batch, positions, ...]; ``y``, ``mask``: [batch, positions]. ``fn`` sees them without the batch's dim.
-            output_reduction: "mean" is right only where all tiles have as many tokens that count; else "sum".
+        Of shapes [batch, positions, ...] ``fn`` sees one dim in place of the first two. The reduction "mean" is right
+        only where all tiles have as many tokens that count; else "sum".
 
         Raises: UsageError: another reduction, or shapes that do not fit.
         """
@@ -169,12 +158,9 @@ def vocab_sequence_parallel_cross_entropy(
     """The loss of every token of the whole sequence, on each rank.
 
     Args:
-        vocab_parallel_logits: [positions / ranks, batch, vocabulary]: this rank's part of the sequence.
-        target: [positions / ranks, batch].
-        sp_group: a process group; None: all ranks.
+        vocab_parallel_logits: [positions / ranks, batch, vocabulary]; ``target``: without the last dim.
 
-    Returns: [positions, batch], fp32.
-    Communicates: an all_gather of one number a token.
+    Returns: [positions, batch], fp32. Communicates: an all_gather of one number a token.
     """
     return sequence_parallel_cross_entropy(vocab_parallel_logits, target, communicator_of(sp_group))
 

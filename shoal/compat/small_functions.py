@@ -8,6 +8,8 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,10 +43,7 @@ def is_compile_supported() -> bool:
 
 
 class RepeatingLoader:
-    """Starts the loader again when it ends.
-
-    Raises: StopIteration: the loader has no batch at all.
-    """
+    """Starts the loader again when it ends. Raises: StopIteration: the loader has no batch at all."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -151,11 +150,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
     """The sums of the first 1, 2, ... weights."""
-    sums, total = [], 0
-    for weight in weights:
-        total += weight
-        sums.append(total)
-    return sums
+    return list(accumulate(weights))
 
 
 def is_model_parallel_parameter(p: Any) -> bool:
@@ -184,10 +179,10 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
     """The one value of ``items``. Raises: UsageError: there are several, or none."""
-    found = set(items)
-    if len(found) != 1:
-        raise UsageError(f"expected one value, got {len(found)}: {sorted(map(str, found))[:5]}.", code="not-unique")
-    return found.pop()
+    values = set(items)
+    if len(values) != 1:
+        raise UsageError(f"expected one value, got {len(values)}: {sorted(map(str, values))[:5]}.", code="not-unique")
+    return values.pop()
 
 
 def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,10 +275,7 @@ class DeprecatedException(Exception):
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
     """The module, parameter or attribute of that dotted name."""
-    found: Any = model
-    for part in module_name.split("."):
-        found = getattr(found, part)
-    return found
+    return attrgetter(module_name)(model)
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
@@ -370,10 +362,7 @@ def parse_range_list(range_str: str) -> list[int]:
 class OnDevice:
     """Inside, new tensors are on ``device``, and new floating-point ones have ``dtype`` unless they say otherwise.
 
-    Args:
-        dtype: of new tensors; None: torch's default.
-        device: "meta" builds a model without memory; ``initialize`` gives it values.
-        enabled: False: the context does nothing.
+    The device "meta" builds a model without memory; ``initialize`` gives it values.
     """
 
     def __init__(self, dtype: torch.dtype | None, device: Any = "meta", enabled: bool = True) -> None:

@@ -20,12 +20,8 @@ _LABEL = "sparse gradients of a script"
 class SparseTensor:
     """The rows of a sparse gradient; a row may be there more than once, and counts as the sum of its values.
 
-    Args:
-        dense_tensor: a sparse tensor with one sparse dimension, as an embedding's gradient is; None: no rows yet.
-
-    Attributes:
-        indices: shape [n]; ``values``: shape [n, width]; ``dense_size``: of the whole, as a list.
-        orig_dense_tensor: what it was made of.
+    ``indices`` has the shape [n], ``values`` [n, width]; ``dense_size`` is that of the whole, as a list. Without a
+    ``dense_tensor`` there are no rows yet.
 
     Raises: AssertedUsageError: ``dense_tensor`` is not sparse (DeepSpeed asserts it).
     """

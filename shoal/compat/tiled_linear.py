@@ -24,13 +24,8 @@ from shoal.pipeline.balance import uniform
 class TiledLinear(nn.Module):
     """A linear layer of which one tile's weight is whole at a time.
 
-    Args:
-        in_splits, out_splits: tiles along the input and along the output.
-        input_is_already_split: ``forward`` is given a list, one tensor for each tile of the input.
-        combine_out_splits: False: the output is a list, one tensor for each tile.
-        linear_cls: what each tile is.
-        init_linear: a layer of the same size whose values are copied.
-        kwargs: for ``linear_cls``.
+    With ``input_is_already_split`` the input is a list, one tensor for each tile; without ``combine_out_splits`` the
+    output is one. ``init_linear``: a layer of the same size whose values are copied. ``kwargs``: for ``linear_cls``.
 
     Raises: ModelError: more tiles than features, or none.
     """
@@ -134,7 +129,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """Of layers that return ``(output, bias)``, the bias to be added later: outputs and biases side by side."""
+    """Of layers that return ``(output, bias)``, the bias to be added later: outputs and biases, each concatenated."""
 
     def _added(self, total: Any, new: Any) -> Any:
         output, bias = new

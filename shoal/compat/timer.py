@@ -86,11 +86,8 @@ class SynchronizedWallClockTimer:
 class ThroughputTimer:
     """Counts steps and the seconds that they take, from ``start_step`` on.
 
-    Args:
-        config: its ``enabled`` switches the timer, its ``synchronized`` waits for the device.
-        batch_size: samples of one step on all ranks.
-        start_step: steps before this one are not timed: they allocate memory and warm up.
-        steps_per_output: log the speed at each multiple; None: never.
+    ``config.enabled`` switches the timer; with ``config.synchronized`` it waits for the device. The speed is logged at
+    each multiple of ``steps_per_output``; None: never.
 
     Raises: ValueError: ``steps_per_output`` is no whole number above 0.
     """

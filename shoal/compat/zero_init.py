@@ -81,11 +81,7 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 class ConstructorMode(TorchFunctionMode):
-    """While active, calls of the constructors go through their wrappers.
-
-    Args:
-        wrapper: as ``zero_wrapper_for_fp_tensor_constructor``.
-    """
+    """While active, calls of the constructors go through ``wrapper``, as ``zero_wrapper_for_fp_tensor_constructor``."""
 
     def __init__(self, wrapper: Callable[..., Constructor], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -154,7 +150,6 @@ class Init(ShardingInit):
 
 
 def _check_group() -> None:
-    """Raises: UsageError: the launcher started several ranks, but the process group has one."""
     launched = launched_ranks()
     if current_world().size == 1 and launched > 1:
         raise UsageError(

@@ -105,12 +105,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """The model's ``state_dict`` with every floating-point value in fp32.
 
     Args:
-        checkpoint_dir: what was given to ``save_checkpoint``, or a tag's folder in it.
-        tag: None: the newest.
-        lazy_mode: DeepSpeed's; no effect: whole tensors are returned.
+        checkpoint_dir: what was given to ``save_checkpoint``, or a tag's folder in it. ``tag`` None: the newest.
+        lazy_mode: no effect: whole tensors are returned.
 
-    Raises: CheckpointError: it is missing or damaged.
-    Memory: the whole model in fp32.
+    Raises: CheckpointError: it is missing or damaged. Memory: the whole model in fp32.
     """
     weights = _open(checkpoint_dir, tag, exclude_frozen=exclude_frozen_parameters)
     found: OrderedDict[str, torch.Tensor] = OrderedDict()
@@ -132,13 +130,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """``convert_zero_checkpoint_to_state_dict`` in fp32."""
     convert_zero_checkpoint_to_state_dict(
-        checkpoint_dir,
-        output_dir,
-        torch.float32,
-        max_shard_size,
-        safe_serialization,
-        tag,
-        exclude_frozen_parameters,
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
 
 
@@ -160,8 +152,7 @@ def convert_zero_checkpoint_to_state_dict(
         max_shard_size: begin another file before one gets larger; of safetensors only.
         safe_serialization: safetensors in place of ``pytorch_model.bin``.
 
-    Raises: CheckpointError: the checkpoint is missing or damaged. ValueError: another dtype.
-    Memory: one tensor.
+    Raises: CheckpointError: the checkpoint is missing or damaged. ValueError: another dtype. Memory: one tensor.
     """
     wanted = _dtype(dtype)
     opened = _open(checkpoint_dir, tag, exclude_frozen=exclude_frozen_parameters)
@@ -199,9 +190,8 @@ def _replaced(target: Place) -> Iterator[Place]:
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Place, tag: str | None = None) -> nn.Module:
-    """Put the fp32 weights into a model, on the CPU.
+    """Put the fp32 weights into a model, on the CPU. Returns: the model.
 
-    Returns: the model.
     Raises: CheckpointError: as ``get_fp32_state_dict_from_zero_checkpoint``. RuntimeError: a shape differs.
     """
     values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)

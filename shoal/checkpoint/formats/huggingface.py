@@ -230,10 +230,7 @@ class SafetensorsWeights:
         return table
 
     def config(self) -> dict[str, Any]:
-        """The ``config.json`` in the folder; empty: there is none.
-
-        Raises: CheckpointError: it cannot be read.
-        """
+        """The ``config.json`` in the folder; empty: there is none. Raises: CheckpointError: it cannot be read."""
         if _CONFIG not in self._folder.names():
             return {}
         try:
@@ -303,10 +300,7 @@ class SafetensorsWeights:
 
 
 class HuggingFaceSource(WeightsSource):
-    """A Hugging Face model's safetensors as a ``Source``.
-
-    Raises: CheckpointError: as ``SafetensorsWeights``.
-    """
+    """A Hugging Face model's safetensors as a ``Source``. Raises: CheckpointError: as ``SafetensorsWeights``."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._weights = SafetensorsWeights(folder)

@@ -119,10 +119,7 @@ class DequantizedWeights:
         self.tensors[name] = QuantizedTensor(shape, name, scales, block)
 
     def read_range(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Elements ``[begin, end)`` of the flattened tensor, 1-D.
-
-        Raises: CheckpointError: the file cannot be read.
-        """
+        """Elements ``[begin, end)`` of the flattened tensor, 1-D. Raises: CheckpointError: the file cannot be read."""
         stored = self.tensors[name]
         if not isinstance(stored, QuantizedTensor):
             return self._weights.read_range(name, begin, end)

@@ -45,10 +45,7 @@ def check_free(url: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def new_folder(url: str | os.PathLike[str]) -> Iterator[tuple[Storage, str]]:
-    """Gives a storage and the folder in it to write to.
-
-    Raises: CheckpointError: something is there already.
-    """
+    """Gives a storage and the folder in it to write to. Raises: CheckpointError: something is there already."""
     with _staged(url) as (storage, staging):
         storage.make_folder(staging)
         yield storage, staging
@@ -57,10 +54,7 @@ def new_folder(url: str | os.PathLike[str]) -> Iterator[tuple[Storage, str]]:
 
 @contextmanager
 def new_file(url: str | os.PathLike[str]) -> Iterator[Sink]:
-    """Gives a file to write to.
-
-    Raises: CheckpointError: something is there already.
-    """
+    """Gives a file to write to. Raises: CheckpointError: something is there already."""
     with _staged(url) as (storage, staging):
         storage.make_folder("")
         with storage.create(staging) as sink:

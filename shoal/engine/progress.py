@@ -13,7 +13,7 @@ from shoal.engine.log import logger
 from shoal.observe.monitor import Event, Monitor
 from shoal.observe.timers import StepTimers, ThroughputTimer
 from shoal.parallel.recompute import Recompute
-from shoal.parallel.segment_times import as_table
+from shoal.parallel.segment import as_table
 from shoal.text import format_bytes
 
 

@@ -1,19 +1,27 @@
-"""Activation offload: the tensors that autograd saves in a block are stored in host memory; nothing is recomputed.
+"""Saved tensors in host memory: copied out while the forward pass goes on, fetched one call ahead of the backward pass.
 
-    forward    block 0       block 1       block 2       ...
-    copies     [0 to host]   [1 to host]   [2 to host]
-    device     0             0, 1          1, 2
+    forward    call 0      call 1      call 2      call 3
+    copies     [0 to host] [1 to host] [2 to host] [3 to host]
+    backward                                                   call 3        call 2        call 1        call 0
+    copies                                                                   [1 to device] [0 to device]
 
-Copies run while the device computes; in the backward pass a block's tensors are fetched while the block after it runs.
-Tensors saved outside of blocks, and parameters, stay on the device. A recomputed block, or a block inside of a
-recomputed function, saves the function's inputs only, in the store that ``activation_checkpointing`` names. Inside
-compiled code the compiler decides.
+A call that begins waits, on the device, for the copies of the call before the last one, and frees their sources. So
+the device holds the saved tensors of two calls, however many there are, and those of the last two are used without a
+copy. In the backward pass it holds those of the running call and of the one before it.
+
+A call is a recomputed segment (``segment``), of which the inputs are saved; or with ``HostActivations`` (activation
+offload) a block of the model, of which all activations are saved and nothing is recomputed. Tensors saved outside of
+blocks, and parameters, stay on the device. A recomputed block, or a block inside of a recomputed function, saves the
+function's inputs only, in the store that ``activation_checkpointing`` names. Inside compiled code the compiler decides.
 """
 
 from __future__ import annotations
 
+import sys
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,7 +29,6 @@ from torch import nn
 from shoal.device import in_backward
 from shoal.errors import UsageError
 from shoal.memory.stream_copies import copies_of as stream_copies_of
-from shoal.parallel.cpu_offload import CopiesOf, HostStore
 from shoal.parallel.recompute_blocks import RecomputedBlocks, find_blocks
 from shoal.parallel.saved_tensors import (
     Form,
@@ -31,10 +38,201 @@ from shoal.parallel.saved_tensors import (
     SavedTensor,
     SavedTensors,
     checkpoint_around,
+    input_changed,
+    version_of,
 )
 from shoal.sharding.placement import Tier
 
 LEAST_NBYTES = 4096  # a smaller tensor costs more to copy than it saves
+
+
+class Done(Protocol):
+    """The end of a copy."""
+
+    def wait(self) -> None:
+        """Make the current stream wait for the copy. Does not block the host."""
+        ...
+
+
+class Copies(Protocol):
+    """Copies between one device and the host, in order, while the device computes."""
+
+    def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, Done]:
+        """Start a copy. The caller keeps ``source`` until it is done.
+
+        Returns: host memory of the same shape and dtype, contiguous; its values are there when the copy is done.
+        """
+        ...
+
+    def to_device(self, host: torch.Tensor, target: torch.Tensor) -> Done:
+        """Start a copy into ``target``, which the caller keeps until it is done."""
+        ...
+
+
+CopiesOf = Callable[[torch.device], Copies | None]
+
+
+class HostTensor:
+    """A saved tensor in host memory, with its device copy before it has left and after it was fetched."""
+
+    tier = Tier.HOST
+
+    def __init__(self, source: torch.Tensor, copies: Copies, call: ForwardCall) -> None:
+        self._source: torch.Tensor | None = None  # until it is copied
+        self._changed: UsageError | None = None
+        self._fetched: tuple[torch.Tensor, Done | None] | None = None  # Done is None once it was waited for
+        self.form = Form.of(source)
+        self.nbytes = self.form.nbytes
+        self.number = call.number
+        self._version = version_of(source)
+        self._copies = copies
+        self._host, self._copied = copies.to_host(self.form.compact(source))
+        self._source = source
+
+    @property
+    def local(self) -> SavedTensor:
+        return self
+
+    def release_source(self) -> None:
+        """Free the device memory of the source once the copy to the host is done."""
+        if self._source is None:
+            return
+        self._copied.wait()
+        if version_of(self._source) != self._version:
+            self._changed = input_changed(self._source)  # perhaps before it was copied
+        self._source = None
+
+    def prefetch(self) -> None:
+        """Start the copy to the device, unless the values are there."""
+        if self._source is None and self._fetched is None:
+            target = self.form.empty()
+            self._fetched = target, self._copies.to_device(self._host, target)
+
+    def get(self) -> torch.Tensor:
+        """Raises: UsageError: it was changed in place before it was copied."""
+        if self._source is not None and version_of(self._source) != self._version:
+            raise input_changed(self._source)
+        if self._changed is not None:
+            raise self._changed
+        if self._source is not None:
+            return self._source
+        self.prefetch()
+        assert self._fetched is not None
+        target, done = self._fetched
+        if done is not None:
+            done.wait()
+            self._fetched = target, None
+        return self.form.expand(target)
+
+    def __del__(self) -> None:
+        # The graph may be freed while a copy is under way: later uses of the memory must wait for the copy.
+        if sys.is_finalizing():
+            return
+        if self._source is not None:
+            self._copied.wait()
+        self.release_fetched()
+
+    def release_fetched(self) -> None:
+        """Free the device memory of the fetched values."""
+        if self._fetched is not None and self._fetched[1] is not None:
+            self._fetched[1].wait()  # else the copy would write into the memory's next use
+        self._fetched = None
+
+
+class HostStore:
+    """Stores saved tensors in host memory. Those of a CPU are there already: no copy, counted as the host's.
+
+    Args:
+        copies_of: makes the copies of a device; None for a device whose memory is the host's.
+    """
+
+    def __init__(self, copies_of: CopiesOf) -> None:
+        self._copies_of = copies_of
+        self._copies: dict[torch.device, Copies | None] = {}
+        self._number = 0
+        self._calls: dict[int, weakref.ref[ForwardCall]] = {}
+        self._leaving: deque[weakref.ref[HostTensor]] = deque()
+        self._running: weakref.ref[ForwardCall] | None = None  # the call fetched last
+        self._ahead: weakref.ref[ForwardCall] | None = None  # the call that is expected next
+
+    def begin(self) -> ForwardCall:
+        self._number += 1
+        self._release_sources(before=self._number - 1)
+        call = ForwardCall(self._number, [])
+        self._calls[self._number] = weakref.ref(call)
+        return call
+
+    def _release_sources(self, before: int) -> None:
+        """Free the device memory of what calls before number ``before`` copied to the host."""
+        while self._leaving:
+            saved = self._leaving[0]()
+            if saved is not None:
+                if saved.number >= before:
+                    return
+                saved.release_source()
+            self._leaving.popleft()
+
+    def store(self, tensor: torch.Tensor, call: ForwardCall) -> SavedTensor:
+        copies = self._copies_for(tensor.device)
+        if copies is None:
+            return InPlaceTensor(tensor, Tier.HOST)
+        if not Form.of(tensor).can_move:
+            return InPlaceTensor(tensor, Tier.DEVICE)
+        saved = HostTensor(tensor, copies, call)
+        self._leaving.append(weakref.ref(saved))
+        return saved
+
+    def _copies_for(self, device: torch.device) -> Copies | None:
+        if device not in self._copies:
+            self._copies[device] = self._copies_of(device)
+        return self._copies[device]
+
+    def fetch(self, saved: SavedTensor, call: ForwardCall) -> torch.Tensor:
+        assert isinstance(saved, HostTensor)
+        if self._running is None or self._running() is not call:
+            self._running = weakref.ref(call)
+            for each in _on_host(call):
+                each.prefetch()
+        tensor = saved.get()
+        previous = self._before(call)
+        self._prefetch(previous, call)
+        if not _is_in(saved, previous):
+            saved.release_fetched()
+        return tensor
+
+    def _before(self, call: ForwardCall) -> ForwardCall | None:
+        """The call before this one in the forward pass, of those whose backward pass is still to come."""
+        self._calls = {number: ref for number, ref in self._calls.items() if ref() is not None}
+        earlier = [ref for number, ref in self._calls.items() if number < call.number]
+        return earlier[-1]() if earlier else None
+
+    def _prefetch(self, coming: ForwardCall | None, running: ForwardCall) -> None:
+        last = self._ahead() if self._ahead is not None else None
+        if last is coming and coming is not None:
+            return
+        if last is not None and last is not running:
+            for each in _on_host(last):  # another call came next
+                if not _is_in(each, running) and not _is_in(each, coming):
+                    each.release_fetched()
+        self._ahead = weakref.ref(coming) if coming is not None else None
+        if coming is not None:
+            for each in _on_host(coming):
+                each.prefetch()
+
+    def reset(self) -> None:
+        self._release_sources(before=self._number + 1)
+        last = self._ahead() if self._ahead is not None else None
+        for each in _on_host(last) if last is not None else ():
+            each.release_fetched()
+        self._ahead = None
+
+
+def _on_host(call: ForwardCall) -> list[HostTensor]:
+    return [saved.local for saved in call.tensors if isinstance(saved.local, HostTensor)]
+
+
+def _is_in(saved: HostTensor, call: ForwardCall | None) -> bool:
+    return call is not None and any(saved is other for other in _on_host(call))
 
 
 class _LimitedHostStore(HostStore):
@@ -102,9 +300,6 @@ class HostActivations:
         is_plain = not torch.is_grad_enabled() or in_backward()
         if is_plain or torch.compiler.is_compiling() or checkpoint_around() is not None:
             return function(*args, **kwargs)  # nothing is saved, or not by these hooks
-        return self._run(name, function, args, kwargs)
-
-    def _run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in self._seen:  # another forward pass
             self._seen.clear()
             self._store.num_moved_nbytes = 0

@@ -1,6 +1,6 @@
 """Tensors that autograd saves for the backward pass: where they are stored until then, each once, counted in bytes.
 
-A ``TensorStore`` says where: left where they are (``InPlaceStore``), in host memory (``cpu_offload``), or partitioned
+A ``TensorStore`` says where: left where they are (``InPlaceStore``), in host memory (``activations``), or partitioned
 over the ranks of an axis (``PartitionedStore``). Wherever it was stored, a fetched tensor has the same values, shape,
 strides and device, so that a recomputation selects the same kernels and gives the same bits.
 """
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
@@ -89,10 +90,7 @@ class Form:
     @property
     def numel(self) -> int:
         """Distinct elements."""
-        count = 0 if 0 in self.size else 1
-        for size in self.compact_size:
-            count *= size
-        return count
+        return 0 if 0 in self.size else prod(self.compact_size)
 
     @property
     def nbytes(self) -> int:
@@ -149,14 +147,9 @@ class InPlaceTensor:
 
 
 class InPlaceStore:
-    """Does not move saved tensors.
+    """Does not move saved tensors."""
 
-    Args:
-        tier: what they are counted as.
-    """
-
-    def __init__(self, tier: Tier = Tier.DEVICE) -> None:
-        self._tier = tier
+    def __init__(self) -> None:
         self._number = 0
 
     def begin(self) -> ForwardCall:
@@ -164,7 +157,7 @@ class InPlaceStore:
         return ForwardCall(self._number, [])
 
     def store(self, tensor: torch.Tensor, call: ForwardCall) -> SavedTensor:
-        return InPlaceTensor(tensor, self._tier)
+        return InPlaceTensor(tensor, Tier.DEVICE)
 
     def fetch(self, saved: SavedTensor, call: ForwardCall) -> torch.Tensor:
         assert isinstance(saved, InPlaceTensor)

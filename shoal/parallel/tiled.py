@@ -30,7 +30,6 @@ from shoal.errors import UsageError
 from shoal.parallel.recompute import current_recompute
 from shoal.parallel.recompute_blocks import RecomputedBlocks, find_modules
 
-# Of all calls: their tiles, whole; the numbers that they return, by tile; the sum of those numbers.
 Output = Literal["tiles", "stack", "sum"]
 
 
@@ -41,6 +40,7 @@ def tiled(
     dim: int = -2,
     arguments: Sequence[Any] = (),
     parameters: Iterable[nn.Parameter] | None = None,
+    output: Output = "tiles",
 ) -> Tensor:
     """``function(*tiles_of, *arguments)``, computed tile by tile along ``dim``.
 
@@ -51,13 +51,30 @@ def tiled(
         arguments: given to each call as they are.
         parameters: that ``function`` reads; None: those of the module that ``function`` is, or is a method of, else
             found by a call with one position.
+        output: ``stack``: ``function`` returns a number, and the result has that of each tile, [tiles]; ``sum``: see
+            ``tiled_sum``.
 
     Returns: the output, whole.
     Raises: UsageError: tensors of different lengths, an output that is no tile, or no positive number of tiles.
     Memory: until the backward pass the inputs; in it one tile's activations and the gradients of the parameters.
     Communicates: what ``function`` does, once for each tile, in forward and again in backward.
     """
-    return _run(function, tiles_of, tuple(arguments), num_tiles, dim, parameters, "tiles")
+    lengths = {each.shape[dim] for each in tiles_of}
+    if num_tiles < 1 or len(lengths) != 1:
+        raise UsageError(
+            f"{num_tiles} tiles of tensors that have {', '.join(map(str, sorted(lengths))) or 'no'} positions along"
+            f" dim {dim}.",
+            where="tiled",
+            do="use 1 tile or more, and tensors of one length.",
+            code="tiles",
+        )
+    if parameters is None:
+        module = _module_of(function)
+        parameters = module.parameters() if module is not None else _parameters_read(function, tiles_of, arguments, dim)
+    trained = [each for each in dict.fromkeys(parameters) if each.requires_grad]
+    tensors = [each for each in arguments if isinstance(each, Tensor)]
+    work = _TiledCall(function, num_tiles, dim, output, len(tiles_of), tuple(trained), tuple(arguments))
+    return _apply(work, torch.is_grad_enabled(), *tiles_of, *tensors, *trained)
 
 
 def tiled_sum(
@@ -76,19 +93,9 @@ def tiled_sum(
     Returns: [].
     Memory: until the backward pass the inputs and all gradients, those of 16-bit parameters in fp32.
     """
-    return _run(function, tiles_of, tuple(arguments), num_tiles, dim, parameters, "sum")
-
-
-def tiled_stack(
-    function: Callable[..., Tensor],
-    *tiles_of: Tensor,
-    num_tiles: int,
-    dim: int = 1,
-    arguments: Sequence[Any] = (),
-    parameters: Iterable[nn.Parameter] | None = None,
-) -> Tensor:
-    """The numbers that ``function`` returns for each tile, [tiles]; otherwise as ``tiled``."""
-    return _run(function, tiles_of, tuple(arguments), num_tiles, dim, parameters, "stack")
+    return tiled(
+        function, *tiles_of, num_tiles=num_tiles, dim=dim, arguments=arguments, parameters=parameters, output="sum"
+    )
 
 
 def tile_modules(
@@ -144,35 +151,6 @@ class _Tiles:
             return function(*args, **kwargs)
         call = functools.partial(function, **kwargs) if kwargs else function
         return tiled(call, args[0], num_tiles=num_tiles, dim=self._dim, arguments=args[1:])
-
-
-def _run(
-    function: Callable[..., Tensor],
-    tiles_of: tuple[Tensor, ...],
-    arguments: tuple[Any, ...],
-    num_tiles: int,
-    dim: int,
-    parameters: Iterable[nn.Parameter] | None,
-    output: Output,
-) -> Tensor:
-    lengths = {each.shape[dim] for each in tiles_of}
-    if num_tiles < 1 or len(lengths) != 1:
-        raise UsageError(
-            f"{num_tiles} tiles of tensors that have {', '.join(map(str, sorted(lengths))) or 'no'} positions along"
-            f" dim {dim}.",
-            where="tiled",
-            do="use 1 tile or more, and tensors of one length.",
-            code="tiles",
-        )
-    if parameters is None:
-        module = _module_of(function)
-        parameters = module.parameters() if module is not None else _parameters_read(function, tiles_of, arguments, dim)
-    trained = [each for each in dict.fromkeys(parameters) if each.requires_grad]
-    tensors = [each for each in arguments if isinstance(each, Tensor)]
-    others = tuple(None if isinstance(each, Tensor) else each for each in arguments)
-    is_tensor = tuple(isinstance(each, Tensor) for each in arguments)
-    work = _TiledCall(function, num_tiles, dim, output, len(tiles_of), tuple(trained), others, is_tensor)
-    return _apply(work, torch.is_grad_enabled(), *tiles_of, *tensors, *trained)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from shoal.comm.world import current_world
 from shoal.compat.sequence_parallel import UlyssesSPDataLoaderAdapter
 from shoal.memory.stream_copies import StreamCopies, copies_of, mark
 from shoal.mesh import Mesh
-from shoal.parallel.cpu_offload import HostStore, HostTensor
+from shoal.parallel.activations import HostStore, HostTensor
 from shoal.parallel.expert.gate import topkgating
 from shoal.parallel.expert.losses import global_batch_loss
 from shoal.parallel.saved_tensors import InPlaceStore, PartitionedStore

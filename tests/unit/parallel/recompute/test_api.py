@@ -20,10 +20,10 @@ from torch import nn
 from shoal.config import load
 from shoal.config.sections import ActivationCheckpointing
 from shoal.errors import ModelError, NotBuiltError, UsageError
-from shoal.parallel import recompute, saved_tensors, segment_times, selective
+from shoal.parallel import recompute, saved_tensors, segment, selective
 from shoal.parallel import recompute_blocks as recompute_blocks_module
 from shoal.parallel.recompute import Recompute, RecomputeSettings, recompute_blocks
-from shoal.parallel.segment_times import Times
+from shoal.parallel.segment import Times
 from tests.helpers.places import ROOT
 from tests.helpers.recompute_models import Block, Chain, Mpu, assert_same, inputs, recomputed, run, unconfigure
 
@@ -100,7 +100,7 @@ def test_a_removed_model_is_freed() -> None:
     assert ref() is None
 
 
-@pytest.mark.parametrize("module", [saved_tensors, recompute_blocks_module, segment_times, selective])
+@pytest.mark.parametrize("module", [saved_tensors, recompute_blocks_module, segment, selective])
 def test_the_examples_in_docstrings_are_right(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert (result.failed, result.attempted > 0) == (0, True)

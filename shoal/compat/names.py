@@ -356,7 +356,7 @@ EXPORTS: dict[str, dict[str, str]] = {
             " move_to_device noop_decorator partition_balanced prefix_sum_inc see_memory_usage"
         ),
         "shoal.compat.partitioned_tensor": "PartitionedTensor",
-        "shoal.pipeline.balance": "partition_uniform=uniform",
+        "shoal.pipeline.costs": "partition_uniform=uniform",
         "shoal.pipeline.module": "set_random_seed",
     },
     "runtime.zero": {

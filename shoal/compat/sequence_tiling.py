@@ -1,7 +1,7 @@
 """DeepSpeed's tiled computing (``runtime.sequence_parallel.ulysses_sp``) and its loss over a divided sequence.
 
     DeepSpeed                       here
-    sequence_tiled_compute(...)     shoal.parallel.tiled: tiled, tiled_sum or tiled_stack
+    sequence_tiled_compute(...)     shoal.parallel.tiled: tiled or tiled_sum
     TiledMLP.apply(...)             tiled
     TiledFusedLogitsLoss.apply(...) tiled_sum
 
@@ -21,7 +21,7 @@ from torch import nn
 from shoal.comm.world import communicator_of
 from shoal.errors import UsageError
 from shoal.parallel.loss import sequence_parallel_cross_entropy
-from shoal.parallel.tiled import num_tiles_of, tiled, tiled_stack, tiled_sum
+from shoal.parallel.tiled import Output, num_tiles_of, tiled, tiled_sum
 
 Parameters = Sequence[nn.Parameter]
 
@@ -53,16 +53,17 @@ def sequence_tiled_compute(
     def call(*values: Any) -> torch.Tensor:
         return fn(**dict(zip(names, values, strict=True)))
 
-    compute: Callable[..., torch.Tensor] = tiled
+    kind: Output = "tiles"
     if output_unshard_dimension == 0:
-        compute = tiled_sum if output_reduction else tiled_stack
-    output = compute(
+        kind = "sum" if output_reduction else "stack"
+    output = tiled(
         call,
         *kwargs_to_shard.values(),
         num_tiles=shards,
         dim=1,
         arguments=tuple(kwargs_to_pass.values()),
         parameters=compute_params,
+        output=kind,
     )
     if output_reduction is None:
         return output

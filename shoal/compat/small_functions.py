@@ -27,7 +27,7 @@ from shoal.engine.log import make_audible, say_on_rank_0
 from shoal.errors import ConfigError, OptimizerError, UsageError
 from shoal.optim.elementwise import check
 from shoal.optim.loss_scale import LossScale, LossScaleSettings
-from shoal.pipeline.balance import balance
+from shoal.pipeline.costs import balance
 from shoal.running.parameter_owner import OWNERS
 from shoal.text import format_bytes
 from shoal.zero import safe_get_local_fp32_param, safe_get_local_optimizer_state

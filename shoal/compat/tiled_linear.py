@@ -18,7 +18,7 @@ from torch import nn
 
 from shoal.access.gathered import GatheredParameters
 from shoal.errors import ModelError
-from shoal.pipeline.balance import uniform
+from shoal.pipeline.costs import uniform
 
 
 class TiledLinear(nn.Module):

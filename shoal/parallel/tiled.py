@@ -32,6 +32,8 @@ from shoal.parallel.recompute_blocks import RecomputedBlocks, find_modules
 
 Output = Literal["tiles", "stack", "sum"]
 
+_TENSOR = object()
+
 
 def tiled(
     function: Callable[..., Tensor],
@@ -73,7 +75,8 @@ def tiled(
         parameters = module.parameters() if module is not None else _parameters_read(function, tiles_of, arguments, dim)
     trained = [each for each in dict.fromkeys(parameters) if each.requires_grad]
     tensors = [each for each in arguments if isinstance(each, Tensor)]
-    work = _TiledCall(function, num_tiles, dim, output, len(tiles_of), tuple(trained), tuple(arguments))
+    given = tuple(_TENSOR if isinstance(each, Tensor) else each for each in arguments)
+    work = _TiledCall(function, num_tiles, dim, output, len(tiles_of), tuple(trained), given)
     return _apply(work, torch.is_grad_enabled(), *tiles_of, *tensors, *trained)
 
 
@@ -163,8 +166,7 @@ class _TiledCall:
     output: Output
     num_tiled: int  # of the tensors, those that are cut into tiles; first
     parameters: tuple[nn.Parameter, ...]
-    others: tuple[Any, ...]  # the arguments, None in place of each tensor
-    is_tensor: tuple[bool, ...]
+    arguments: tuple[Any, ...]  # those that are not tiled, _TENSOR in place of each tensor
 
     def ranges(self, length: int) -> Iterator[tuple[int, int]]:
         """Start and length of each tile."""
@@ -173,14 +175,9 @@ class _TiledCall:
             yield number * step, min(step, length - number * step)
 
     def call(self, tensors: Sequence[Tensor]) -> Tensor:
-        """
-        Args:
-            tensors: tiles, then whole arguments.
-        """
+        """Args: tensors: tiles, then whole arguments."""
         whole = iter(tensors[self.num_tiled :])
-        arguments = [
-            next(whole) if is_tensor else other for is_tensor, other in zip(self.is_tensor, self.others, strict=True)
-        ]
+        arguments = (next(whole) if each is _TENSOR else each for each in self.arguments)
         return self.function(*tensors[: self.num_tiled], *arguments)
 
     def put(self, output: Tensor, result: Tensor | None, start: int, length: int, total: int) -> Tensor:
@@ -341,7 +338,7 @@ def _module_of(function: Callable[..., Any]) -> nn.Module | None:
 
 
 def _parameters_read(
-    function: Callable[..., Tensor], tiles_of: tuple[Tensor, ...], arguments: tuple[Any, ...], dim: int
+    function: Callable[..., Tensor], tiles_of: tuple[Tensor, ...], arguments: Sequence[Any], dim: int
 ) -> list[nn.Parameter]:
     """The trained parameters that a call reads, by the graph of a call with one position.
 

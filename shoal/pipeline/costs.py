@@ -1,4 +1,4 @@
-"""What layers cost, those of a PipelineModule and the blocks of a model that is to be cut, and the split by it.
+"""Where each pipeline stage begins, and what layers cost: those of a PipelineModule, the blocks of a model to be cut.
 
 Each is run alone, forward and backward: layers one after the other, blocks where one forward of their model calls them.
 Parameters on the meta device, and those that ``zero.Init`` has sharded, are random numbers meanwhile.
@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -21,7 +22,6 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from shoal.device import Device
 from shoal.errors import UsageError
 from shoal.parallel.saved_tensors import counting_saved
-from shoal.pipeline.balance import balance, uniform
 from shoal.pipeline.blocks import find_blocks, find_outside, is_cache
 from shoal.pipeline.layers import LayerOutline, TiedLayerSpec, build, type_name
 
@@ -29,6 +29,58 @@ Costs = Sequence[float] | Sequence[Sequence[float]]
 
 METHODS = ("parameters", "uniform", "type:REGEX", "memory", "time")
 _OPTIMIZER_STATES = 2  # Adam's
+
+
+def uniform(num_layers: int, num_stages: int) -> list[int]:
+    """Where each stage begins, and the end: the first stages have one layer more.
+
+    >>> uniform(10, 4)
+    [0, 3, 6, 8, 10]
+    """
+    size, longer = divmod(num_layers, num_stages)
+    return [stage * size + min(stage, longer) for stage in range(num_stages + 1)]
+
+
+def balance(costs: Costs, num_stages: int) -> list[int]:
+    """Where each stage begins, and the end, so that the largest cost of a stage is the smallest possible.
+
+    No stage is empty. Of the splits with that largest cost it is the one with the smallest sum of squares; of several,
+    the one whose earlier stages are longer. DeepSpeed's ``partition_balanced`` splits models of equal blocks alike.
+
+    Args:
+        costs: of each layer; or for each stage, those of each layer in it. At least as many layers as stages.
+
+    >>> balance([1, 1, 1, 1, 4], 2), balance([1] * 10, 4)
+    ([0, 4, 5], [0, 3, 6, 8, 10])
+    >>> balance([[3, 3, 3, 3], [1, 1, 1, 1]], 2)
+    [0, 1, 4]
+    """
+    is_by_stage = isinstance(costs[0], Sequence)
+    by_stage = cast("Sequence[Sequence[float]]", costs if is_by_stage else [costs] * num_stages)
+    sums = [list(accumulate(layer_costs, initial=0.0)) for layer_costs in by_stage]
+    largest, _ = _best(sums, lambda total, cost: max(total, cost))
+    _, bounds = _best(sums, lambda total, cost: total + cost * cost if cost <= largest else _NONE)
+    return bounds
+
+
+_NONE = float("inf")  # there is no such split
+
+
+def _best(sums: Sequence[Sequence[float]], add: Callable[[float, float], float]) -> tuple[float, list[int]]:
+    """The split with the smallest total, by dynamic programming; ``add`` gives the total with one more stage."""
+    num_layers = len(sums[0]) - 1
+    best = [0.0] + [_NONE] * num_layers  # by how many layers the stages so far have
+    begins: list[list[int]] = []
+    for of_stage in sums:
+        totals = [(_NONE, 0)]
+        for end in range(1, num_layers + 1):
+            totals.append(min((add(best[start], of_stage[end] - of_stage[start]), -start) for start in range(end)))
+        best = [total for total, _ in totals]
+        begins.append([-start for _, start in totals])
+    bounds = [num_layers]
+    for starts in reversed(begins):
+        bounds.append(starts[bounds[-1]])
+    return best[-1], bounds[::-1]
 
 
 class MeasuredLayer(NamedTuple):

@@ -21,8 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import UsageError
-from shoal.parallel.running_layers import running_from
-from shoal.pipeline.balance import balance, uniform
+from shoal.parallel.tensor.hooks import running_from
 from shoal.pipeline.blocks import (
     ModelBlocks,
     OutsideBlocks,
@@ -34,6 +33,7 @@ from shoal.pipeline.blocks import (
     joined,
     split_at,
 )
+from shoal.pipeline.costs import balance, uniform
 from shoal.pipeline.left_behind import Learnt
 from shoal.pipeline.one_forward import EndOfStage, OneForward, RecordedModule, RunningBlocks
 from shoal.pipeline.stage import StageModule

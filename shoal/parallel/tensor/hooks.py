@@ -15,7 +15,9 @@ ends at the gather and at the cross entropy, so that it visits the nodes of the 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -26,14 +28,15 @@ from shoal.comm.autograd import is_gather
 from shoal.compiler import untraced
 from shoal.device import in_backward
 from shoal.errors import ShoalError, UsageError
-from shoal.parallel.cross_entropy import token_losses
-from shoal.parallel.running_layers import first_running
+from shoal.parallel.loss import token_losses
 from shoal.parallel.tensor.grid import Grid
 from shoal.parallel.tensor.layers import LayerSplit
 from shoal.parallel.tensor.overlap import InputColumns
 from shoal.parallel.tensor.region import RngFork, SharedByCopies, TensorRegion
 
 _INPUT_NAMES = ("hidden_states", "x", "input", "inputs")
+# Of lists of layers, by id: where a forward begins on a pipeline stage, which runs the model's with some of the layers.
+_BEGINS: ContextVar[Mapping[int, int] | None] = ContextVar("first running layers", default=None)
 
 
 class InputHook(SharedByCopies):
@@ -203,6 +206,21 @@ class SplitStack(SharedByCopies):
             return None
         self._part = tuple((output if isinstance(output, torch.Tensor) else output[0]).shape[:-1])
         return _replace_hidden(output, lambda hidden: self._region.gather_sequence(hidden, f"{self.name} out"))
+
+
+def first_running(layers: nn.Module) -> int:
+    """The place in the list of the first layer that runs now: above 0, the layers before it run on other ranks."""
+    return (_BEGINS.get() or {}).get(id(layers), 0)
+
+
+@contextmanager
+def running_from(layers: nn.Module, begin: int) -> Iterator[None]:
+    """Inside the block a forward runs the layers from ``begin`` on."""
+    token = _BEGINS.set({**(_BEGINS.get() or {}), id(layers): begin})
+    try:
+        yield
+    finally:
+        _BEGINS.reset(token)
 
 
 class GridStack(SharedByCopies):

@@ -3,7 +3,7 @@
     column   y = x W^T + b       W [out, in] and b [out] split along out: each rank computes its part of y
     row      y = sum x W^T + b   W [out, in] split along in: each rank has its part of x
     vocab    y = sum W[tokens]   W [V, D] split along V: a rank looks up its own tokens, zeros elsewhere
-    loss     cross entropy of logits that are split along V (``shoal.parallel.cross_entropy``)
+    loss     cross entropy of logits that are split along V (``shoal.parallel.loss``)
 
 A module stays the object that it is: its class becomes a subclass of its own (``split_class``), so that names, hooks,
 state dict keys and ``isinstance`` keep their meaning. A linear is any module that multiplies by ``weight`` and adds
@@ -27,7 +27,7 @@ from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.device import is_fake
-from shoal.parallel.cross_entropy import IGNORED, CrossEntropy, Reduction, token_losses
+from shoal.parallel.loss import IGNORED, CrossEntropy, Reduction, token_losses
 from shoal.parallel.tensor.overlap import InputColumns, column_linears, row_linear
 from shoal.parallel.tensor.parts import Range, SharedRows, even_range
 from shoal.parallel.tensor.products import add_bias

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from shoal.errors import UsageError
-from shoal.pipeline.balance import balance, uniform
-from shoal.pipeline.costs import measure
+from shoal.pipeline.costs import balance, measure, uniform
 from shoal.pipeline.layers import LayerSpec, TiedLayerSpec, outline
 from shoal.pipeline.module import PipelineModule
 from tests.helpers.fake_clock import FakeClock

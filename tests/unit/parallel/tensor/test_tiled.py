@@ -13,7 +13,7 @@ from shoal.errors import ModelError, UsageError
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel import recompute
 from shoal.parallel.recompute import recompute_blocks
-from shoal.parallel.tiled import tile_modules, tiled, tiled_stack, tiled_sum
+from shoal.parallel.tiled import tile_modules, tiled, tiled_sum
 from tests.helpers.live_storages import LiveStorages
 from tests.helpers.recompute_models import unconfigure
 
@@ -153,7 +153,7 @@ def test_sums_and_stacks_of_losses(factor: float) -> None:
     first = torch.autograd.grad(total, inputs, retain_graph=True)
     torch.testing.assert_close(first, expected)
     torch.testing.assert_close(torch.autograd.grad(total, inputs), expected)  # computed again
-    stacked = tiled_stack(loss, x, targets, num_tiles=3)
+    stacked = tiled(loss, x, targets, num_tiles=3, dim=1, output="stack")
     assert stacked.shape == (3,)
     parts = torch.tensor([1.0, 2.0, -1.0])
     by_hand = sum(

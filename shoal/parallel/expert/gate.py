@@ -27,6 +27,7 @@ import torch
 from torch.nn import functional
 
 from shoal.comm.world import communicator_of
+from shoal.parallel.expert.losses import tokens_per_expert
 from shoal.parallel.sequence.context import sum_over_sequence
 
 Dense = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -93,7 +94,7 @@ def top1gating(
     gates = functional.softmax(logits, dim=1)
     index = (gates if noisy is None else noisy).argmax(dim=1, keepdim=True)
     is_kept = torch.ones_like(index, dtype=torch.bool) if used_token is None else used_token.bool().view(-1, 1)
-    counts = _counts(index, num_experts, is_kept)
+    counts = tokens_per_expert(index.masked_fill(~is_kept, -1), num_experts)
     l_aux = _balance(gates, counts).sum() * num_experts
     capacity = capacity_of(num_tokens, num_experts, capacity_factor, min_capacity) if drop_tokens else None
     # Drawn without drops too: the numbers that are drawn after these are those of a run with DeepSpeed.
@@ -125,7 +126,7 @@ def top2gating(
     first = gates.argmax(dim=1, keepdim=True)
     noisy = logits.detach() + gumbel(logits) if top2_2nd_expert_sampling else logits.detach()
     second = noisy.scatter(1, first, float("-inf")).argmax(dim=1, keepdim=True)
-    of_first, of_second = _counts(first, num_experts), _counts(second, num_experts)
+    of_first, of_second = tokens_per_expert(first, num_experts), tokens_per_expert(second, num_experts)
     l_aux = _balance(gates, of_first).mean() * num_experts * num_experts
     index = torch.cat([first, second], dim=1)
     capacity = capacity_of(num_tokens, num_experts, capacity_factor * 2, min_capacity) if drop_tokens else None
@@ -155,7 +156,7 @@ def topkgating(
     num_tokens, num_experts = logits.shape
     gates = functional.softmax(logits, dim=1)
     top, index = torch.topk(gates, k=k, dim=1)
-    counts = _counts(index, num_experts)
+    counts = tokens_per_expert(index, num_experts)
     l_aux = _balance(gates, counts).mean() * num_experts * num_experts / k
     capacity = capacity_of(num_tokens, num_experts, capacity_factor * k, min_capacity) if drop_tokens else None
     is_kept = torch.ones_like(index, dtype=torch.bool)
@@ -198,13 +199,6 @@ def _largest(counts: torch.Tensor, group: Any) -> int:
     if group is not None and group.size() > 1:
         largest = communicator_of(group).exchange(largest, label="capacity of experts").wait().max()
     return int(largest)
-
-
-def _counts(index: torch.Tensor, num_experts: int, is_counted: torch.Tensor | None = None) -> torch.Tensor:
-    """Entries of ``index`` by expert. No value comes to the host, as it would in ``torch.bincount`` on a GPU."""
-    ones = torch.ones_like(index) if is_counted is None else is_counted.long()
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=index.device)
-    return counts.scatter_add_(0, index.reshape(-1), ones.reshape(-1))
 
 
 def _balance(gates: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -261,8 +255,7 @@ def positions(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
     tensor([0, 0, 1, 2, 1])
     """
     order = experts.argsort(stable=True)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)
-    counts.scatter_add_(0, experts + 1, torch.ones_like(experts))
+    counts = tokens_per_expert(experts + 1, num_experts + 1)
     starts = counts.cumsum(0) - counts
     in_order = torch.arange(len(experts), device=experts.device) - starts[experts[order] + 1]
     return torch.empty_like(experts).scatter_(0, order, in_order)

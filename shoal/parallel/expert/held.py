@@ -196,7 +196,7 @@ class ExpertsHeld:
         ids: the experts that this rank holds, in the order of its parameters.
         owners: by expert, the coordinate along ``comm`` of the rank that holds it.
         hierarchy: two axes that ``comm`` is the product of: the ranks of a node, and those of one coordinate on the
-            nodes. Rows are then sent in two steps; see ``hierarchical``.
+            nodes. Rows are then sent in two steps; see ``dispatch.TwoStepRows``.
         tensor: the tensor-parallel ranks.
         router_check: of the layer's router.
         load: counts this rank's tokens by expert; None: nothing asks for them.

@@ -27,8 +27,7 @@ from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.parallel.tensor.grid import ActivationLayout, GridProduct
 from shoal.parallel.tensor.parts import SharedRows
-from shoal.parallel.tensor.products import cast_for_autocast
-from shoal.parallel.tensor.region import SharedByCopies
+from shoal.parallel.tensor.region import SharedByCopies, cast_for_autocast
 
 
 def grid_linear(

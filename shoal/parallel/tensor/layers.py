@@ -30,8 +30,7 @@ from shoal.device import is_fake
 from shoal.parallel.loss import IGNORED, CrossEntropy, Reduction, token_losses
 from shoal.parallel.tensor.overlap import InputColumns, column_linears, row_linear
 from shoal.parallel.tensor.parts import Range, SharedRows, even_range
-from shoal.parallel.tensor.products import add_bias
-from shoal.parallel.tensor.region import SharedByCopies, TensorRegion
+from shoal.parallel.tensor.region import SharedByCopies, TensorRegion, add_bias
 from shoal.sharding.parts import take
 
 

@@ -12,7 +12,6 @@ from shoal.comm.world import current_world
 from shoal.mesh import Mesh, factor_axis
 from shoal.parallel.expert.dispatch import TwoStepRows
 from shoal.parallel.expert.held import ExpertsHeld
-from shoal.parallel.expert.dispatch import TwoStepRows
 from tests.helpers.expert_dispatch_cases import DispatchCase, Values, train
 
 

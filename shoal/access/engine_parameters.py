@@ -143,11 +143,11 @@ class EngineParameters(ParameterOwner):
                     buffer.shard[part.start : part.stop].copy_(value)
 
     def share(self, module: nn.Module, parameter: torch.Tensor, *, is_shared: bool) -> None:
-        reader, unit = self._sharded.reader_of(module), self._sharded.unit_of[id(parameter)]
+        reader, unit = self._sharded.calls.reader_of(module), self._sharded.unit_of[id(parameter)]
         if reader is None:
             return
         if is_shared:
-            self._sharded.add_shared(reader, unit)
+            reader.share(unit)
         elif unit in reader.shared:
             reader.shared.remove(unit)
 

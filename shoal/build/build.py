@@ -35,7 +35,7 @@ from shoal.sharding.sparse_sum import SparseSum
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.storage import DeviceStorage, DiskStorage, HostStorage, ShardStorage
 from shoal.sharding.table import Table
-from shoal.sharding.unit import IfUsed, Unit
+from shoal.sharding.unit import IfUsed, LiveNumel, Unit
 from shoal.streams import name_memory
 from shoal.text import counted, listed
 
@@ -143,13 +143,14 @@ def build(
     builder = _Builder(plan, device, staging, materializer, disks, copies, sparse is not None)
     filled_last = materializer.module_positions()
     built: dict[int, Unit] = {}
+    live = LiveNumel()
     try:
         for index in sorted(range(len(units)), key=lambda i: (max(filled_last[n] for n in units[i].parameters), i)):
             unit, own = units[index], [builder.group(one) for one in planned[index]]
             used = plan.if_used[unit.name] if unit.is_gathered_if_used else None
             if used is not None:
                 used.start(own[0].buffer.comm)
-            built[index] = Unit(unit.name, index, own, if_used=used)
+            built[index] = Unit(unit.name, index, own, if_used=used, live=live)
             built[index].release()
     except BaseException:
         disks.close()
@@ -162,9 +163,12 @@ def build(
         {unit.name: [modules[name] for name in unit.modules] for unit in units},
         axes,
         tuple(staging.values()),
-        UnitOrder(prefetch_numel=settings.prefetch_numel, max_live_numel=settings.max_live_numel),
-        max_reuse_numel=settings.max_reuse_numel,
-        max_live_numel=settings.max_live_numel,
+        UnitOrder(
+            live,
+            prefetch_numel=settings.prefetch_numel,
+            max_live_numel=settings.max_live_numel,
+            max_reuse_numel=settings.max_reuse_numel,
+        ),
         has_overlap=settings.has_overlap,
         device=device,
         on_backward=on_backward,

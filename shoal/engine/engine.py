@@ -167,7 +167,7 @@ class Engine(EngineState):
                 return self.module(*args, **kwargs)
         with self._failing("forward", (args, kwargs)), self.timers.phase("forward"), autocast:
             args, kwargs = self._before_forward(args, kwargs)
-            with self.sharded.searching():
+            with self.sharded.outside_reads.searching(self.sharded.model):
                 output = self.module(*args, **kwargs)
             for call in self._calls.after_forward:
                 call(output)
@@ -290,7 +290,7 @@ class Engine(EngineState):
         """Log the step and write its events, once its samples are counted and its times are known."""
         numbers = StepNumbers(self.get_lr(), self.accumulation.mean_loss, self._norm, self.loss_scale)
         self._progress.after_step(self.accumulation.counters, numbers)
-        self.sharded.watch_reads()
+        self.sharded.reads.watch()
         for call in self._calls.after_step:
             call()
 

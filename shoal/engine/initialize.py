@@ -535,7 +535,7 @@ def _report(engine: Engine, notes: list[str]) -> None:
         else:
             notes = [*unused, *notes]
         may_have_experts = engine.axes.mesh.size("pp") == 1 and engine.properties.plan.zero.gathers_if_used
-        if may_have_experts and all(unit.used is None for unit in engine.sharded.units):
+        if may_have_experts and all(unit.if_used is None for unit in engine.sharded.units):
             notes = [*notes, f"expert_parallel.gather_if_used = true{_NO_EFFECT}the model has no such experts."]
         for note in (*(note for note in settings.notes() if _NO_EFFECT not in note), *notes):
             logger.info(note)

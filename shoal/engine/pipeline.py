@@ -423,7 +423,7 @@ class _EngineCompute:
         sharded, kind = self._engine.sharded, (stage, torch.is_grad_enabled())
         if kind not in self._has_run:
             self._has_run.add(kind)
-            sharded.search_again()
+            sharded.outside_reads.search_again()
         for unit in self._units[stage]:
             if unit.pin_count:
                 unit.gather()

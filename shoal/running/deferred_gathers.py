@@ -113,6 +113,13 @@ class DeferredGathers:
             self.start(unit)
         unit.gather()
 
+    def gather_if_pending(self, unit: Unit) -> None:
+        """A parameter of the unit is read between two steps: make the unit's valid."""
+        if unit.state is UnitState.GATHERING and self.is_pending:
+            self.gather(unit)
+            for group in unit.groups:
+                group.buffer.comm.drain()  # the script may change them in place
+
     def wait(self) -> None:
         """Make all parameters valid."""
         self._updated_late.clear()  # all follow on the current stream

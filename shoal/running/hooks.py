@@ -156,6 +156,18 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(item, depth + 1)
 
 
+def refuse_sharded(unit: Unit) -> None:
+    """Raises: UsageError: a transform of torch.func reads parameters that are not gathered."""
+    if unit.is_sharded and unit.state is not UnitState.FULL:
+        raise UsageError(
+            f"torch.func transforms the forward of unit {unit.name!r}, whose parameters are sharded: nothing gathers"
+            " them again for the transform's own backward.",
+            do="call the transform inside `with shoal.zero.GatheredParameters(model.parameters()):`, on every rank; or"
+            " use ZeRO stage 2.",
+            code="transform-sharded",
+        )
+
+
 _WHOLE = "`with shoal.zero.GatheredParameters(model.parameters()):`, on every rank"
 
 

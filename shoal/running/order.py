@@ -8,19 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from shoal.sharding.unit import Unit
+import torch
+
+from shoal.sharding.unit import LiveNumel, Unit
+
+
+def kind_of_pass() -> str:
+    """Passes of one kind use the units in one order."""
+    return "training" if torch.is_grad_enabled() else "evaluation"
 
 
 class UnitOrder:
     """One recorded order per kind of pass (training, evaluation).
 
     Args:
+        live: elements that are gathered now.
         prefetch_numel: gather ahead at most this many elements, or one unit; 0: nothing.
-        max_live_numel: gather ahead only while fewer elements than this are gathered.
+        max_live_numel: gather ahead, and keep gathered, only while fewer elements than this are gathered.
+        max_reuse_numel: keep a unit gathered if at most this many elements are gathered before its next use.
     """
 
-    def __init__(self, *, prefetch_numel: int, max_live_numel: int) -> None:
+    def __init__(self, live: LiveNumel, *, prefetch_numel: int, max_live_numel: int, max_reuse_numel: int) -> None:
+        self.live = live
         self.departures = 0
+        self._max_reuse_numel = max_reuse_numel
         self._prefetch_numel = prefetch_numel
         self._max_live_numel = max_live_numel
         self._recorded: dict[str, list[tuple[Unit, bool]]] = {}  # True if it was in backward
@@ -28,10 +39,10 @@ class UnitOrder:
         self._key = ""
         self._is_following = False
 
-    def start(self, key: str) -> None:
+    def start(self) -> None:
         """A pass begins."""
         self.end()
-        self._key = key
+        key = self._key = kind_of_pass()
         self._visited = []
         self._is_following = key in self._recorded
 
@@ -62,7 +73,7 @@ class UnitOrder:
                 self._is_following = False
                 self.departures += 1
 
-    def ahead(self, live_numel: int, is_expected: Callable[[Unit, bool], bool]) -> list[Unit]:
+    def ahead(self, is_expected: Callable[[Unit, bool], bool]) -> list[Unit]:
         """Units to gather now, because they come next: at least one, however large, within ``max_live_numel``.
 
         Of the units that are gathered if they are used the next one, whatever the limits: ranks that gather others of
@@ -79,7 +90,7 @@ class UnitOrder:
         for unit, in_backward in self._recorded[self._key][len(self._visited) :]:
             if in_backward != self._visited[-1][1]:
                 break
-            if unit.used is not None:
+            if unit.if_used is not None:
                 if not has_used and is_expected(unit, in_backward):
                     has_used = True
                     if unit.is_released and not unit.has_pending_update:
@@ -87,7 +98,7 @@ class UnitOrder:
                 continue
             if unit.has_pending_update and unit.is_released:
                 break
-            if live_numel + numel + unit.numel > self._max_live_numel:
+            if self.live.numel + numel + unit.numel > self._max_live_numel:
                 break
             if numel and numel + unit.numel > self._prefetch_numel:
                 break
@@ -96,13 +107,13 @@ class UnitOrder:
                 numel += unit.numel
         return chosen
 
-    def after_update(self, live_numel: int) -> Unit | None:
+    def after_update(self) -> Unit | None:
         """The next unit, if its update on the host is pending: gathered when this unit's forward has been queued.
 
         Gathering waits for the update and so blocks the host; before this unit's forward, that would idle the device.
         """
-        later = next((unit for unit, _ in self.upcoming() if unit.is_released and unit.used is None), None)
-        if later is None or not self._prefetch_numel or live_numel + later.numel > self._max_live_numel:
+        later = next((unit for unit, _ in self.upcoming() if unit.is_released and unit.if_used is None), None)
+        if later is None or not self._prefetch_numel or self.live.numel + later.numel > self._max_live_numel:
             return None
         return later if later.has_pending_update else None
 
@@ -110,6 +121,11 @@ class UnitOrder:
         """The units that come next and whether in backward, up to the pass's end: to be read from a disk ahead."""
         if self._is_following:
             yield from self._recorded[self._key][len(self._visited) :]
+
+    def is_worth_keeping(self, unit: Unit, running: Collection[Unit]) -> bool:
+        """True if ``unit`` is to stay gathered after its forward. The arguments are as ``reuse_distance``'s."""
+        distance = self.reuse_distance(unit, running)
+        return distance is not None and distance <= self._max_reuse_numel and self.live.numel <= self._max_live_numel
 
     def reuse_distance(self, unit: Unit, running: Collection[Unit] = ()) -> int | None:
         """Elements gathered for other units before ``unit`` is used again; None: it is not, or it is unknown.

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,10 @@ from torch._C import (
 )
 from torch.overrides import TorchFunctionMode
 
+from shoal.device import is_fake
+from shoal.running.deferred_gathers import DeferredGathers
+from shoal.running.order import kind_of_pass
+from shoal.sharding.layout import uses_any
 from shoal.sharding.storage import is_placeholder
 from shoal.sharding.unit import Unit, UnitState
 
@@ -72,39 +76,98 @@ class ParameterAccessMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def gather_on_access(unit_of: dict[int, Unit], on_access: Callable[[Unit], None]) -> ParameterAccessMode:
-    """While active, ``on_access`` is called with the unit of a parameter that is about to be read and is not whole.
+class OutsideReads:
+    """Finds parameters that are read outside of their unit, in the first passes; later their reader gathers them.
 
     Args:
         unit_of: unit by ``id`` of a parameter.
+        running: the units whose forward runs, the innermost last.
     """
 
-    def find(parameter: nn.Parameter) -> None:
-        unit = unit_of.get(id(parameter))
-        if unit is not None and unit.state is not UnitState.FULL:
-            on_access(unit)
+    def __init__(self, unit_of: Mapping[int, Unit], running: Sequence[Unit], deferred: DeferredGathers) -> None:
+        self.is_searching = False
+        self._unit_of = unit_of
+        self._running = running
+        self._deferred = deferred
+        self._has_sharded = any(unit.is_sharded for unit in unit_of.values())
+        self._searched: set[str] = set()  # kinds of passes in which they are known
 
-    return ParameterAccessMode(find, leave_out=_DATA_ACCESS)
+    def searching(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Look for them inside the block, in which ``model`` runs, if this is a first pass."""
+        kind = kind_of_pass()
+        has_any = self._has_sharded or self._deferred.is_pending
+        if not has_any or kind in self._searched or torch.compiler.is_compiling():
+            return nullcontext()
+        return self._search(model, kind)
+
+    def search_again(self) -> None:
+        """The next pass runs another part of the model: look once more."""
+        self._searched.discard(kind_of_pass())
+
+    @contextmanager
+    def _search(self, model: nn.Module, kind: str) -> Iterator[None]:
+        self.is_searching = True
+        try:
+            with ParameterAccessMode(self._on_access, leave_out=_DATA_ACCESS), eagerly(model):
+                yield
+        finally:
+            self.is_searching = False
+        self._searched.add(kind)
+
+    def _on_access(self, parameter: nn.Parameter) -> None:
+        unit = self._unit_of.get(id(parameter))
+        if unit is None or unit.state is UnitState.FULL:
+            return
+        reader = self._running[-1] if self._running else None
+        if reader is unit and not uses_any(unit.used()):
+            return  # its module runs without rows
+        if reader is not None:
+            reader.share(unit)
+        self._deferred.add_read_early(unit)
+        self._deferred.gather(unit)
 
 
 class ReadsBetweenSteps(ParameterAccessMode):
-    """While it is watching, a computation on values of sharded parameters is warned of, once.
+    """Between a step and the next pass: what the script reads is valid, or it is warned, once.
 
     Args:
-        on_access: called with a parameter before its data is read.
-        name_of: gives the name of a sharded parameter by the address of its placeholder.
+        units: all of a model.
+        unit_of: unit by ``id`` of a parameter.
     """
 
-    def __init__(self, on_access: Callable[[nn.Parameter], None], name_of: Callable[[int], str | None]) -> None:
-        super().__init__(on_access, leave_out=[_SLOTS["data"].__set__])
-        self._name_of = name_of
+    def __init__(self, units: Sequence[Unit], unit_of: Mapping[int, Unit], deferred: DeferredGathers) -> None:
+        super().__init__(self._before_read, leave_out=[_SLOTS["data"].__set__])
+        self._units = units
+        self._sharded = [unit for unit in units if unit.is_sharded]
+        self._unit_of = unit_of
+        self._deferred = deferred
         self.has_warned = False
 
     def watch(self) -> None:
-        """Begin. Does nothing inside a mode that the script may leave before ``stop``: torch would leave this one."""
+        """A step has ended.
+
+        Does nothing inside a mode that the script may leave before ``stop``: torch would leave this one.
+        """
+        has_any = self._sharded or self._deferred.is_pending
+        if self.has_warned or not has_any or is_fake(next(self._units[0].parameters)):
+            return
         default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # of ``torch.set_default_device``
-        if not self.has_warned and all(m is default or isinstance(m, ReadsBetweenSteps) for m in _modes()):
+        if all(m is default or isinstance(m, ReadsBetweenSteps) for m in _modes()):
             self.__enter__()
+
+    def _before_read(self, parameter: nn.Parameter) -> None:
+        unit = self._unit_of.get(id(parameter))
+        if unit is not None:
+            self._deferred.gather_if_pending(unit)
+
+    def _name_of(self, address: int) -> str | None:
+        """The name of the sharded parameter with this placeholder."""
+        if any(unit.is_released for unit in self._sharded):
+            for group in (group for unit in self._units for group in unit.groups):
+                for data, spec in zip(group.placeholders, group.buffer.layout.specs, strict=False):
+                    if data.data_ptr() == address:
+                        return spec.name
+        return None
 
     def stop(self) -> None:
         """End, in whatever order modes were entered. Idempotent."""

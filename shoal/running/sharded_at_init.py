@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,6 +19,7 @@ from shoal.running.parameter_owner import OWNERS, ParameterOwner, ParameterState
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import take
 from shoal.sharding.storage import placeholder
+from shoal.sharding.unit import Unit
 
 _MAX_ACCESSED_NUMEL = 1 << 26  # of parameters that stay gathered after an access, together
 _MAX_ACCESSED = 32
@@ -312,3 +313,26 @@ class _GatheredCopy:
             " `with shoal.zero.GatheredParameters(model.parameters()):`, on every rank.",
             code="copy-at-rest",
         )
+
+
+def give_back(
+    units: Sequence[Unit], sharded_at_init: Collection[int], comm: Communicator, device: torch.device
+) -> None:
+    """Give the parameters of units memory of their own: whole, or sharded where they came sharded.
+
+    Args:
+        sharded_at_init: the ``id`` of parameters that came sharded.
+
+    Communicates: an all-gather per sharded unit; a broadcast of each parameter that came sharded.
+    """
+    at_init = ShardedAtInit(ChunkedTransfer(comm, device))
+    try:
+        for unit in units:
+            unit.gather()
+            for group in unit.groups:
+                group.detach()
+            for parameter in unit.parameters:
+                if id(parameter) in sharded_at_init:
+                    at_init.shard(parameter)
+    finally:
+        at_init.transfer.free()

@@ -28,6 +28,12 @@ Ranges = tuple[tuple[int, int], ...]  # of one dim: (start, stop)
 # Of each parameter of a buffer, dim 0 is as many equal blocks as this has entries: which of them a forward uses.
 Used = tuple[bool, ...]
 
+
+def uses_any(used: Used | None) -> bool:
+    """True if a block is used; None: all are."""
+    return used is None or any(used)
+
+
 ALIGNMENT = 64  # elements: 128 bytes of a 16-bit parameter, two cache lines of an fp32 one
 
 

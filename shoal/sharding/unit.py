@@ -72,6 +72,13 @@ class IfUsed(Protocol):
         ...
 
 
+class LiveNumel:
+    """Elements of sharded units that are gathered now, the same on every rank: without those gathered if used."""
+
+    def __init__(self) -> None:
+        self.numel = 0
+
+
 _IS_ATTACHED = attrgetter("gradient.is_attached")  # asked for each gradient of each micro-batch
 
 
@@ -82,6 +89,7 @@ class Unit:
         if_used: of a unit that is gathered if it is used. All ranks that gather it agree on the blocks that are used;
             other ranks may gather others. Its module runs in any case, on placeholders if it uses none: without rows it
             reads no value.
+        live: counts the unit's elements while it is gathered.
     """
 
     def __init__(
@@ -91,6 +99,7 @@ class Unit:
         groups: Sequence[ParameterGroup],
         *,
         if_used: IfUsed | None = None,
+        live: LiveNumel | None = None,
     ) -> None:
         self.name = name
         self.index = index
@@ -101,8 +110,9 @@ class Unit:
         self.has_second = any(group.second is not None for group in self.groups)
         self.numel = sum(group.buffer.layout.numel for group in self.groups)
         self.if_used = if_used
-        self.used = None if if_used is None else if_used.used
         self._gathered: Used | None = None  # the blocks of the present, or last, gather; None: all
+        self._live = live if live is not None and self.is_sharded and if_used is None else LiveNumel()
+        self._live.numel += self.numel
         self.state = UnitState.FULL
         self.pin_count = 0  # callers other than the hooks that need it full
         self.shared: list[Unit] = []  # other units whose parameters this unit's forward reads
@@ -132,6 +142,15 @@ class Unit:
     def gradients(self) -> Iterator[Gradient]:
         return (group.gradient for group in self.trained)
 
+    def used(self) -> Used | None:
+        """The blocks that the forward which runs uses; None: all, or it is not known."""
+        return None if self.if_used is None else self.if_used.used()
+
+    def share(self, read: Unit) -> None:
+        """From now on the forward of this unit gathers ``read``, whose parameters it reads, too."""
+        if read is not self and read not in self.shared and read.is_sharded:
+            self.shared.append(read)
+
     def _move(self, to: UnitState) -> None:
         if to not in _MOVES[self.state]:
             raise PlacementError(
@@ -139,7 +158,10 @@ class Unit:
                 do=f"from {self.state.value} the moves are: {', '.join(sorted(s.value for s in _MOVES[self.state]))}.",
                 code="unit-move",
             )
+        was_released = self.is_released
         self.state = to
+        if self.is_released != was_released:
+            self._live.numel += self.numel if was_released else -self.numel
 
     # gather and release
 

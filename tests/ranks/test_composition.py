@@ -103,7 +103,7 @@ def test_experts_gathered_if_used_end_where_one_process_ends(
 
     def note(unit: Unit, *args: Any, **keys: Any) -> None:
         build(unit, *args, **keys)
-        if unit.used is not None:
+        if unit.if_used is not None:
             of_experts.append(unit)
 
     monkeypatch.setattr(Unit, "__init__", note)

@@ -142,9 +142,9 @@ class AttentionCheck(Part):
         """A pass before the script's first, in which reads outside of units are looked for nevertheless."""
         model = self._sharding.model
         with torch.no_grad():
-            with model.searching():
+            with model.outside_reads.searching(model.model):
                 yield
-            model.search_again()
+            model.outside_reads.search_again()
 
     def of_stages(self, model: nn.Module | None, batch: Any) -> None:
         """Look at a micro-batch of pipeline stages, of which no rank can run the whole model.

@@ -434,9 +434,9 @@ def kept(settings: dict[str, Any]) -> list[int]:
     engine = start(settings)
     for unit in engine.sharded.units:
         unit.gather()
-    found = [engine.sharded.live_numel()]
+    found = [engine.sharded.order.live.numel]
     engine.empty_partition_cache()
-    found.append(engine.sharded.live_numel())
+    found.append(engine.sharded.order.live.numel)
     micro_batch(engine, 3)
     engine.destroy()
     return found

@@ -90,7 +90,7 @@ def train(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     settings = {**settings, "expert_parallel": {**settings["expert_parallel"], "enabled": form != "shoal"}}
     engine = start_with(make(partial(StackModel, form, recomputes)), settings, optimizer)
-    assert sum(unit.used is not None for unit in engine.sharded.units) == NUM_BLOCKS
+    assert sum(unit.if_used is not None for unit in engine.sharded.units) == NUM_BLOCKS
     rank, losses = current_world().rank, []
     for index in range(STEPS * engine.gradient_accumulation_steps()):
         loss = engine(*batch(index, rank, current_world().size), used(index, rank))
@@ -244,7 +244,7 @@ def test_micro_batches_under_way_read_what_each_of_them_uses(
         )
         del settings["units"]
         engine = shoal.initialize(model=make(model), config=settings)[0]
-        assert sum(unit.used is not None for unit in engine.sharded.units) == 1
+        assert sum(unit.if_used is not None for unit in engine.sharded.units) == 1
         batches = iter([(batch(index, 0, 1)[0], batch(index, 0, 1)[1][:, -1]) for index in range(12)])
         losses = [float(engine.train_batch(batches)) for _ in range(3)]
         engine.destroy()
@@ -335,7 +335,7 @@ def test_the_streams_of_experts_gathered_if_used_wait_where_they_must(
         mine = current_world().rank
         with shoal.check_streams(raises=False) as check:
             engine = start_with(make(model), settings, adamw)
-            assert any(unit.used is not None for unit in engine.sharded.units)
+            assert any(unit.if_used is not None for unit in engine.sharded.units)
             for step in range(STEPS):
                 engine.backward(engine(*batch(step, mine, size), by_rank_and_step(step, mine)))
                 engine.step()

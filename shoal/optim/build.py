@@ -6,25 +6,25 @@
     "MuAdam", "MuAdamW", "MuSGD" -> torch's, with rates by width (``scaled_groups``)
     any other  -> the class of that name in torch.optim
 
-Names may be in any case. Defaults are DeepSpeed's; parameters that have no effect here are accepted and noted.
+Names may be in any case. Defaults are DeepSpeed's; parameters that have no effect here are accepted and noted. Loading
+the configuration has checked names and values (``shoal.config.optimizer``).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from shoal.compiler import make_optimizer
 from shoal.config.types import BY_WIDTH, NOT_ELEMENTWISE, torch_optimizers
-from shoal.errors import NotBuiltError, OptimizerError
+from shoal.errors import OptimizerError
 from shoal.optim.elementwise import refusal
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
-from shoal.optim.muon import METHODS, Muon
-from shoal.optim.options import accepted_names, hint, problems_with
+from shoal.optim.muon import Muon
 from shoal.optim.variants import AdamWithBias
 
 
@@ -86,37 +86,22 @@ def _factor(parameter: torch.Tensor, *, is_sgd: bool) -> float:
 BETAS = (0.9, 0.999)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How one name is built.
-
-    Args:
-        defaults: where they are not the class's own.
-        extras: parameters besides the constructor's, that ``build`` itself obeys or notes.
-    """
-
-    factory: type[torch.optim.Optimizer]
-    defaults: dict[str, Any] = field(default_factory=dict)
-    extras: tuple[str, ...] = ()
-
-
-ADAM_EXTRAS = ("torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_states", "set_grad_none")
 TORCH_DECAY = 0.01  # DeepSpeed's own Adam has none
 ADAM_DEFAULTS = {"lr": 1e-3, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.0}
 
-RECIPES = {
-    "Adam": Recipe(torch.optim.AdamW, ADAM_DEFAULTS, ADAM_EXTRAS),
-    "AdamW": Recipe(torch.optim.AdamW, ADAM_DEFAULTS, ADAM_EXTRAS),
-    "SGD": Recipe(torch.optim.SGD),
-    "Adagrad": Recipe(torch.optim.Adagrad, {}, ("fp32_optimizer_states",)),
-    "Lion": Recipe(Lion, {"lr": 1e-3, "betas": BETAS}, ("fp32_optimizer_states", "set_grad_none")),
-    "Lamb": Recipe(Lamb, {}, ("amsgrad",)),
-    "Muon": Recipe(Muon, {}, ("muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "fp32_optimizer_states")),
-    "MuAdam": Recipe(torch.optim.Adam, ADAM_DEFAULTS, ("decoupled_wd",)),
-    "MuAdamW": Recipe(torch.optim.AdamW, ADAM_DEFAULTS, ("decoupled_wd",)),
-    "MuSGD": Recipe(torch.optim.SGD, {"lr": 1e-3}, ("decoupled_wd",)),
+# The class of each name, and defaults where they are not the class's.
+RECIPES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "Adam": (torch.optim.AdamW, ADAM_DEFAULTS),
+    "AdamW": (torch.optim.AdamW, ADAM_DEFAULTS),
+    "SGD": (torch.optim.SGD, {}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "Lion": (Lion, {"lr": 1e-3, "betas": BETAS}),
+    "Lamb": (Lamb, {}),
+    "Muon": (Muon, {}),
+    "MuAdam": (torch.optim.Adam, ADAM_DEFAULTS),
+    "MuAdamW": (torch.optim.AdamW, ADAM_DEFAULTS),
+    "MuSGD": (torch.optim.SGD, {"lr": 1e-3}),
 }
-NOT_BUILT = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 
 NO_EFFECT = {
     "torch_adam": "torch's kernels are used in either case",
@@ -146,30 +131,18 @@ def build(
         has_master: the optimizer updates fp32 main parameters; False: the 16-bit parameters themselves.
 
     Returns: the optimizer, and notes on what was accepted without effect.
-    Raises: OptimizerError: unknown names, unknown, missing or wrong parameters, all in one; an optimizer that cannot
-        run on shards.
-        NotBuiltError: an optimizer of DeepSpeed's that Shoal does not have yet.
+    Raises: OptimizerError: an unknown name, an optimizer that cannot run on shards, or arguments that the constructor
+        refuses.
     """
-    canonical, recipe = _find(name)
-    given = dict(params)
-    where = f"optimizer.params of {canonical!r}"
-    accepted = {**accepted_names(recipe.factory), **dict.fromkeys(recipe.extras, False)}
-    accepted.pop("use_muon", None)
-    problems = []
-    if "max_grad_norm" in given and "max_grad_norm" not in accepted:
-        del given["max_grad_norm"]
-        problems.append(
-            "'max_grad_norm' is not a parameter of the optimizer: set the top-level key 'gradient_clipping'"
-        )
-    problems += problems_with(given, accepted) + _value_problems(canonical, given)
-    if problems:
-        raise OptimizerError(
-            "; ".join(problems) + ".", where=where, do=f"accepted are: {', '.join(accepted)}.", code="optimizer-params"
-        )
-    factory, notes = recipe.factory, []
-    for key in [key for key in recipe.extras if key in given and key in NO_EFFECT]:
-        notes.append(f"optimizer.params.{key} = {given.pop(key)} has no effect: {NO_EFFECT[key]}.")
-    given.pop("amsgrad", None) if canonical == "Lamb" else None
+    canonical, factory, defaults = _find(name)
+    given = {key: value for key, value in params.items() if key not in NO_EFFECT}
+    notes = [
+        f"optimizer.params.{key} = {params[key]} has no effect: {reason}."
+        for key, reason in NO_EFFECT.items()
+        if key in params
+    ]
+    if canonical == "Lamb" and not given.get("amsgrad"):
+        given.pop("amsgrad", None)
     if canonical in ("Adam", "AdamW"):
         is_corrected = given.pop("bias_correction", True)
         decoupled = given.pop("adam_w_mode", True)
@@ -182,7 +155,7 @@ def build(
         if not is_corrected:
             given |= {"bias_correction": False, "decoupled_weight_decay": factory is torch.optim.AdamW}
             factory = AdamWithBias
-    settings = {**recipe.defaults, **given}
+    settings = {**defaults, **given}
     if params.get("torch_adam") and factory is torch.optim.AdamW and "weight_decay" not in given:
         settings["weight_decay"] = TORCH_DECAY
         notes.append(f"optimizer.params.weight_decay is {TORCH_DECAY}, the default of torch's AdamW (torch_adam).")
@@ -199,60 +172,25 @@ def build(
         settings.update(_fused(factory, settings, groups))
     try:
         return make_optimizer(factory, groups, **settings), notes
-    except (TypeError, ValueError, RuntimeError) as problem:
+    except (TypeError, ValueError, RuntimeError, IndexError) as problem:
         if isinstance(problem, OptimizerError):
             raise
+        where = f"optimizer.params of {canonical!r}"
         raise OptimizerError(str(problem), where=where, code="optimizer-params") from problem
 
 
-def _find(name: str) -> tuple[str, Recipe]:
-    """The canonical name and the recipe."""
-    lowered = name.lower().replace("_", "")
-    for missing in NOT_BUILT:
-        if lowered == missing.lower():
-            raise NotBuiltError(
-                f"optimizer {missing!r} is not built yet.", where="optimizer.type", do="use AdamW, Lamb or Lion."
-            )
-    for canonical, recipe in RECIPES.items():
-        if lowered == canonical.lower():
-            return canonical, recipe
+def _find(name: str) -> tuple[str, type[torch.optim.Optimizer], dict[str, Any]]:
+    """The canonical name, the class and its defaults."""
     classes = torch_optimizers()
-    for canonical, factory in classes.items():
-        if lowered == canonical.lower():
-            if canonical in NOT_ELEMENTWISE:
-                raise refusal(canonical, NOT_ELEMENTWISE[canonical])
-            return canonical, Recipe(factory)
-    names = [each for each in dict.fromkeys([*RECIPES, *classes]) if each in RECIPES or each not in NOT_ELEMENTWISE]
-    raise OptimizerError(
-        f"unknown optimizer {name!r}{hint(name, names)}.",
-        where="optimizer.type",
-        do=f"use one of: {', '.join(names)}.",
-        code="optimizer-name",
-    )
-
-
-def _value_problems(canonical: str, given: Mapping[str, Any]) -> list[str]:
-    problems = []
-    for key in ("lr", "eps", "weight_decay", "momentum", "max_coeff", "min_coeff", "muon_lr", "adam_lr"):
-        value = given.get(key, 0.0)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value != "auto" and not (is_number or isinstance(value, torch.Tensor)):
-            problems.append(f"{key} is {value!r}, expected a number")
-        elif is_number and not value >= 0:
-            problems.append(f"{key} is {value!r}, expected 0 or above")
-    betas = given.get("betas", BETAS)
-    numbers = betas if isinstance(betas, list | tuple) else []
-    if betas != "auto" and (
-        len(numbers) != 2 or not all(isinstance(b, int | float | torch.Tensor) and 0 <= b < 1 for b in numbers)
-    ):
-        problems.append(f"betas is {betas!r}, expected two numbers in [0, 1)")
-    if canonical == "Lamb" and given.get("amsgrad", False):
-        problems.append("amsgrad is True, which Lamb does not have; leave it out")
-    if canonical == "Muon" and not given.get("adam_w_mode", True):
-        problems.append("adam_w_mode is False, but Muon's other parameters always get AdamW")
-    if canonical == "Muon" and given.get("ns_method", "gram") not in METHODS:
-        problems.append(f"ns_method is {given['ns_method']!r}, expected one of {', '.join(METHODS)}")
-    return problems
+    lowered = name.lower().replace("_", "")
+    canonical = next((each for each in (*RECIPES, *classes) if each.lower() == lowered), None)
+    if canonical in RECIPES:
+        return canonical, *RECIPES[canonical]
+    if canonical is None:
+        raise OptimizerError(f"there is no optimizer {name!r}.", where="optimizer.type", code="optimizer-name")
+    if canonical in NOT_ELEMENTWISE:
+        raise refusal(canonical, NOT_ELEMENTWISE[canonical])
+    return canonical, classes[canonical], {}
 
 
 def _as_groups(param_groups: Iterable[Any]) -> list[dict[str, Any]]:
@@ -274,7 +212,7 @@ def _fused(
     factory: type[torch.optim.Optimizer], settings: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """``fused=True`` where the class supports it on the parameters' device and the config names no implementation."""
-    if "fused" not in accepted_names(factory):
+    if "fused" not in inspect.signature(factory).parameters:
         return {}
     if any(settings.get(key) for key in ("fused", "foreach", "capturable", "differentiable")) or "fused" in settings:
         return {}
@@ -297,6 +235,8 @@ def _split_for_muon(
     Returns: groups, settings without the two rates, notes.
     """
     settings = dict(settings)
+    if settings.get("adam_w_mode"):
+        del settings["adam_w_mode"]  # which AdamW always has
     rates = {True: settings.pop("muon_lr", None), False: settings.pop("adam_lr", None)}
     halved: list[dict[str, Any]] = []
     counts = {True: 0, False: 0}

@@ -1,43 +1,12 @@
-"""Checks of the arguments of an optimizer or schedule (names and numbers, in one error), and of sparse gradients."""
+"""Checks that Shoal's own optimizers have in common: of their numbers, all in one error, and of sparse gradients."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from shoal.errors import OptimizerError
-from shoal.text import nearest
-
-
-def accepted_names(factory: type) -> dict[str, bool]:
-    """The keyword parameters of a constructor by name; True: required. Without ``self`` and the first argument."""
-    result = {}
-    for name, parameter in list(inspect.signature(factory).parameters.items())[1:]:
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            result[name] = parameter.default is parameter.empty
-    return result
-
-
-def hint(name: str, names: Collection[str]) -> str:
-    """A hint such as `` (did you mean 'betas'?)``, or nothing."""
-    return "".join(f" (did you mean {near!r}?)" for near in nearest(name, names, limit=1))
-
-
-def problems_with(params: Mapping[str, Any], accepted: Mapping[str, bool]) -> list[str]:
-    """Messages for unknown names, missing names, and values that are still "auto"."""
-    problems = [f"unknown parameter {name!r}{hint(name, accepted)}" for name in params if name not in accepted]
-    problems += [
-        f"missing parameter {name!r}" for name, required in accepted.items() if required and name not in params
-    ]
-    problems += [
-        f"{name} is 'auto', which only a client such as Transformers or Accelerate can replace by a value"
-        for name, value in params.items()
-        if value == "auto" and name in accepted
-    ]
-    return problems
 
 
 def check_options(

@@ -25,9 +25,8 @@ from typing import Any, Literal
 import torch
 
 from shoal.comm.environment import warn_on_rank_0
-from shoal.config.types import NOT_FROM_JSON, torch_schedules
+from shoal.config.types import torch_schedules
 from shoal.errors import OptimizerError, UsageError
-from shoal.optim.options import accepted_names, hint, problems_with
 
 
 class NotSteppedError(UsageError, AssertionError):
@@ -431,40 +430,18 @@ VALID_LR_SCHEDULES = list(_OWN)
 
 def build_schedule(name: str, params: Mapping[str, Any], optimizer: Any) -> Any:
     """Build the schedule that a configuration names: one of the five here, or a class of ``torch.optim.lr_scheduler``,
-    in any case.
+    in any case. Loading the configuration has checked the name and the parameters.
 
-    Raises: OptimizerError: unknown name, unknown, missing or wrong parameters (all in one), or a class that JSON
-        cannot describe.
+    Raises: OptimizerError: an unknown name, or parameters that the constructor refuses.
     """
-    theirs = torch_schedules()
-    factories: dict[str, Any] = {**theirs, **_OWN}
-    canonical = next((key for key in factories if key.lower() == name.lower()), None)
+    factories: dict[str, Any] = {**torch_schedules(), **_OWN}
+    canonical = next((key for key in factories if key.lower() == name.lower().replace("_", "")), None)
     if canonical is None:
-        names = [each for each in [*VALID_LR_SCHEDULES, *theirs] if each not in NOT_FROM_JSON]
-        raise OptimizerError(
-            f"unknown schedule {name!r}{hint(name, names)}.",
-            where="scheduler.type",
-            do=f"use one of: {', '.join(names)}.",
-            code="schedule-name",
-        )
-    if canonical in NOT_FROM_JSON:
-        raise OptimizerError(
-            f"schedule {canonical!r} cannot come from a configuration: {NOT_FROM_JSON[canonical]}.",
-            where="scheduler.type",
-            do="create it in Python and pass it to initialize() as lr_scheduler.",
-            code="schedule-name",
-        )
-    factory = factories[canonical]
-    accepted = accepted_names(factory)
-    where = f"scheduler.params of {canonical!r}"
-    problems = problems_with(params, accepted)
-    if problems:
-        raise OptimizerError(
-            "; ".join(problems) + ".", where=where, do=f"accepted are: {', '.join(accepted)}.", code="schedule-params"
-        )
+        raise OptimizerError(f"there is no schedule {name!r}.", where="scheduler.type", code="schedule-name")
     try:
-        return factory(torch_optimizer(optimizer), **params)
+        return factories[canonical](torch_optimizer(optimizer), **params)
     except (TypeError, ValueError, ZeroDivisionError, KeyError) as problem:
         if isinstance(problem, OptimizerError):
             raise
+        where = f"scheduler.params of {canonical!r}"
         raise OptimizerError(f"{type(problem).__name__}: {problem}", where=where, code="schedule-params") from problem

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.errors import NotBuiltError, OptimizerError
+from shoal.config import ConfigProblems, load
+from shoal.errors import ConfigError, OptimizerError
 from shoal.optim.build import build, torch_optimizers
 from shoal.optim.elementwise import check
 from shoal.optim.lamb import Lamb
@@ -97,33 +98,48 @@ def test_every_optimizer_that_build_makes_may_run_on_shards() -> None:
             assert check(built(name)) == "elementwise"
 
 
+def load_optimizer(name: str, **params: Any) -> None:
+    load({"optimizer": {"type": name, "params": params}})
+
+
 @pytest.mark.parametrize("name", ["OneBitAdam", "OnebitAdam", "ZeroOneAdam", "OneBitLamb"])
 def test_those_of_deepspeed_that_are_not_built_are_refused_by_name(name: str) -> None:
-    with pytest.raises(NotBuiltError, match=r"not built yet"):
-        built(name)
+    with pytest.raises(ConfigProblems, match=r"not built yet"):
+        load_optimizer(name)
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(OptimizerError, match=r"unknown optimizer 'Addam' \(did you mean 'Adam'\?\)"):
+    with pytest.raises(ConfigProblems, match=r"""there is no optimizer "Addam".\n  where: .*\n  do: did you mean 'Adam'"""):
+        load_optimizer("Addam")
+    with pytest.raises(OptimizerError, match=r"there is no optimizer 'Addam'"):
         built("Addam")
 
 
 def test_all_wrong_parameters_are_one_error() -> None:
-    wrong = {"learning_rate": 1, "beta": 1, "lr": "fast", "eps": -1.0, "betas": [0.9], "max_grad_norm": 1.0}
-    with pytest.raises(OptimizerError) as caught:
-        built("AdamW", {**wrong, "weight_decay": "auto"})
+    wrong = {"learning_rate": 1, "beta": 1, "lr": "fast", "eps": -1.0, "betas": [0.9], "max_grad_norm": 2.0}
+    with pytest.raises(ConfigProblems) as caught:
+        load({"gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {**wrong, "weight_decay": "auto"}}})
     text = str(caught.value)
     for part in (
-        "'max_grad_norm' is not a parameter of the optimizer: set the top-level key 'gradient_clipping'",
-        "unknown parameter 'learning_rate'",
-        "unknown parameter 'beta' (did you mean 'betas'?)",
-        "lr is 'fast', expected a number",
-        "eps is -1.0, expected 0 or above",
-        "betas is [0.9], expected two numbers in [0, 1)",
-        "weight_decay is 'auto'",
-        "optimizer.params of 'AdamW'",
+        "optimizer.params.max_grad_norm: 2, but gradient_clipping is 1, and gradients are clipped once.",
+        "optimizer.params.learning_rate: no such key in optimizer.params.",
+        "optimizer.params.beta: no such key in optimizer.params. -> did you mean 'betas'",
+        'optimizer.params.lr: "fast" is not a number, at least 0.',
+        "optimizer.params.eps: -1 is not a number, at least 0.",
+        "optimizer.params.betas: [0.9] is not a list of 2, each a number, at least 0 and less than 1.",
     ):
         assert part in text
+    with pytest.raises(ConfigError, match=r'optimizer\.params\.lr: "auto" cannot be derived here'):
+        load({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}).params_of("optimizer")
+
+
+def test_what_the_constructor_refuses_is_an_error_of_ours() -> None:
+    for params in ({"learning_rate": 1}, {"lr": "fast"}, {"eps": -1.0}, {"betas": [0.9]}, {"max_grad_norm": 1.0}):
+        with pytest.raises(OptimizerError, match="optimizer.params of 'AdamW'"):
+            built("AdamW", params)
+    for params in ({"amsgrad": True}, {"max_coeff": -1.0}, {"fused": True}):
+        with pytest.raises(OptimizerError):
+            built("Lamb", params)
 
 
 def test_a_mistake_that_torch_finds_is_reported_as_ours() -> None:
@@ -198,10 +214,16 @@ def test_muon_without_names_asks_for_them() -> None:
 
 
 def test_muons_wrong_settings_are_one_error() -> None:
-    with pytest.raises(OptimizerError) as caught:
-        built("Muon", {"ns_method": "svd", "adam_w_mode": False, "muon_lr": "x", "use_muon": True})
-    for part in ("ns_method is 'svd'", "adam_w_mode is False", "muon_lr is 'x'", "unknown parameter 'use_muon'"):
+    with pytest.raises(ConfigProblems) as caught:
+        load_optimizer("Muon", ns_method="svd", muon_lr="x", use_muon=True)
+    for part in ('ns_method: "svd" is not', 'muon_lr: "x" is not', "use_muon: no such key"):
         assert part in str(caught.value)
+    with pytest.raises(ConfigProblems, match="adam_w_mode: false, but"):
+        load_optimizer("Muon", adam_w_mode=False)
+    hidden = [("hidden", torch.nn.Parameter(torch.ones(2, 2)))]
+    for settings in ({"ns_method": "svd"}, {"adam_w_mode": False}, {"lr": -1.0}):
+        with pytest.raises(OptimizerError):
+            built("Muon", settings, hidden)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.errors import OptimizerError
+from shoal.config import Config, ConfigProblems, load
+from shoal.errors import ConfigError, OptimizerError
 from shoal.optim.schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
@@ -336,25 +337,34 @@ def test_any_torch_schedule_is_built_by_name() -> None:
     assert schedule.optimizer is optimizer
 
 
+def load_schedule(name: str, **params: Any) -> Config:
+    return load({"scheduler": {"type": name, "params": params}})
+
+
 def test_all_wrong_parameters_are_one_error_with_the_nearest_name() -> None:
-    with pytest.raises(OptimizerError) as caught:
-        build_schedule("WarmupDecayLR", {"warmup_max_rl": 1.0, "speed": 2, "warmup_min_lr": "auto"}, two_groups())
+    with pytest.raises(ConfigProblems) as caught:
+        load_schedule("WarmupDecayLR", warmup_max_rl=1.0, speed=2)
     text = str(caught.value)
-    assert "unknown parameter 'warmup_max_rl' (did you mean 'warmup_max_lr'?)" in text
-    assert "unknown parameter 'speed'" in text
-    assert "missing parameter 'total_num_steps'" in text
-    assert "warmup_min_lr is 'auto'" in text
+    assert "warmup_max_rl: no such key in scheduler.params. -> did you mean 'warmup_max_lr'" in text
+    assert "speed: no such key" in text
+    assert "total_num_steps: missing" in text
+    with pytest.raises(ConfigError, match='scheduler.params.warmup_num_steps: "auto" cannot be derived'):
+        load_schedule("WarmupLR", warmup_min_lr=0.0, warmup_num_steps="auto").params_of("scheduler")
+    with pytest.raises(OptimizerError, match="scheduler.params of 'WarmupLR'"):
+        build_schedule("WarmupLR", {"warmup_max_rl": 1.0}, two_groups())
 
 
 def test_an_unknown_schedule_gets_the_nearest_name() -> None:
-    with pytest.raises(OptimizerError, match=r"unknown schedule 'WarmupRL' \(did you mean 'WarmupLR'\?\)"):
+    with pytest.raises(ConfigProblems, match=r"""there is no schedule "WarmupRL".\n  where: .*\n  do: did you mean 'War"""):
+        load_schedule("WarmupRL")
+    with pytest.raises(OptimizerError, match="there is no schedule 'WarmupRL'"):
         build_schedule("WarmupRL", {}, two_groups())
 
 
 @pytest.mark.parametrize("name", ["LambdaLR", "ReduceLROnPlateau", "SequentialLR"])
 def test_a_schedule_that_json_cannot_describe_is_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(OptimizerError, match="pass it to initialize"):
-        build_schedule(name, {}, two_groups())
+    with pytest.raises(ConfigProblems, match="create it in Python and pass it as lr_scheduler="):
+        load_schedule(name)
 
 
 def test_a_mistake_inside_torch_is_reported_with_the_schedule() -> None:

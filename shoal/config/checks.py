@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
+from typing import Any
 
 from shoal.config.batch import MICRO, STEPS, TRAIN
 from shoal.config.elastic import elastic_problems
@@ -17,18 +19,13 @@ from shoal.text import parse_bytes
 MAX_SCALE_POWER = 127
 
 
-def check_together(config: Schema, reading: Normalised) -> list[Problem]:
+def check_together(config: Schema, reading: Normalised) -> Iterator[Problem]:
     """Problems between keys."""
-    problems: list[Problem] = []
-
-    def problem(path: str, what: str, do: str, code: str = "") -> None:
-        problems.append(Problem(path, what, do, code=code))
-
     zero, fp16, bf16 = config.zero_optimization, config.fp16, config.bf16
     if fp16.enabled and bf16.enabled:
-        problem("bf16.enabled", "true, and so is fp16.enabled.", "enable one of them.", "precision-conflict")
+        yield Problem("bf16.enabled", "true, and so is fp16.enabled.", "enable one of them.", code="precision-conflict")
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
-        problem(
+        yield Problem(
             "bf16.bf16_optimizer_states",
             "true, but bf16.bf16_master_weights_and_grads is false.",
             'set both, or neither; precision.state_dtype = "bf16" keeps main parameters in fp32.',
@@ -36,7 +33,7 @@ def check_together(config: Schema, reading: Normalised) -> list[Problem]:
     mode = "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32"
     wanted = config.data_types.param_dtype
     if wanted is not None and wanted != mode:
-        problem(
+        yield Problem(
             "data_types.param_dtype",
             f'"{wanted}", but fp16 and bf16 make the parameters {mode}.',
             f'write "{mode}", or enable {wanted}.' if wanted != "fp32" else f"disable {mode}.",
@@ -46,7 +43,7 @@ def check_together(config: Schema, reading: Normalised) -> list[Problem]:
         bf16.enabled and bf16.bf16_master_weights_and_grads
     )
     if precision.master_dtype not in (None, mode, *(() if has_no_main else ("fp32",))):
-        problem(
+        yield Problem(
             "precision.master_dtype",
             f'"{precision.master_dtype}", but fp16 and bf16 make the parameters {mode}'
             + (f", and {mode}_master_weights_and_grads their main parameters." if has_no_main else "."),
@@ -54,83 +51,90 @@ def check_together(config: Schema, reading: Normalised) -> list[Problem]:
         )
     if precision.state_dtype == "fp16":
         what = '"fp16", in which squares of small gradients are 0.'
-        problem("precision.state_dtype", what, 'write "bf16" or "fp32".')
+        yield Problem("precision.state_dtype", what, 'write "bf16" or "fp32".')
     if precision.state_dtype == "fp32" and bf16.bf16_optimizer_states:
-        problem("precision.state_dtype", '"fp32", but bf16.bf16_optimizer_states is true.', "leave one out.")
+        yield Problem("precision.state_dtype", '"fp32", but bf16.bf16_optimizer_states is true.', "leave one out.")
     budget = config.activation_checkpointing.memory_budget
     where = "activation_checkpointing.memory_budget"
     if isinstance(budget, str) and parse_bytes(budget) is None:
-        problem(where, f"{shown(budget)} is not a size with a unit.", 'write it as "4GiB", or as a number.')
+        yield Problem(where, f"{shown(budget)} is not a size with a unit.", 'write it as "4GiB", or as a number.')
     if budget is not None and config.compile.enabled:
-        problem(
+        yield Problem(
             where, "given with compile.enabled: what compiled blocks save is not counted.", "leave one of them out."
         )
     if budget is not None and config.parallel.pp not in ("auto", 1):
         do = "name blocks in activation_checkpointing.modules."
-        problem(where, "given with pipeline stages, whose ranks hold several micro-batches.", do)
+        yield Problem(where, "given with pipeline stages, whose ranks hold several micro-batches.", do)
     if config.offload == "auto":
         if zero.stage == 0:
-            problem(
+            yield Problem(
                 "offload",
                 '"auto" at zero_optimization.stage 0: every rank holds all state, so nothing can be offloaded.',
                 "set zero_optimization.stage to 1, 2 or 3.",
             )
         for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
             if section.device != "none":
-                problem(
+                yield Problem(
                     "offload",
                     f'"auto" decides what zero_optimization.{name}.device = "{section.device}" decides too.',
                     "leave one of them out.",
                 )
     for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
         if section.device == "nvme" and not section.nvme_path:
-            problem(f"zero_optimization.{name}.nvme_path", "missing, but the device is nvme.", "name a folder.")
-    problems += pipeline_problems(config.pipeline)
-    problems += expert_problems(config.expert_parallel)
+            yield Problem(f"zero_optimization.{name}.nvme_path", "missing, but the device is nvme.", "name a folder.")
+    yield from pipeline_problems(config.pipeline)
+    yield from expert_problems(config.expert_parallel)
     if config.curriculum_learning.enabled:
         for name, what, do in schedule_problems(config.curriculum_learning.model_dump()):
-            problem(f"curriculum_learning.{name}", what, do)
+            yield Problem(f"curriculum_learning.{name}", what, do)
     if config.elasticity.enabled:
         prefix = "elasticity."
         there = [path.removeprefix(prefix) for path in reading.given if path.startswith(prefix)]
         for name, what, do in elastic_problems(config.elasticity, there):
-            problem(f"elasticity.{name}", what, do)
+            yield Problem(f"elasticity.{name}", what, do)
         sizes = [path for path in (TRAIN, MICRO, STEPS) if reading.origins.get(path) in ("user", "deprecated alias")]
         if sizes and not config.elasticity.ignore_non_elastic_batch_info:
-            problem(
+            yield Problem(
                 "elasticity.enabled",
                 f"true, and {', '.join(sizes)} given too: elasticity decides the batch sizes.",
                 "leave them out, or set elasticity.ignore_non_elastic_batch_info.",
             )
-        return problems
+        return
     given = [config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps]
     if None not in given and given[0] % (given[1] * given[2]):
-        problem(
+        yield Problem(
             "train_batch_size",
             f"{given[0]} does not divide by micro-batch {given[1]} x accumulation {given[2]} = {given[1] * given[2]}, "
             "so it fits no number of ranks.",
             "change one of the three, or leave one out.",
         )
-    return problems
 
 
 def engine_problems(config: Schema) -> Iterator[Problem]:
     """Values that the keys allow and the engine does not."""
     zero, fp16 = config.zero_optimization, config.fp16
-    if fp16.enabled and fp16.loss_scale == 0:  # otherwise no key of the adaptive scale has an effect
-        if not 0 <= fp16.initial_scale_power <= MAX_SCALE_POWER:
-            what = f"{fp16.initial_scale_power}, but the loss scale is an fp32 number, below 2 to the power of 128."
-            yield Problem("fp16.initial_scale_power", what, f"write 0 to {MAX_SCALE_POWER}.", code="loss-scale")
-        if fp16.hysteresis < 1:
-            what = f"{fp16.hysteresis}, but the overflow that halves the scale is counted from 1."
-            yield Problem("fp16.hysteresis", what, "write 1.", code="loss-scale")
-        if fp16.loss_scale_window < 1:
-            what = f"{fp16.loss_scale_window} is not a number of steps."
-            yield Problem("fp16.loss_scale_window", what, "write at least 1.", code="loss-scale")
-        if fp16.min_loss_scale <= 0:
-            what = f"{fp16.min_loss_scale:g}, but a loss scale is above 0."
-            yield Problem("fp16.min_loss_scale", what, "write 1.", code="loss-scale")
+    for name, what, do in loss_scale_problems(fp16) if fp16.enabled else ():
+        yield Problem(f"fp16.{name}", what, do, code="loss-scale")
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         what = f"{shown(zero.offload_optimizer.device)} at stage 0, where every rank stores all optimizer state."
         do = "set zero_optimization.stage to 1, 2 or 3, or leave offload_optimizer out."
         yield Problem("zero_optimization.offload_optimizer.device", what, do, code="offload-stage")
+
+
+def loss_scale_problems(scale: Any) -> Iterator[tuple[str, str, str]]:
+    """The key, what is wrong with its value and what to do.
+
+    Args:
+        scale: has the keys of ``fp16`` as attributes. Where its ``loss_scale`` is fixed, the other ones have no effect.
+    """
+    if scale.loss_scale:
+        return
+    if not 0 <= scale.initial_scale_power <= MAX_SCALE_POWER:
+        what = f"{scale.initial_scale_power}, but the loss scale is an fp32 number, below 2 to the power of 128."
+        yield "initial_scale_power", what, f"write 0 to {MAX_SCALE_POWER}."
+    if scale.hysteresis < 1:
+        yield "hysteresis", f"{scale.hysteresis}, but the overflow that halves the scale is counted from 1.", "write 1."
+    if scale.loss_scale_window < 1:
+        yield "loss_scale_window", f"{scale.loss_scale_window}, which is no number of steps.", "write at least 1."
+    if not (isfinite(scale.min_loss_scale) and scale.min_loss_scale > 0):
+        yield "min_loss_scale", f"{scale.min_loss_scale:g}, but a loss scale is a finite number above 0.", "write 1."

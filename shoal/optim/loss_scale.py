@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from shoal.config.checks import loss_scale_problems
 from shoal.errors import ConfigError
 
 FACTOR = 2.0
@@ -57,14 +58,7 @@ class LossScaleSettings:
         wrong = []
         if not (math.isfinite(self.loss_scale) and self.loss_scale >= 0):
             wrong.append(f"loss_scale is {self.loss_scale}, expected a finite number, 0 (dynamic) or above")
-        if self.is_dynamic and not 0 <= self.initial_scale_power <= 127:
-            wrong.append(f"initial_scale_power is {self.initial_scale_power}, expected 0 to 127 (fp32 ends at 2^128)")
-        if self.is_dynamic and self.loss_scale_window < 1:
-            wrong.append(f"loss_scale_window is {self.loss_scale_window}, expected at least 1")
-        if self.is_dynamic and self.hysteresis < 1:
-            wrong.append(f"hysteresis is {self.hysteresis}, expected at least 1")
-        if self.is_dynamic and not (math.isfinite(self.min_loss_scale) and self.min_loss_scale > 0):
-            wrong.append(f"min_loss_scale is {self.min_loss_scale}, expected a finite number above 0")
+        wrong += [f"{name} is {what.removesuffix('.')}" for name, what, _ in loss_scale_problems(self)]
         if wrong:
             raise ConfigError("; ".join(wrong) + ".", where="section 'fp16'", do="fix these keys.", code="loss-scale")
 

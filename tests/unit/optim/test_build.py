@@ -109,7 +109,7 @@ def test_those_of_deepspeed_that_are_not_built_are_refused_by_name(name: str) ->
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(ConfigProblems, match=r"""there is no optimizer "Addam".\n  where: .*\n  do: did you mean 'Adam'"""):
+    with pytest.raises(ConfigProblems, match=r"""no optimizer "Addam".\n.*\n  do: did you mean 'Adam'"""):
         load_optimizer("Addam")
     with pytest.raises(OptimizerError, match=r"there is no optimizer 'Addam'"):
         built("Addam")
@@ -135,7 +135,7 @@ def test_all_wrong_parameters_are_one_error() -> None:
 
 def test_what_the_constructor_refuses_is_an_error_of_ours() -> None:
     for params in ({"learning_rate": 1}, {"lr": "fast"}, {"eps": -1.0}, {"betas": [0.9]}, {"max_grad_norm": 1.0}):
-        with pytest.raises(OptimizerError, match="optimizer.params of 'AdamW'"):
+        with pytest.raises(OptimizerError, match=r"optimizer\.params of 'AdamW'"):
             built("AdamW", params)
     for params in ({"amsgrad": True}, {"max_coeff": -1.0}, {"fused": True}):
         with pytest.raises(OptimizerError):

@@ -348,14 +348,14 @@ def test_all_wrong_parameters_are_one_error_with_the_nearest_name() -> None:
     assert "warmup_max_rl: no such key in scheduler.params. -> did you mean 'warmup_max_lr'" in text
     assert "speed: no such key" in text
     assert "total_num_steps: missing" in text
-    with pytest.raises(ConfigError, match='scheduler.params.warmup_num_steps: "auto" cannot be derived'):
+    with pytest.raises(ConfigError, match=r'scheduler\.params\.warmup_num_steps: "auto" cannot be derived'):
         load_schedule("WarmupLR", warmup_min_lr=0.0, warmup_num_steps="auto").params_of("scheduler")
-    with pytest.raises(OptimizerError, match="scheduler.params of 'WarmupLR'"):
+    with pytest.raises(OptimizerError, match=r"scheduler\.params of 'WarmupLR'"):
         build_schedule("WarmupLR", {"warmup_max_rl": 1.0}, two_groups())
 
 
 def test_an_unknown_schedule_gets_the_nearest_name() -> None:
-    with pytest.raises(ConfigProblems, match=r"""there is no schedule "WarmupRL".\n  where: .*\n  do: did you mean 'War"""):
+    with pytest.raises(ConfigProblems, match=r"""no schedule "WarmupRL".\n.*\n  do: did you mean 'WarmupLR'"""):
         load_schedule("WarmupRL")
     with pytest.raises(OptimizerError, match="there is no schedule 'WarmupRL'"):
         build_schedule("WarmupRL", {}, two_groups())

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, mod
 
 from shoal.config import ConfigProblems, examine
 from shoal.config.base import names_of
-from shoal.config.sections import Bf16 as DeepSpeedBF16Config
-from shoal.config.sections import Fp16
+from shoal.config.schema import Bf16 as DeepSpeedBF16Config
+from shoal.config.schema import Fp16
 from shoal.config.zero import OffloadOptimizer, ZeroOptimization
 from shoal.config.zero import OffloadParam as DeepSpeedZeroOffloadParamConfig
 from shoal.engine.log import logger

@@ -19,7 +19,7 @@ from shoal.config.elastic import (
     check_scheduler,
     shared_batch,
 )
-from shoal.config.sections import Elasticity
+from shoal.config.schema import Elasticity
 from shoal.engine.log import logger
 from shoal.launch.environment import schedulers_elasticity
 

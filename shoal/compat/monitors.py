@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.comm.world import current_world
-from shoal.config.sections import Comet as CometConfig
-from shoal.config.sections import CsvMonitor as CSVConfig
-from shoal.config.sections import MlflowMonitor as MLflowConfig
-from shoal.config.sections import Tensorboard as TensorBoardConfig
-from shoal.config.sections import Wandb as WandbConfig
+from shoal.config.schema import Comet as CometConfig
+from shoal.config.schema import CsvMonitor as CSVConfig
+from shoal.config.schema import MlflowMonitor as MLflowConfig
+from shoal.config.schema import Tensorboard as TensorBoardConfig
+from shoal.config.schema import Wandb as WandbConfig
 from shoal.observe.monitor import CometWriter, Event, is_monitored, make_monitor
 
 

@@ -8,12 +8,10 @@ from typing import Any
 
 from shoal.config.batch import MICRO, STEPS, TRAIN
 from shoal.config.elastic import elastic_problems
-from shoal.config.experts import expert_problems
 from shoal.config.normalise import Normalised
-from shoal.config.pipeline import pipeline_problems
+from shoal.config.parallel import expert_problems, pipeline_problems
 from shoal.config.problems import Problem, shown
-from shoal.config.schema import Schema
-from shoal.config.sections import schedule_problems
+from shoal.config.schema import Schema, schedule_problems
 from shoal.text import parse_bytes
 
 MAX_SCALE_POWER = 127

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.config.problems import ConfigProblems, shown
-from shoal.config.sections import Elasticity
+from shoal.config.schema import Elasticity
 from shoal.errors import ConfigError
 
 VERSIONS = (0.1, 0.2)

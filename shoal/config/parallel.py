@@ -1,13 +1,18 @@
-"""How ranks are divided among the axes of the mesh, and how layers are split over tensor-parallel ranks."""
+"""The sections of parallelism: the axes of the mesh, tensor-parallel layers, pipeline stages, experts."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from shoal.config.base import Auto, Section, key, section
+from shoal.config.problems import Problem
 from shoal.config.tables import with_unsupported
+from shoal.text import did_you_mean
 
 Degree = Annotated[int, Field(ge=1)] | Auto
 
@@ -73,3 +78,193 @@ class TensorParallel(Section):
     tp_overlap_comm: bool = key(False, "overlap sums over ranks with computation")
     partition_config: PartitionConfig | None = key(None, "rules for splitting layers")
     tp: TpDegree = section(TpDegree, "the same degree, as in the inference config")
+
+
+# By name, the pipeline stages that one rank may have; 0: any number.
+SCHEDULES = {
+    "gpipe": 0,
+    "1f1b": 1,
+    "interleaved_1f1b": 0,
+    "interleaved_zero_bubble": 0,
+    "zb_h1": 1,
+    "zbv": 2,
+    "dualpipev": 2,
+}
+INTERLEAVED = {"1f1b": "interleaved_1f1b", "zb_h1": "interleaved_zero_bubble"}
+PARTITIONS = ("best", "parameters", "uniform", "memory", "time")
+
+
+class Pipeline(Section):
+    """A model cut into pipeline stages. `parallel.pp` gives the ranks as well."""
+
+    stages: Degree = key("auto", "pipeline-parallel ranks; auto: parallel.pp")
+    virtual_stages: int = key(1, "pipeline stages of one rank; zbv and dualpipev always have 2", ge=1)
+    partition: str = key(
+        "best", "how layers are divided: best (by parameters), parameters, uniform, memory, time, or type:REGEX"
+    )
+    split_points: tuple[str, ...] | Auto = key(
+        "auto", "names of the modules that begin the second stage and those after it; auto: by partition"
+    )
+    first_stage: tuple[str, ...] = key((), "names of modules outside the blocks that the first stage calls")
+    last_stage: tuple[str, ...] = key((), "names of modules outside the blocks that the last stage calls")
+    every_stage: tuple[str, ...] = key((), "names of modules outside the blocks that every stage calls")
+    schedule: str = key(
+        "1f1b", f"order of the micro-batches' work: {', '.join(SCHEDULES)}, or the path of a file with one line a rank"
+    )
+    seed_layers: bool = key(False, "give each layer a seed of its own")
+    activation_checkpoint_interval: int = key(
+        0, "recompute activations in segments of this many layers; 0: never", ge=0
+    )
+    pipe_partitioned: bool = key(True, "send activations in tensor-parallel parts")
+    grad_partitioned: bool = key(True, "send gradients in tensor-parallel parts")
+    use_reentrant: bool | None = key(None, "reentrant activation checkpointing; null is true in DeepSpeed, false here")
+
+
+def schedule_name(text: str) -> str | None:
+    """The name in ``SCHEDULES`` that a text means, in any case, with - or _ or neither; None: a path.
+
+    >>> schedule_name("Interleaved1F1B"), schedule_name("zero_bubble"), schedule_name("ZB-H1"), schedule_name("a.txt")
+    ('interleaved_1f1b', 'interleaved_zero_bubble', 'zb_h1', None)
+    """
+    plain = text.casefold().replace("-", "").replace("_", "")
+    plain = {"zerobubble": "interleavedzerobubble", "zbvzerobubble": "zbv"}.get(plain, plain)
+    return {name.replace("_", ""): name for name in SCHEDULES}.get(plain)
+
+
+def virtual_stages_problem(schedule: str, virtual_stages: int) -> tuple[str, str] | None:
+    """Why a schedule of ``SCHEDULES`` cannot have so many stages on a rank, and what to do; None: it can.
+
+    ``virtual_stages`` is 1 where the config has no such key, so schedules that always have two accept 1.
+    """
+    allowed = SCHEDULES[schedule]
+    if not allowed or virtual_stages in (1, allowed):
+        return None
+    what = f"{allowed} pipeline stage{'s' * (allowed > 1)} a rank, and virtual_stages is {virtual_stages}"
+    other = f", or use the schedule {INTERLEAVED[schedule]}" if schedule in INTERLEAVED else ""
+    return what, f"set virtual_stages to {allowed}{other}."
+
+
+def pipeline_problems(pipeline: Pipeline) -> Iterator[Problem]:
+    """What the keys of the section allow one by one, and not together."""
+    name = schedule_name(pipeline.schedule)
+    if name is not None:
+        problem = virtual_stages_problem(name, pipeline.virtual_stages)
+        if problem:
+            yield Problem("pipeline.virtual_stages", f"{name} has {problem[0]}.", problem[1], code="pipeline-schedule")
+    elif not os.path.isfile(pipeline.schedule):  # pathlib raises where a name is too long
+        hint = did_you_mean(pipeline.schedule, SCHEDULES) or "."
+        what = f'"{pipeline.schedule}" is neither a schedule nor a file{hint}'
+        do = f"write one of {', '.join(SCHEDULES)}, or the path of a file with one line a rank."
+        yield Problem("pipeline.schedule", what, do, code="pipeline-schedule")
+    kind, _, pattern = pipeline.partition.partition(":")
+    if kind.casefold() == "type" and pattern:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            what = f'"{pipeline.partition}": {pattern!r} is not a regular expression: {error}.'
+            yield Problem("pipeline.partition", what, "correct the expression after type:.")
+    elif pipeline.partition.casefold() not in PARTITIONS:
+        hint = did_you_mean(pipeline.partition, PARTITIONS) or "."
+        what = f'"{pipeline.partition}" is not a way to divide layers{hint}'
+        do = f"write one of {', '.join(PARTITIONS)}, or type:REGEX, such as type:Block."
+        yield Problem("pipeline.partition", what, do)
+    if pipeline.split_points != "auto" and isinstance(pipeline.stages, int) and name is not None:
+        num_stages = pipeline.stages * (SCHEDULES[name] or pipeline.virtual_stages)
+        if len(pipeline.split_points) != num_stages - 1:
+            what = f"{len(pipeline.split_points)} modules, and {num_stages} pipeline stages have {num_stages - 1}"
+            yield Problem(
+                "pipeline.split_points", f"{what} boundaries.", "name the first module of each stage but the first."
+            )
+
+
+PRESETS = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "minimax_m3",
+    "llama4", "dbrx",
+)  # fmt: skip
+
+
+@with_unsupported("expert_parallel")
+class ExpertParallel(Section):
+    """Experts divided among ranks (AutoEP). `parallel.ep` gives the ranks as well, and enables the section."""
+
+    enabled: bool = key(False, "divide the experts of the model's mixture-of-experts layers among ranks")
+    autoep_size: int = key(1, "expert-parallel ranks", ge=1)
+    expert_tensor_parallel_size: int = key(
+        1, "tensor-parallel ranks over which each expert is split; a divisor of their number", ge=1
+    )
+    preset_model: str | None = key(
+        None, f"names of a model family's layers: {', '.join(PRESETS)}; null: found from the model"
+    )
+    moe_layer_pattern: str | None = key(
+        None, "regular expression for the end of a module's name: the mixture-of-experts layers; null: by preset"
+    )
+    router_pattern: str | None = key(None, "attribute that holds the router, or a regular expression over its name")
+    expert_pattern: str | None = key(None, "attribute that holds the experts, or a regular expression over its name")
+    expert_w1: str | None = key(None, "name of an expert's first weight (gate)")
+    expert_w2: str | None = key(None, "name of an expert's second weight (down)")
+    expert_w3: str | Auto | None = key(
+        "auto", "name of an expert's third weight (up); null: gate and up are one weight; auto: by preset"
+    )
+    num_experts_attr: str | None = key(None, "attribute of the model's config: number of experts")
+    top_k_attr: str | None = key(None, "attribute of the model's config: experts for each token")
+    has_shared_experts: bool | None = key(None, "some experts compute every token; null: by preset")
+    shared_experts_pattern: str | None = key(None, "attribute that holds the shared experts")
+    shared_experts_gate_pattern: str | None = key(None, "attribute that holds the gate of the shared experts")
+    score_func: Literal["auto", "softmax", "sigmoid"] = key("auto", "function from the router's output to scores")
+    score_apply: Literal["auto", "pre", "post"] = key("auto", "weight tokens before or after the experts")
+    route_norm: bool | None = key(None, "scale the chosen scores to a sum of 1; null: by preset")
+    route_scale: float = key(1.0, "factor on the scores", allow_inf_nan=False)
+    routed_scaling_factor: float | Auto = key("auto", "factor on the experts' output; auto: the model's own")
+    top_k: int | Auto = key("auto", "experts for each token; auto: the model's own")
+    num_expert_groups: int | None = key(None, "groups of experts that the router chooses among", ge=1)
+    num_limited_groups: int | None = key(None, "groups of experts that one token may use", ge=1)
+    load_balance_coeff: float | None = key(
+        None, "step of the bias that balances the load without a loss; null: none", ge=0, allow_inf_nan=False
+    )
+    overlap: int = key(
+        1, "chunks of the tokens: one is communicated while another is computed; 1: none (Shoal's own key)", ge=1
+    )
+    ranks_per_node: Degree = key(
+        "auto",
+        "expert-parallel ranks of one node: on several nodes, rows are sent within a node first, then once between"
+        " nodes; auto: by host name (Shoal's own key)",
+    )
+    rebalance_every: int = key(
+        0, "steps between two moves of experts among ranks, by measured load; 0: never (Shoal's own key)", ge=0
+    )
+    hot_experts: int = key(
+        0,
+        "experts of each layer, the most loaded ones, that every rank may have a copy of; chosen each"
+        " `rebalance_every` steps (Shoal's own key)",
+        ge=0,
+    )
+    gather_if_used: bool = key(
+        False,
+        "with `offload_param`: read and gather only experts that some token uses (Shoal's own key)",
+    )
+
+
+def expert_problems(experts: ExpertParallel) -> Iterator[Problem]:
+    """What the keys of the section allow one by one, and not together."""
+    if experts.preset_model is not None and experts.preset_model not in PRESETS:
+        what = f'"{experts.preset_model}" is not a preset{did_you_mean(experts.preset_model, PRESETS) or "."}'
+        do = f"write one of {', '.join(PRESETS)}, or leave it out and name the layers by patterns."
+        yield Problem("expert_parallel.preset_model", what, do)
+    for name in ("moe_layer_pattern", "router_pattern", "expert_pattern", "shared_experts_pattern"):
+        pattern = getattr(experts, name)
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            what = f'"{pattern}" is not a regular expression: {error}.'
+            yield Problem(f"expert_parallel.{name}", what, "correct the expression.")
+    if experts.gather_if_used and experts.hot_experts:
+        what = f"true, and hot_experts is {experts.hot_experts}: copies are made of experts that are gathered."
+        yield Problem("expert_parallel.gather_if_used", what, "leave out one of the two.")
+    groups, limited = experts.num_expert_groups, experts.num_limited_groups
+    if (groups is None) != (limited is None) or (groups is not None and limited is not None and limited > groups):
+        what = f"{groups}, and num_limited_groups is {limited}: a token uses some of the groups."
+        do = "set both, with at most as many limited groups as groups, or neither."
+        yield Problem("expert_parallel.num_expert_groups", what, do)
+    if experts.has_shared_experts and not (experts.shared_experts_pattern or experts.preset_model):
+        what = "true, and neither shared_experts_pattern nor preset_model names them."
+        yield Problem("expert_parallel.has_shared_experts", what, "name the attribute in shared_experts_pattern.")

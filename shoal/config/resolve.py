@@ -15,10 +15,10 @@ from shoal.config.optimizer import (
     SCHEDULERS,
     argument_problems,
     canonical_type,
+    type_problems,
 )
 from shoal.config.problems import shown
 from shoal.config.support import TYPES_NOT_BUILT
-from shoal.config.types import type_problems
 
 # Defaults that an older DeepSpeed had: the newest version to which each set applies.
 OLD_DEFAULTS: dict[tuple[int, int], dict[str, Any]] = {(0, 18): {"gradient_clipping": 0.0}}

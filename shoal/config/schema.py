@@ -1,41 +1,374 @@
-"""The whole file as one model: every key of DeepSpeed's schema and Shoal's own."""
+"""The whole file as one model: every key of DeepSpeed's schema and Shoal's own.
+
+Here are the sections of precision, saving, disk, recomputation, monitors, curriculum and elasticity, and Shoal's small
+ones; those of sharding, parallelism and the optimizer have modules of their own.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args
 
-from shoal.config.base import Dtype, Section, key, section
-from shoal.config.experts import ExpertParallel
+from shoal.config.base import Auto, Dtype, Section, key, section
 from shoal.config.optimizer import Optimizer, Scheduler
-from shoal.config.parallel import Parallel, TensorParallel
-from shoal.config.pipeline import Pipeline
-from shoal.config.sections import (
-    ActivationCheckpointing,
-    Aio,
-    Bf16,
-    Checkpoint,
-    Comet,
-    CommsLogger,
-    Compile,
-    CsvMonitor,
-    CurriculumLearning,
-    Data,
-    DataTypes,
-    Debug,
-    Elasticity,
-    FlopsProfilerSection,
-    Fp16,
-    MlflowMonitor,
-    OffloadActivation,
-    PrecisionSection,
-    ProgressiveLayerDropSection,
-    Tensorboard,
-    TorchAutocast,
-    Units,
-    Wandb,
-)
+from shoal.config.parallel import ExpertParallel, Parallel, Pipeline, TensorParallel
 from shoal.config.tables import with_unsupported
 from shoal.config.zero import ZeroOptimization
+
+
+class Fp16(Section):
+    """Half precision with fp32 main parameters and a loss scale."""
+
+    enabled: bool = key(False, "16-bit (fp16) weights and gradients, fp32 main parameters, scaled loss")
+    auto_cast: bool = key(False, "cast floating-point inputs of the model to fp16")
+    loss_scale: float = key(0.0, "a fixed loss scale; 0: dynamic", ge=0, allow_inf_nan=False)
+    initial_scale_power: int = key(16, "the dynamic loss scale starts at 2 to this power, 0 to 127")
+    loss_scale_window: int = key(1000, "steps without overflow before the scale doubles, at least 1")
+    hysteresis: int = key(2, "overflows tolerated before the scale is halved, at least 1")
+    consecutive_hysteresis: bool = key(False, "a step without overflow restores the tolerated overflows")
+    min_loss_scale: float = key(1.0, "lowest loss scale, above 0", allow_inf_nan=False)
+    fp16_master_weights_and_grads: bool = key(False, "no fp32 main parameters: the optimizer updates fp16")
+
+
+class Bf16(Section):
+    """bfloat16 with fp32 main parameters."""
+
+    enabled: bool = key(False, "bfloat16 weights and gradients, fp32 main parameters")
+    immediate_grad_update: bool = key(False, "apply each gradient as soon as it is computed")
+    check_grad_overflow: bool = key(True, "check gradients for infinity and NaN before the step")
+    bf16_master_weights_and_grads: bool = key(False, "no fp32 main parameters: the optimizer updates bfloat16")
+    bf16_optimizer_states: bool = key(
+        False, "optimizer state in bfloat16 too, else fp32; needs bf16_master_weights_and_grads"
+    )
+
+
+class TorchAutocast(Section):
+    """`torch.autocast` around the forward pass."""
+
+    enabled: bool = key(False, "run the forward pass under torch.autocast")
+    dtype: Dtype | None = key(None, "autocast's dtype; null is bf16")
+    lower_precision_safe_modules: tuple[str, ...] | None = key(
+        None,
+        "classes whose gradients are reduced in autocast's dtype; null: none (DeepSpeed: Linear, Conv1d to 3d)",
+    )
+
+
+class DataTypes(Section):
+    """Dtypes of single kinds of state."""
+
+    grad_accum_dtype: Dtype | None = key(
+        None,
+        "dtype in which gradients of several micro-batches are summed; null is fp32 where there are fp32 main"
+        " parameters and more than one micro-batch, else the parameters' dtype (DeepSpeed: always the latter)",
+    )
+    param_dtype: Dtype | None = key(None, "dtype of the parameters; must agree with fp16 and bf16")
+    buffer_dtype: Dtype | None = key(
+        None, "dtype of the model's floating-point buffers; null: unchanged (a batch norm's: that of the parameters)"
+    )
+    keep_in_fp32_modules: tuple[str, ...] | Auto = key(
+        "auto",
+        "names of buffers that stay in fp32 with 16-bit parameters, `*` matches any text; auto: those that the model"
+        " names in `_keep_in_fp32_modules_strict` (under fp16 also in `_keep_in_fp32_modules`)",
+    )
+
+
+class PrecisionSection(Section):
+    """Shoal's own: dtypes of communication and state, and the handling of numbers that are not finite."""
+
+    reduce_dtype: Dtype | None = key(None, "dtype in which gradients are reduced; communication_data_type has priority")
+    nonfinite: Literal["raise", "skip", "warn"] | None = key(
+        None,
+        "at a NaN or infinite loss or gradient: raise, skip the step, or warn and continue; null: by precision",
+    )
+    master_dtype: Dtype | None = key(
+        None,
+        "dtype of main parameters: fp32, or that of the parameters, which the optimizer then updates directly;"
+        " null: as fp16 and bf16 say",
+    )
+    state_dtype: Dtype | None = key(
+        None,
+        "dtype of optimizer state, fp32 or bf16; null: fp32, or as bf16.bf16_optimizer_states says. A step computes"
+        " in fp32",
+    )
+
+
+@with_unsupported("checkpoint")
+class Checkpoint(Section):
+    """Saving and loading."""
+
+    tag_validation: Literal["Ignore", "Warn", "Fail"] = key(
+        "Warn", "if ranks save under different tags: ignore, warn or fail"
+    )
+    load_universal: bool = key(
+        False, "load_checkpoint without a tag loads the checkpoint that latest_universal names, if that file exists"
+    )
+    async_save: bool = key(False, "write while training continues (Shoal's own key)", alias=("async",))
+    keep_last: int = key(0, "number of newest checkpoints to keep; 0: all (Shoal's own key)", ge=0)
+    keep_every: int = key(0, "also keep checkpoints whose step is a multiple of this; 0: none (Shoal's own key)", ge=0)
+    on_save_error: Literal["raise", "warn"] = key(
+        "raise", "after a failed save: raise the error, or warn and continue (Shoal's own key)"
+    )
+    save_on_signal: bool = key(
+        False,
+        "after SIGTERM or SIGUSR1 on any rank: finish the step, save to the folder of the last save or load, and only"
+        " then handle the signal (Shoal's own key)",
+    )
+    verify: bool = key(True, "compare checksums when loading (Shoal's own key)")
+    module_in_model_file: bool = key(
+        True,
+        "under `import deepspeed`, below stage 3: also write weights to mp_rank_00_model_states.pt, for scripts that"
+        " read them there (Shoal's own key)",
+    )
+
+
+@with_unsupported("aio")
+class Aio(Section):
+    """How the disk is read and written when state is offloaded to it."""
+
+    block_size: int = key(1_048_576, "bytes of one request", ge=1)
+    queue_depth: int = key(8, "requests in flight", ge=1)
+    intra_op_parallelism: int = key(
+        1,
+        "threads that read and write; at least two are used, so that reads and writes overlap",
+        alias=("thread_count",),
+        ge=1,
+    )
+
+
+class ActivationCheckpointing(Section):
+    """Which activations are recomputed in the backward pass instead of being saved."""
+
+    partition_activations: bool = key(False, "split saved activations over tensor-parallel ranks")
+    cpu_checkpointing: bool = key(False, "store saved activations in host memory")
+    contiguous_memory_optimization: bool = key(False, "store saved activations in one buffer")
+    number_checkpoints: int | None = key(None, "number of checkpoints in this buffer")
+    synchronize_checkpoint_boundary: bool = key(False, "wait for the device at each checkpoint")
+    profile: bool = key(False, "log the times of each recomputed function, each step or as steps_per_print says")
+    modules: tuple[str, ...] | None = key(None, "modules to recompute (Shoal's own key)")
+    memory_budget: int | str | None = key(
+        None,
+        "bytes ('4GiB') for the activations of the blocks on a rank: as few blocks as possible are recomputed to"
+        " stay within it, as measured in the first step (Shoal's own key)",
+    )
+    policy: Any = key(None, "what a recomputed module saves: block, matmul, or a list of operations (Shoal's own key)")
+
+
+@with_unsupported("compile")
+class Compile(Section):
+    """Compilation of the model by `torch.compile`."""
+
+    enabled: bool = key(False, "compile the model when it is first run (Shoal's own key)")
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = key(
+        "default", "torch.compile's mode (Shoal's own key)"
+    )
+    regional: bool = key(
+        True,
+        "compile the blocks, which share their graphs, instead of the whole model; a model without a list of equal"
+        " blocks is compiled whole (Shoal's own key)",
+    )
+
+
+class Tensorboard(Section):
+    """TensorBoard's event files."""
+
+    enabled: bool = key(False, "write event files")
+    output_path: str = key("", "folder; empty: a folder of the run")
+    job_name: str = key("DeepSpeedJobName", "folder inside it")
+
+
+class CsvMonitor(Section):
+    """CSV files."""
+
+    enabled: bool = key(False, "write CSV files")
+    output_path: str = key("", "folder; empty: a folder of the run")
+    job_name: str = key("DeepSpeedJobName", "folder inside it")
+
+
+class Wandb(Section):
+    """Weights & Biases."""
+
+    enabled: bool = key(False, "log to Weights & Biases")
+    group: str | None = key(None, "group of runs")
+    team: str | None = key(None, "team (called entity by Weights & Biases)")
+    project: str = key("deepspeed", "project")
+
+
+class Comet(Section):
+    """Comet."""
+
+    enabled: bool = key(False, "log to Comet")
+    samples_log_interval: int = key(100, "samples between two entries", ge=1)
+    project: str | None = key(None, "project")
+    workspace: str | None = key(None, "workspace")
+    api_key: str | None = key(None, "the service's key; never printed, logged or saved", secret=True)
+    experiment_name: str | None = key(None, "name of the run")
+    experiment_key: str | None = key(None, "experiment to resume")
+    online: bool | None = key(None, "send immediately, or store locally")
+    mode: str | None = key(None, "get, create, or get_or_create")
+
+
+class MlflowMonitor(Section):
+    """MLflow."""
+
+    enabled: bool = key(False, "log to MLflow (Shoal's own section)")
+    tracking_uri: str | None = key(None, "server or folder; null: as MLflow's own configuration has it")
+    experiment_name: str | None = key(None, "experiment; null: MLflow's choice")
+    run_name: str | None = key(None, "name of the run; null: MLflow's choice")
+
+
+class CommsLogger(Section):
+    """Times of collectives."""
+
+    enabled: bool = key(False, "time every collective")
+    prof_all: bool = key(True, "time all kinds of collectives")
+    prof_ops: tuple[str, ...] = key((), "time only these kinds")
+    verbose: bool = key(False, "print each collective")
+    debug: bool = key(False, "also print its caller")
+
+
+class FlopsProfilerSection(Section):
+    """Operations of one step, by module."""
+
+    enabled: bool = key(False, "count the operations of one step")
+    profile_step: int = key(1, "step to profile", alias=("step",), ge=0)
+    module_depth: int = key(-1, "depth of the printed tree; -1: all", ge=-1)
+    top_modules: int = key(1, "modules printed at each depth", ge=1)
+    detailed: bool = key(True, "print the whole tree")
+    output_file: str | None = key(None, "file to print to")
+    recompute_fwd_factor: float = key(0.0, "forward passes counted for recomputation", ge=0)
+
+
+class ScheduleConfig(Section):
+    """How difficulty grows."""
+
+    total_curriculum_step: int | None = key(None, "steps until full difficulty", deprecated=("total_step",))
+    difficulty_step: int | None = key(None, "difficulty is a multiple of this")
+    root_degree: int | None = key(None, "degree of the root, for fixed_root")
+    difficulty: tuple[int, ...] | None = key(None, "difficulties, for fixed_discrete")
+    max_step: tuple[int, ...] | None = key(None, "the last step of each of them")
+
+
+class CurriculumLearning(Section):
+    """Short sequences first (the older form)."""
+
+    enabled: bool = key(False, "begin with short sequences")
+    curriculum_type: str = key("seqlen", "quantity that grows")
+    min_difficulty: int | None = key(None, "length at the start")
+    max_difficulty: int | None = key(None, "length at the end")
+    schedule_type: str | None = key(None, "fixed_linear, fixed_root, fixed_discrete or custom")
+    schedule_config: ScheduleConfig = section(ScheduleConfig, "how the length grows")
+
+
+ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+
+# In addition to ``min_difficulty`` and ``max_difficulty``: what ``schedule_config`` must have.
+NEEDED: dict[ScheduleType, tuple[str, ...]] = {
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "fixed_discrete": ("difficulty", "max_step"),
+    "custom": (),
+}
+
+
+def schedule_problems(schedule: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The key, what is wrong with it and what to do, for each thing that is wrong.
+
+    Args:
+        schedule: ``min_difficulty``, ``max_difficulty``, ``schedule_type``, ``schedule_config``; None: not given.
+    """
+    low, high = schedule.get("min_difficulty"), schedule.get("max_difficulty")
+    for name, value in (("min_difficulty", low), ("max_difficulty", high)):
+        if value is None:
+            yield name, "missing.", "write where difficulty begins and ends."
+    if low is not None and high is not None and low > high:
+        yield "min_difficulty", f"{low}, which is more than max_difficulty = {high}.", "swap them."
+    kind = schedule.get("schedule_type")
+    if kind not in NEEDED:
+        kinds = ", ".join(get_args(ScheduleType))
+        yield "schedule_type", "missing." if kind is None else f'"{kind}" is no schedule.', f"write one of {kinds}."
+        return
+    how = schedule.get("schedule_config") or {}
+    missing = [name for name in NEEDED[kind] if how.get(name) is None]
+    for name in missing:
+        yield f"schedule_config.{name}", f"missing, and {kind} needs it.", "write it."
+    if missing:
+        return
+    if kind == "fixed_discrete":
+        levels, ends = how["difficulty"], how["max_step"]
+        if len(levels) != len(ends) + 1 or not ends:
+            yield (
+                "schedule_config.max_step",
+                f"{len(ends)} steps for {len(levels)} difficulties: the last one has no end, each other has one.",
+                f"write {max(len(levels) - 1, 1)} steps.",
+            )
+        elif list(ends) != sorted(ends):
+            yield "schedule_config.max_step", f"{list(ends)} goes down.", "write the steps in order."
+    for name in ("total_curriculum_step", "difficulty_step", "root_degree"):
+        if name in NEEDED[kind] and how[name] < 1:
+            yield f"schedule_config.{name}", f"{how[name]} is no positive number.", "write one."
+
+
+class ProgressiveLayerDropSection(Section):
+    """Layers that are skipped at random, more of them in later steps."""
+
+    enabled: bool = key(False, "skip layers at random")
+    theta: float = key(1.0, "share of layers that run at the end", ge=0, le=1)
+    gamma: float = key(0.001, "how fast that share is reached", ge=0)
+
+
+class Elasticity(Section):
+    """A batch size that stays the same while the number of ranks changes."""
+
+    enabled: bool = key(False, "choose a batch size that many numbers of ranks can use")
+    max_train_batch_size: int = key(2000, "largest global batch; required", ge=1)
+    micro_batch_sizes: tuple[int, ...] = key((2, 4, 6), "micro-batches to choose from; required")
+    min_gpus: int = key(1, "smallest number of ranks", ge=1)
+    max_gpus: int = key(10000, "largest number of ranks", ge=1)
+    min_time: int = key(0, "minutes between two changes", ge=0)
+    prefer_larger_batch: bool = key(
+        True, "if several batches are equally good, choose the larger one", alias=("prefer_large_batch",)
+    )
+    ignore_non_elastic_batch_info: bool = key(False, "ignore the batch sizes given elsewhere")
+    version: float = key(
+        0.2, "0.1 counts ranks; 0.2 counts whole nodes, and chooses another batch for other numbers of ranks"
+    )
+    num_gpus_per_node: int = key(1, "ranks of a node", ge=1)
+    model_parallel_size: int = key(1, "model-parallel ranks of one model", ge=1)
+
+
+class Units(Section):
+    """Modules that are gathered together, by name where the automatic partition does not find them."""
+
+    classes: tuple[str, ...] = key((), "class names of modules that are one unit each")
+    names: tuple[str, ...] = key((), "full names of modules that are one unit each")
+
+
+class OffloadActivation(Section):
+    """Saved activations on the host."""
+
+    device: Literal["none", "cpu"] = key("none", "where activations saved for the backward pass are stored")
+    bytes: int | None = key(None, "largest number of bytes offloaded in a micro-batch; null: all", ge=0)
+
+
+@with_unsupported("debug")
+class Debug(Section):
+    """Checks that cost time."""
+
+    disk_sums: bool = key(
+        False, "compute a checksum of each block that is offloaded to a disk, and compare it whenever the block is read"
+    )
+    check_streams: bool = key(
+        False,
+        "simulate an accelerator on the CPU from initialize to destroy, and check that its streams wait for each other",
+    )
+
+
+class Data(Section):
+    """The position in the training data."""
+
+    stateful: bool = key(True, "save the loader's position in the data in checkpoints")
+    seed: int | None = key(None, "seed of the order of samples; null: the launcher's")
+
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 

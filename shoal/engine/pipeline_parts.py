@@ -14,7 +14,7 @@ from shoal.build.plan import ModuleAsBuilt
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import World
 from shoal.config import Config
-from shoal.config.pipeline import Pipeline
+from shoal.config.parallel import Pipeline
 from shoal.engine.model_parts import Specs
 from shoal.engine.over_stages import from_stages
 from shoal.engine.settings import Plan

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shoal.compiler import make_optimizer
-from shoal.config.types import BY_WIDTH, NOT_ELEMENTWISE, torch_optimizers
+from shoal.config.optimizer import BY_WIDTH, NOT_ELEMENTWISE, torch_optimizers
 from shoal.errors import OptimizerError
 from shoal.optim.elementwise import refusal
 from shoal.optim.lamb import Lamb

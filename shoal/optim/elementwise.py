@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.comm.environment import warn_on_rank_0
-from shoal.config.types import INSTEAD, NOT_ELEMENTWISE
+from shoal.config.optimizer import INSTEAD, NOT_ELEMENTWISE
 from shoal.errors import OptimizerError
 from shoal.optim.lion import Lion
 from shoal.optim.variants import AdamWithBias, FP32States

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 
 from shoal.comm.environment import warn_on_rank_0
-from shoal.config.types import torch_schedules
+from shoal.config.optimizer import torch_schedules
 from shoal.errors import OptimizerError, UsageError
 
 

@@ -21,7 +21,7 @@ import torch
 
 from shoal.comm.world import World, current_world
 from shoal.config import Config, load
-from shoal.config.sections import ActivationCheckpointing
+from shoal.config.schema import ActivationCheckpointing
 from shoal.errors import NotBuiltError
 from shoal.parallel.recompute_blocks import RecomputedBlocks
 from shoal.parallel.recompute_blocks import recompute_blocks as _recompute_blocks

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
-from shoal.config.sections import ActivationCheckpointing
+from shoal.config.schema import ActivationCheckpointing
 from shoal.device import Device
 from shoal.errors import UsageError
 from shoal.memory.stream_copies import copies_of as stream_copies_of

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, cast
 
-from shoal.config.pipeline import SCHEDULES, schedule_name, virtual_stages_problem
+from shoal.config.parallel import SCHEDULES, schedule_name, virtual_stages_problem
 from shoal.errors import ConfigError, UsageError
 
 ActionKind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "UNSHARD", "RESHARD"]

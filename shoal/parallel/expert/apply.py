@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.comm.protocol import Communicator
-from shoal.config.experts import ExpertParallel
+from shoal.config.parallel import ExpertParallel
 from shoal.errors import ModelError
 from shoal.parallel.expert.bias import add_bias, bias_of
 from shoal.parallel.expert.held import ListedExperts, modules_with_experts

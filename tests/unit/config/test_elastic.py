@@ -22,7 +22,7 @@ from shoal.config.elastic import (
     ElasticityIncompatibleWorldSize,
     shared_batch,
 )
-from shoal.config.sections import Elasticity
+from shoal.config.schema import Elasticity
 from shoal.errors import ConfigError
 
 TEN_THOUSAND: dict[str, Any] = {

@@ -16,10 +16,9 @@ import pytest
 from shoal.config import ConfigProblems, json_schema, load, reference, schema_paths, support_of
 from shoal.config.base import Section, below, keys_of, names_of, walk
 from shoal.config.normalise import NEVER_EXISTED, normalise
-from shoal.config.optimizer import OPTIMIZERS, SCHEDULERS
+from shoal.config.optimizer import BY_WIDTH, OPTIMIZERS, SCHEDULERS
 from shoal.config.schema import Schema
 from shoal.config.support import SUPPORT
-from shoal.config.types import BY_WIDTH
 from shoal.optim.build import RECIPES
 from shoal.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from tests.helpers.places import FIXTURES, ROOT

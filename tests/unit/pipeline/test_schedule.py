@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.cli.app import app
-from shoal.config.pipeline import SCHEDULES
+from shoal.config.parallel import SCHEDULES
 from shoal.errors import ConfigError
 from shoal.pipeline.schedule import Action, PipelineSchedule, build_schedule, forward_schedule, read_schedule
 from shoal.pipeline.simulate import lower, simulate, validate

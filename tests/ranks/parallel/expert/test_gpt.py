@@ -13,7 +13,7 @@ import torch
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.config.experts import ExpertParallel
+from shoal.config.parallel import ExpertParallel
 from shoal.errors import ModelError
 from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.apply import prepare_experts

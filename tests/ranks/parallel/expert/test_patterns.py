@@ -18,7 +18,7 @@ from shoal.comm.protocol import Communicator
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world, use_world
 from shoal.config import load
-from shoal.config.experts import PRESETS as NAMES
+from shoal.config.parallel import PRESETS as NAMES
 from shoal.errors import CheckpointError, ModelError, OptimizerError
 from shoal.mesh import Mesh
 from shoal.parallel.expert.apply import PRESETS, prepare_experts

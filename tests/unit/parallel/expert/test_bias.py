@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shoal.build.materialize import widen
-from shoal.config.experts import ExpertParallel
+from shoal.config.parallel import ExpertParallel
 from shoal.models import GPTConfig
 from shoal.parallel.expert.apply import prepare_experts
 from shoal.parallel.expert.bias import add_bias, bias_of, imbalance, update_bias

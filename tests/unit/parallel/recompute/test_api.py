@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shoal.config import load
-from shoal.config.sections import ActivationCheckpointing
+from shoal.config.schema import ActivationCheckpointing
 from shoal.errors import ModelError, NotBuiltError, UsageError
 from shoal.parallel import recompute, saved_tensors, segment, selective
 from shoal.parallel import recompute_blocks as recompute_blocks_module

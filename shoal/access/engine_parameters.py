@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.parts import cut, gather_parts
 from shoal.sharding.unit import UnitState
 
+_MAIN = ("fp32_param", "master")  # names of the main parameter among optimizer states
 _STATES: dict[UnitState, ParameterState] = {UnitState.FULL: "gathered", UnitState.GATHERING: "gathering"}
 
 
@@ -38,7 +40,6 @@ class EngineParameters(ParameterOwner):
     def __init__(
         self,
         sharded: ShardedModel,
-        groups: Sequence[ParameterGroup],
         step: ShardedStep | None,
         unscale: Callable[[], float],
         before: Callable[[], None] = lambda: None,
@@ -52,9 +53,6 @@ class EngineParameters(ParameterOwner):
         self._step = step
         self._unscale = unscale
         self._before = before
-        self._home = {
-            id(parameter): (group, slot) for group in groups for slot, parameter in enumerate(group.parameters)
-        }
 
     @property
     def engine(self) -> object:
@@ -77,9 +75,8 @@ class EngineParameters(ParameterOwner):
 
     def write_through(self, parameter: torch.Tensor, source: int) -> None:
         """Main parameters change only where the parameter did, so they keep their precision elsewhere."""
-        group, slot = self._sharded.home_of[id(parameter)]
-        buffer, part, mesh = group.buffer, group.buffer.owned_part(slot), self._sharded.axes.mesh
-        spec = buffer.layout.specs[slot]
+        home, mesh = self._home_of(parameter), self._sharded.axes.mesh
+        group, part, spec, buffer = home.group, home.part, home.spec, home.group.buffer
         value = buffer.full.narrow(0, spec.offset, spec.numel)
         if not value.numel():
             return
@@ -91,12 +88,12 @@ class EngineParameters(ParameterOwner):
         buffer.comm.drain()
         if part is None:
             return
-        new = buffer.full[buffer.begin : buffer.end][part.start : part.stop]
+        new = home.owned_in(buffer.full[buffer.begin : buffer.end])
         if group.is_trained:
             group.update_main(part.start, part.stop, new)
         if buffer.is_sharded:
             with buffer.storage.resident():
-                buffer.shard[part.start : part.stop].copy_(new)
+                home.owned_in(buffer.shard).copy_(new)
 
     def number_of(self, parameter: torch.Tensor) -> int:
         return self._sharded.number_of[id(parameter)]
@@ -108,39 +105,36 @@ class EngineParameters(ParameterOwner):
         return _STATES.get(self._sharded.unit_of[id(parameter)].state, "sharded")
 
     def shard_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        group, slot = self._sharded.home_of[id(parameter)]
-        part, owned = group.buffer.owned_part(slot), group.buffer.shard
-        return owned[:0] if part is None else owned[part.start : part.stop]
+        home = self._home_of(parameter)
+        return home.owned_in(home.group.buffer.shard)
 
     def spec_of(self, parameter: torch.Tensor) -> ParameterSpec:
         """Its name, its global shape, and the part of it that this rank's engine has."""
-        group, slot = self._sharded.home_of[id(parameter)]
-        return group.buffer.layout.specs[slot]
+        return self._home_of(parameter).spec
 
     def num_shards(self, parameter: torch.Tensor) -> int:
         return self._sharded.home_of[id(parameter)][0].buffer.comm.size
 
     @torch.no_grad()
     def load(self, parameter: nn.Parameter, read: Callable[[int, int], torch.Tensor]) -> None:
-        group, slot = self._sharded.home_of[id(parameter)]
-        buffer, part = group.buffer, group.buffer.owned_part(slot)
-        spec = buffer.layout.specs[slot]
+        home = self._home_of(parameter)
+        buffer, part = home.group.buffer, home.part
+        self._make_writable(parameter, home.group)
+        value = None
         if not buffer.is_sharded:
-            value = read(0, spec.numel).view(spec.shape)
-            buffer.comm.drain()
-            if group.is_trained and part is not None:
-                self.set_local_parameter(
-                    parameter, value.reshape(-1)[part.offset : part.offset + part.stop - part.start]
-                )
-            buffer.views[slot].copy_(value)
+            whole = read(0, home.spec.numel)
+            buffer.views[home.slot].copy_(whole.view(home.spec.shape))
+            value = None if part is None else whole.reshape(-1)[part.offset : part.offset + part.stop - part.start]
         elif part is not None:
             value = read(part.offset, part.offset + part.stop - part.start)
-            if group.is_trained:
-                self.set_local_parameter(parameter, value)
-            else:
-                _make_writable(self._sharded, parameter, group)
-                with buffer.storage.resident():
-                    buffer.shard[part.start : part.stop].copy_(value)
+        if value is None:
+            return
+        if home.group.is_trained:
+            self._before()
+            self._set_main(home, value)
+        elif buffer.is_sharded:
+            with buffer.storage.resident():
+                home.owned_in(buffer.shard).copy_(value)
 
     def share(self, module: nn.Module, parameter: torch.Tensor, *, is_shared: bool) -> None:
         reader, unit = self._sharded.calls.reader_of(module), self._sharded.unit_of[id(parameter)]
@@ -155,11 +149,12 @@ class EngineParameters(ParameterOwner):
 
     def knows(self, parameter: torch.Tensor) -> bool:
         """True if the engine trains it."""
-        return id(parameter) in self._home
+        home = self._sharded.home_of.get(id(parameter))
+        return home is not None and home[0].is_trained
 
     def shows_sum(self, parameter: torch.Tensor) -> bool:
         """True if ``parameter.grad`` is of all ranks, and not of this one alone."""
-        return self.comm.size == 1 or not self.knows(parameter) or self._home[id(parameter)][0].gradient.is_shown
+        return self.comm.size == 1 or not self.knows(parameter) or self._home_of(parameter).group.gradient.is_shown
 
     @property
     def has_whole_model(self) -> bool:
@@ -167,86 +162,84 @@ class EngineParameters(ParameterOwner):
         axes = self._sharded.axes
         return axes.get("tp") is None and axes.get("ep") is None and axes.same_units.size == axes.world.size
 
-    def _find(self, parameter: nn.Parameter) -> tuple[ParameterGroup, int, Segment | None]:
+    def _home_of(self, parameter: torch.Tensor) -> _Home:
+        group, slot = self._sharded.home_of[id(parameter)]
+        return _Home(group, slot, group.buffer.owned_part(slot))
+
+    def _find(self, parameter: nn.Parameter) -> _Home:
+        """Where a trained parameter is, once pending updates and gathers are done."""
         self._before()
         self._sharded.deferred.wait()
-        try:
-            group, slot = self._home[id(parameter)]
-        except KeyError:
+        if not self.knows(parameter):
             raise UsageError(
                 f"a parameter of shape {tuple(parameter.shape)} is not trained by this engine.",
                 do="pass a parameter of engine.module that is in an optimizer group.",
                 code="access-unknown",
-            ) from None
-        return group, slot, group.buffer.owned_part(slot)
+            )
+        return self._home_of(parameter)
 
-    def _full(
-        self, group: ParameterGroup, slot: int, segment: Segment | None, owned: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _make_writable(self, parameter: torch.Tensor, group: ParameterGroup) -> None:
+        """Release what a forward left gathered of the parameter's unit, and wait until no peer reads its shard."""
+        self._sharded.deferred.wait()
+        self._sharded.release_kept([self._sharded.unit_of[id(parameter)]])
+        group.buffer.comm.drain()
+
+    def _full(self, home: _Home, owned: torch.Tensor | None) -> torch.Tensor:
         """Put the ranks' parts of one parameter together. ``owned``: this rank's part, fp32, or None."""
-        info = group.buffer.layout.specs[slot]
-        comm = group.buffer.comm
-        whole = torch.zeros(info.numel, dtype=torch.float32, device=group.main.device)
-        if segment is not None and owned is not None:
-            whole[segment.offset : segment.offset + owned.numel()] = owned
-        if group.buffer.end - group.buffer.begin < group.buffer.layout.numel and info.numel:
+        buffer, spec = home.group.buffer, home.spec
+        whole = torch.zeros(spec.numel, dtype=torch.float32, device=home.group.main.device)
+        if home.part is not None and owned is not None:
+            whole[home.part.offset : home.part.offset + owned.numel()] = owned
+        if buffer.end - buffer.begin < buffer.layout.numel and spec.numel:
             # Each element comes from one rank only, so the sum is exact.
-            comm.blocking.all_reduce(whole, label=f"{group.buffer.label}: {info.name}")
-        part = whole.view(info.shape)
-        parts = group.axes.parts
-        return part if parts is None or not info.is_part else gather_parts(part, info, parts)
-
-    def _part(self, group: ParameterGroup, slot: int, segment: Segment, value: torch.Tensor) -> torch.Tensor:
-        flat = cut(value.detach(), group.buffer.layout.specs[slot]).reshape(-1)
-        return flat[segment.offset : segment.offset + segment.stop - segment.start]
+            buffer.comm.blocking.all_reduce(whole, label=f"{buffer.label}: {spec.name}")
+        value, parts = whole.view(spec.shape), home.group.axes.parts
+        return value if parts is None or not spec.is_part else gather_parts(value, spec, parts)
 
     # main parameters
 
     def full_parameter(self, parameter: nn.Parameter) -> torch.Tensor:
         """The fp32 main parameter. Communicates: one all_reduce of it where it is sharded."""
-        group, slot, segment = self._find(parameter)
-        with group.resident():
-            owned = group.main[segment.start : segment.stop].float() if segment else None
-            return self._full(group, slot, segment, owned)
+        home = self._find(parameter)
+        with home.group.resident():
+            return self._full(home, home.owned_in(home.group.main).float())
 
     def local_parameter(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of the main parameter, 1-D, not a copy (except from a disk); None where it owns nothing."""
-        group, _, segment = self._find(parameter)
-        if segment is None:
+        home = self._find(parameter)
+        if home.part is None:
             return None
-        with group.resident():
-            part = group.main[segment.start : segment.stop]
-            return part if group.disk is None else part.clone()
+        with home.group.resident():
+            part = home.owned_in(home.group.main)
+            return part if home.group.disk is None else part.clone()
 
     @torch.no_grad()
     def set_full_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Set the main parameter and the parameter. Called with the same value on every rank. Communicates nothing."""
-        group, slot, segment = self._find(parameter)
-        _check_shape(value, group.buffer.layout.specs[slot])
-        _make_writable(self._sharded, parameter, group)
-        if segment:
-            part = self._part(group, slot, segment, value)
-            with group.resident():
-                group.main[segment.start : segment.stop].copy_(part)
-            if group.has_own_main:
-                with group.buffer.storage.resident():
-                    group.owned_parameters[segment.start : segment.stop].copy_(part)
-        if not group.buffer.is_sharded:
-            group.buffer.views[slot].copy_(cut(value, group.buffer.layout.specs[slot]))
+        home = self._find(parameter)
+        part = home.part_of(value)
+        self._make_writable(parameter, home.group)
+        self._set_main(home, part)
+        if not home.group.buffer.is_sharded:
+            home.group.buffer.views[home.slot].copy_(cut(value, home.spec))
 
     @torch.no_grad()
     def set_local_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Set this rank's part. Called on every rank; replicas of the parameter follow after the next step."""
-        group, _, segment = self._find(parameter)
-        if segment is None:
-            return
-        _check_numel(value, segment)
-        _make_writable(self._sharded, parameter, group)
+        home = self._find(parameter)
+        if home.part is not None:
+            part = home.checked(value)
+            self._make_writable(parameter, home.group)
+            self._set_main(home, part)
+
+    def _set_main(self, home: _Home, part: torch.Tensor) -> None:
+        """Set this rank's part of the main parameter, and of the parameter."""
+        group = home.group
         with group.resident():
-            group.main[segment.start : segment.stop].copy_(value.reshape(-1))
+            home.owned_in(group.main).copy_(part)
         if group.has_own_main:
             with group.buffer.storage.resident():
-                group.owned_parameters[segment.start : segment.stop].copy_(value.reshape(-1))
+                home.owned_in(group.owned_parameters).copy_(part)
 
     # gradients
 
@@ -254,17 +247,20 @@ class EngineParameters(ParameterOwner):
         """The reduced gradient of the current step, fp32, as the optimizer will see it before clipping; None
         before backward.
         """
-        group, slot, segment = self._find(parameter)
-        if not self._has_gradient(group):
-            return None
-        owned = None
-        if segment:
-            owned = group.gradient.owned()[segment.start : segment.stop].float() * self._unscale()
-        return self._full(group, slot, segment, owned)
+        home = self._find(parameter)
+        return self._full(home, self._own_gradient(home)) if self._has_gradient(home.group) else None
+
+    def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part of the reduced gradient, 1-D, fp32; None before backward or where it owns nothing."""
+        home = self._find(parameter)
+        return None if home.part is None or not self._has_gradient(home.group) else self._own_gradient(home)
+
+    def _own_gradient(self, home: _Home) -> torch.Tensor:
+        return home.owned_in(home.group.gradient.owned()).float() * self._unscale()
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """True if a backward pass has reached it since the last step."""
-        return self._has_gradient(self._find(parameter)[0])
+        return self._has_gradient(self._find(parameter).group)
 
     def _has_gradient(self, group: ParameterGroup) -> bool:
         self._sharded.finish_backward()
@@ -277,25 +273,15 @@ class EngineParameters(ParameterOwner):
         group.gradient.sync_view()
         return group.gradient.state is not GradientState.NONE
 
-    def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """This rank's part of the reduced gradient, 1-D, fp32; None before backward or where it owns nothing."""
-        group, _, segment = self._find(parameter)
-        if segment is None or not self._has_gradient(group):
-            return None
-        return group.gradient.owned()[segment.start : segment.stop].float() * self._unscale()
-
     @torch.no_grad()
     def set_full_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Replace the gradient. Called with the same value on every rank, after backward at the boundary."""
-        group, slot, segment = self._find(parameter)
-        _check_shape(value, group.buffer.layout.specs[slot])
-        if not self._has_gradient(group):
-            raise UsageError(
-                "there is no gradient to replace.", do="call engine.backward(loss) first.", code="access-no-gradient"
-            )
-        if segment:
-            group.gradient.write(slot, segment, self._part(group, slot, segment, value / self._unscale()))
-        group.gradient.has_grad[slot] = 1
+        home = self._find(parameter)
+        part = home.part_of(value)
+        self._require_gradient(home.group)
+        if home.part is not None:
+            home.group.gradient.write(home.slot, home.part, part / self._unscale())
+        home.group.gradient.has_grad[home.slot] = 1
 
     @torch.no_grad()
     def set_local_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -303,118 +289,121 @@ class EngineParameters(ParameterOwner):
 
         Raises: UsageError: there is no gradient, or another number of elements than this rank owns.
         """
-        group, slot, segment = self._find(parameter)
+        home = self._find(parameter)
+        self._require_gradient(home.group)
+        if home.part is not None:
+            home.group.gradient.write(home.slot, home.part, home.checked(value) / self._unscale())
+            home.group.gradient.has_grad[home.slot] = 1
+
+    def _require_gradient(self, group: ParameterGroup) -> None:
         if not self._has_gradient(group):
             raise UsageError(
                 "there is no gradient to replace.", do="call engine.backward(loss) first.", code="access-no-gradient"
             )
-        if segment is None:
-            return
-        _check_numel(value, segment)
-        group.gradient.write(slot, segment, value.reshape(-1) / self._unscale())
-        group.gradient.has_grad[slot] = 1
 
     # optimizer state
 
-    def _state_parts(
-        self, parameter: nn.Parameter, key: str
-    ) -> tuple[ParameterGroup, int, Segment | None, torch.Tensor | None]:
-        group, slot, segment = self._find(parameter)
-        if self._step is None or segment is None:
-            return group, slot, segment, None
-        with group.resident():
-            return group, slot, segment, self._resident_parts(group, slot, key)
-
-    def _resident_parts(self, group: ParameterGroup, slot: int, key: str) -> torch.Tensor | None:
-        assert self._step is not None
-        parts = []
-        for part_range, segment in group.ranges_of(slot):
-            held = self._step.optimizer.state.get(part_range.param, {})
-            if key not in held:
-                return None
-            parts.append(held[key][segment.start : segment.stop])
-        whole = torch.cat(parts) if len(parts) != 1 else parts[0]
-        return whole if group.disk is None or len(parts) != 1 else whole.clone()
-
     def full_optimizer_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor | None:
         """One per-element state, whole, fp32; None before the first step. Communicates as ``full_parameter``."""
-        if key in ("fp32_param", "master"):
+        if key in _MAIN:
             return self.full_parameter(parameter)
-        group, slot, segment, owned = self._state_parts(parameter, key)
-        if not self._anywhere(owned is not None, group):
+        home = self._find(parameter)
+        owned, comm = self._state(home, key), home.group.buffer.comm
+        has_state = torch.tensor([float(owned is not None)], device=home.group.main.device)
+        if not comm.exchange(has_state, label="state").wait().any():
             return None
-        return self._full(group, slot, segment, owned.float() if owned is not None else None)
-
-    def _anywhere(self, flag: bool, group: ParameterGroup) -> bool:
-        comm = group.buffer.comm
-        return bool(comm.exchange(torch.tensor([float(flag)], device=group.main.device), label="state").wait().any())
+        return self._full(home, owned.float() if owned is not None else None)
 
     def local_optimizer_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor | None:
         """This rank's part of one per-element state, 1-D; None before the first step or where it owns nothing."""
-        if key in ("fp32_param", "master"):
-            return self.local_parameter(parameter)
-        return self._state_parts(parameter, key)[3]
+        return self.local_parameter(parameter) if key in _MAIN else self._state(self._find(parameter), key)
+
+    def _state(self, home: _Home, key: str) -> torch.Tensor | None:
+        if self._step is None or home.part is None:
+            return None
+        parts: list[torch.Tensor] = []
+        with home.group.resident():
+            for owned, segment in home.group.ranges_of(home.slot):
+                state = self._step.optimizer.state.get(owned.param, {})
+                if key not in state:
+                    return None
+                parts.append(state[key][segment.start : segment.stop])
+            if len(parts) != 1:
+                return torch.cat(parts)
+            return parts[0] if home.group.disk is None else parts[0].clone()
 
     @torch.no_grad()
     def set_full_optimizer_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
         """Set one per-element state. Called with the same value on every rank. Communicates nothing."""
-        if key in ("fp32_param", "master"):
+        if key in _MAIN:
             self.set_full_parameter(parameter, value)
             return
-        group, slot, segment = self._find(parameter)
-        _check_shape(value, group.buffer.layout.specs[slot])
-        if segment:
-            self._write_state(group, slot, key, self._part(group, slot, segment, value))
+        home = self._find(parameter)
+        self._set_state(home, key, home.part_of(value))
 
     @torch.no_grad()
     def set_local_optimizer_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
-        group, slot, segment = self._find(parameter)
-        if segment is not None:
-            _check_numel(value, segment)
-            self._write_state(group, slot, key, value.reshape(-1))
+        home = self._find(parameter)
+        if home.part is not None:
+            self._set_state(home, key, home.checked(value))
 
-    def _write_state(self, group: ParameterGroup, slot: int, key: str, flat: torch.Tensor) -> None:
+    def _set_state(self, home: _Home, key: str, flat: torch.Tensor) -> None:
         assert self._step is not None
         done = 0
-        with group.resident():
-            for part_range, segment in group.ranges_of(slot):
-                held = self._step.optimizer.state[part_range.param]
-                if key not in held:
-                    if held:
+        with home.group.resident():
+            for owned, segment in home.group.ranges_of(home.slot):
+                state = self._step.optimizer.state[owned.param]
+                if key not in state:
+                    if state:
                         raise UsageError(
-                            f"the optimizer has no state {key!r}; it has {', '.join(map(repr, held))}.",
-                            where=f"parameter {group.buffer.layout.specs[slot].name!r}",
+                            f"the optimizer has no state {key!r}; it has {', '.join(map(repr, state))}.",
+                            where=f"parameter {home.spec.name!r}",
                             do="pass one of these names, 'fp32_param' for the main parameter.",
                             code="access-state",
                         )
-                    held[key] = torch.zeros_like(part_range.param.detach())
+                    state[key] = torch.zeros_like(owned.param.detach())
                 numel = segment.stop - segment.start
-                held[key][segment.start : segment.stop].copy_(flat[done : done + numel])
+                state[key][segment.start : segment.stop].copy_(flat[done : done + numel])
                 done += numel
 
 
-def _make_writable(sharded: ShardedModel, parameter: torch.Tensor, group: ParameterGroup) -> None:
-    """Release what a forward left gathered of the parameter's unit, and wait until no peer reads its shard."""
-    sharded.release_kept([sharded.unit_of[id(parameter)]])
-    group.buffer.comm.drain()
+class _Home(NamedTuple):
+    """Where a parameter is: its group, its number there, and the part of it that this rank owns (None: nothing)."""
 
+    group: ParameterGroup
+    slot: int
+    part: Segment | None
 
-def _check_shape(value: torch.Tensor, slot: ParameterSpec) -> None:
-    if tuple(value.shape) != slot.global_shape:
-        raise UsageError(
-            f"the value for {slot.name!r} has shape {tuple(value.shape)}, expected {slot.global_shape}.",
-            do="pass the whole tensor; the local forms take this rank's part.",
-            code="access-shape",
-        )
+    @property
+    def spec(self) -> ParameterSpec:
+        return self.group.buffer.layout.specs[self.slot]
 
+    def owned_in(self, range_: torch.Tensor) -> torch.Tensor:
+        """The parameter's elements in a tensor of this rank's range; none where it owns nothing."""
+        return range_[:0] if self.part is None else range_[self.part.start : self.part.stop]
 
-def _check_numel(value: torch.Tensor, segment: Segment) -> None:
-    if value.numel() != segment.stop - segment.start:
-        raise UsageError(
-            f"the local value has {value.numel()} elements, this rank owns {segment.stop - segment.start}.",
-            do="pass a tensor of the size that the local getter returns.",
-            code="access-shape",
-        )
+    def part_of(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole value, 1-D. Raises: UsageError: the value has another shape."""
+        if tuple(value.shape) != self.spec.global_shape:
+            raise UsageError(
+                f"the value for {self.spec.name!r} has shape {tuple(value.shape)}, expected {self.spec.global_shape}.",
+                do="pass the whole tensor; the local forms take this rank's part.",
+                code="access-shape",
+            )
+        flat, part = cut(value.detach(), self.spec).reshape(-1), self.part
+        return flat[:0] if part is None else flat[part.offset : part.offset + part.stop - part.start]
+
+    def checked(self, value: torch.Tensor) -> torch.Tensor:
+        """A value of this rank's part, 1-D. Raises: UsageError: it has another number of elements."""
+        assert self.part is not None
+        numel = self.part.stop - self.part.start
+        if value.numel() != numel:
+            raise UsageError(
+                f"the local value has {value.numel()} elements, this rank owns {numel}.",
+                do="pass a tensor of the size that the local getter returns.",
+                code="access-shape",
+            )
+        return value.reshape(-1)
 
 
 # DeepSpeed's safe accessors

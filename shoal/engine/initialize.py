@@ -395,8 +395,6 @@ def _check_same_everywhere(axes: Axes, settings: Config, model: nn.Module) -> No
     Communicates: digests; where those differ, what they are of.
     """
     comm = axes.world
-    if comm.size == 1:
-        return
     mine = {
         "config": {key: repr(value) for key, value in sorted(flat(settings.effective()).items())},
         "model": {

@@ -305,7 +305,7 @@ def _set_generators(device: Device, saved: Mapping[str, Any]) -> None:
 
 def _differing(comm: Communicator, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This rank's buffers that differ from rank 0's (running statistics, for example)."""
-    if comm.size == 1 or not buffers:
+    if not buffers:
         return {}
     sums = {
         name: checksum(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

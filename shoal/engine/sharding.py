@@ -59,7 +59,6 @@ class Sharding:
         self.check = ParameterCheck(model)
         self.access = EngineParameters(
             model,
-            self.groups,
             step,
             accumulation.gradient_scale,
             self.check.follow,

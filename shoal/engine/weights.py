@@ -126,23 +126,13 @@ class Weights:
                 if name not in state_dict or id(tensor) in done:
                     continue
                 done.add(id(tensor))
-                if isinstance(tensor, nn.Parameter) and self._sharding.access.knows(tensor):
-                    self._sharding.access.set_full_parameter(tensor, state_dict[name].to(self._device))
-                elif isinstance(tensor, nn.Parameter):
-                    self._set_frozen(tensor, state_dict[name])
+                if isinstance(tensor, nn.Parameter):
+                    self._set(tensor, cut(state_dict[name].to(self._device), specs[id(tensor)]).reshape(-1))
                 else:
                     tensor.copy_(state_dict[name])
 
-    def _set_frozen(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        group, slot = self._sharding.model.home_of[id(parameter)]
-        buffer, part = group.buffer, group.buffer.owned_part(slot)
-        buffer.comm.drain()
-        flat = cut(value, buffer.layout.specs[slot]).reshape(-1).to(buffer.full.device, buffer.dtype)
-        if not buffer.is_sharded:
-            buffer.views[slot].copy_(flat.view(buffer.layout.specs[slot].shape))
-        elif part is not None:
-            with buffer.storage.resident():
-                buffer.shard[part.start : part.stop] = flat[part.offset : part.offset + part.stop - part.start]
+    def _set(self, parameter: nn.Parameter, flat: torch.Tensor) -> None:
+        self._sharding.access.load(parameter, lambda start, stop: flat[start:stop])
 
     def save(self, folder: str | os.PathLike[str], name: str, *, exclude_frozen: bool) -> bool:
         """Write them, in the parameters' dtype, as one file; rank 0 writes.

@@ -203,11 +203,9 @@ def linear_cross_entropy(
     flat = hidden.reshape(-1, hidden.shape[-1])
     _check(flat, weight, targets, bias, comm, ignore_index)
     first = 0
-    if comm is not None and comm.size > 1:
+    if comm is not None:
         first = comm.rank * weight.shape[0] if vocabulary_start is None else vocabulary_start
         flat = autograd.copy(flat, comm, label=f"{label} hidden")
-    else:
-        comm = None
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

@@ -258,7 +258,7 @@ class _Moving:
         self._work: Work | None = None
         self._padding = padding
         self._sent = rows = rows.detach().contiguous()
-        if comm is None or comm.size == 1:
+        if comm is None:
             self._received = self._padded(rows)
             return
         if held.hierarchy is not None:
@@ -306,7 +306,7 @@ class _Chunk:
     def buffer(self, num_rows: int, width: int, like: Tensor) -> Tensor:
         """Memory to send from. Shape: [num_rows, width]."""
         comm = self.held.comm
-        if comm is None or comm.size == 1 or self.held.hierarchy is not None:
+        if comm is None or self.held.hierarchy is not None:
             return like.new_empty(num_rows, width)
         return comm.empty(num_rows * width, like.dtype, like.device).view(num_rows, width)
 

@@ -97,8 +97,8 @@ class SequenceContext:
 
     @property
     def comms(self) -> list[Communicator]:
-        """Those of more than one rank."""
-        return [comm for comm in (self.sp, self.cp) if comm is not None and comm.size > 1]
+        """Those that are set."""
+        return [comm for comm in (self.sp, self.cp) if comm is not None]
 
     @property
     def multiple(self) -> int:
@@ -179,7 +179,7 @@ class SequenceContext:
         length = self.whole_length(tensor.shape[dim])
         if self.sp is not None:
             tensor = _gathered(tensor, self.sp, self.sp_lengths(length), dim)
-        if self.cp is None or self.cp.size == 1:
+        if self.cp is None:
             return tensor
         chunks = self.chunks(length)
         tensor = _gathered(tensor, self.cp, tuple(num_positions(each) for each in chunks), dim)
@@ -254,8 +254,6 @@ class SequenceContext:
 
 @untraced
 def _gathered(tensor: Tensor, comm: Communicator, lengths: tuple[int, ...], dim: int) -> Tensor:
-    if comm.size == 1:
-        return tensor
     shape = list(tensor.shape)
     shape[dim] = max(lengths)
     own = tensor.new_zeros(shape)

@@ -23,8 +23,7 @@ from shoal.parallel.expert.gate import topkgating
 from shoal.parallel.expert.losses import global_batch_loss
 from shoal.parallel.saved_tensors import InPlaceStore, PartitionedStore
 from shoal.parallel.sequence.chunks import chunks_of
-from shoal.parallel.sequence.exchange import RingPlan
-from shoal.parallel.sequence.ring import ring_attention
+from shoal.parallel.sequence.ring import RingPlan, ring_attention
 from shoal.simulation.check import StreamCheck
 from tests.helpers.composition import Combination, Run, settings_of
 from tests.helpers.models import HIDDEN, VOCABULARY, Plain

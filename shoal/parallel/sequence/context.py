@@ -24,7 +24,7 @@ from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import ChunkOrder, Chunks, Documents, chunks_of, cuts, num_positions
-from shoal.parallel.sequence.exchange import KeyExchange
+from shoal.parallel.sequence.ring import KeyExchange
 
 
 class MaskWindows:

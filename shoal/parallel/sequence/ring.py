@@ -1,7 +1,11 @@
-"""Attention of this rank's queries to the keys and values of all ranks, which move around a ring.
+"""Attention of this rank's queries to the keys and values of all ranks, and how these reach it.
 
-Each rank packs its keys and values into one buffer. In step s, rank r computes with the buffer of rank r - s, and
-meanwhile sends it to rank r + 1 and receives the next one:
+ring        P - 1 sends: every rank sends on to rank r + 1 what it has received from rank r - 1
+all-gather  one all-gather, and P times the memory for keys and values; one reduce-scatter of the gradients
+direct      at most P - 1 sends, of those keys alone that another rank's queries attend to
+
+In step s of the ring, rank r computes with the keys and values of rank r - s, packed in one buffer, and meanwhile sends
+the buffer on and receives the next one:
 
     step      0        1        2              forward     P - 1 sends of keys and values
     rank 0    0 ->     2 ->     1              backward    P - 1 sends of keys and values, and P - 1 of their gradients
@@ -11,9 +15,12 @@ meanwhile sends it to rank r + 1 and receives the next one:
 The gradients of a buffer begin at the rank that uses it in step 1 and are sent on until they reach its owner, which
 adds its own share. Outputs of tiles are merged by their log-sum-exp, in fp32; gradients are summed in fp32.
 
-With a window or documents keys and values go directly to the ranks that need them. Instead of moving
-at all they can be gathered: one all-gather in forward, one all-gather and one reduce-scatter in backward, and P times
-the memory for keys and values.
+With a window or documents the queries of a rank attend to few keys of other ranks, and every rank knows to which:
+``direct``. In step s rank r sends to rank r + s the keys and values that it needs of rank r, and receives from rank
+r - s; in backward it returns their gradients. Where nothing is needed nothing is sent. Four ranks, contiguous, each
+attending to some keys of the rank before:
+
+    step 1    0 -> 1    1 -> 2    2 -> 3         a causal window: not 3 -> 0, and no steps 2 and 3
 
 Source: Ring Attention (arXiv:2310.01889); FlashAttention-2's backward (arXiv:2307.08691); all-gather: Llama 3
 (arXiv:2407.21783), section 3.3.2.
@@ -21,15 +28,350 @@ Source: Ring Attention (arXiv:2310.01889); FlashAttention-2's backward (arXiv:23
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from shoal.comm.autograd import once_differentiable
-from shoal.parallel.sequence.chunks import Tile
-from shoal.parallel.sequence.exchange import RingPlan, blocks_of, gradients_of
-from shoal.parallel.sequence.kernels import accumulated, dense_heads, kernel_for, sum_dtype
+from shoal.comm.protocol import Communicator, Work
+from shoal.parallel.sequence.chunks import Chunks, Tile, keys_of, num_positions, of_packed_keys, tiles_of
+from shoal.parallel.sequence.kernels import HeadGroups, accumulated, dense_heads, kernel_for, sum_dtype
+
+KeyExchange = Literal["ring", "all_gather"]
+Block = tuple[int, Tensor, Tensor]  # a rank, its keys and its values
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """What the ranks hold, and how keys and values reach them.
+
+    Args:
+        comm: None: this rank holds the whole sequence.
+        chunks: of each rank.
+        documents, window: as :func:`tiles_of` takes them.
+        softcap: see ``PlainKernel``.
+        groups: where the heads of keys serve different numbers of heads of queries; None: they divide.
+    """
+
+    comm: Communicator | None
+    chunks: tuple[Chunks, ...]
+    is_causal: bool
+    documents: tuple[tuple[int, ...], ...] | None
+    scale: float
+    exchange: KeyExchange
+    label: str
+    window: int | None = None
+    softcap: float | None = None
+    groups: HeadGroups | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.comm is None else self.comm.rank
+
+    @property
+    def is_direct(self) -> bool:
+        """True if a rank receives only the keys that its queries attend to."""
+        return self.exchange == "ring" and (self.window is not None or self.documents is not None)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many positions each rank holds."""
+        return [num_positions(chunks) for chunks in self.chunks]
+
+    def tiles(self, source: int) -> tuple[Tile, ...]:
+        """The tiles of this rank's queries and the keys of rank ``source``, as this rank is given them."""
+        tiles = self._tiles(self.rank, source)
+        return of_packed_keys(tiles) if self.is_direct and source != self.rank else tiles
+
+    def needed(self, reader: int, source: int) -> tuple[range, ...]:
+        """What queries of rank ``reader`` attend to of the keys of rank ``source``: places in what that rank holds."""
+        return keys_of(self._tiles(reader, source))
+
+    def _tiles(self, reader: int, source: int) -> tuple[Tile, ...]:
+        return tiles_of(self.chunks[reader], self.chunks[source], self.is_causal, self.documents, self.window)
+
+
+class Packed:
+    """Keys and values in one buffer, one after the other.
+
+    Args:
+        lengths: how many positions there are of each rank.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, lengths: Sequence[int]) -> None:
+        self._shapes = key.shape, value.shape
+        self._lengths = lengths
+
+    def numel(self, source: int) -> int:
+        return sum(shape.numel() // max(shape[2], 1) * self._lengths[source] for shape in self._shapes)
+
+    @property
+    def most(self) -> int:
+        return max(map(self.numel, range(len(self._lengths))))
+
+    def views(self, buffer: Tensor, source: int) -> tuple[Tensor, Tensor]:
+        """[B, K, S, E] and [B, K, S, F] of rank ``source``."""
+        shapes = [(*shape[:2], self._lengths[source], shape[3]) for shape in self._shapes]
+        numel = torch.Size(shapes[0]).numel()
+        return buffer[:numel].view(shapes[0]), buffer[numel : self.numel(source)].view(shapes[1])
+
+    def fill(self, buffer: Tensor, source: int, key: Tensor, value: Tensor) -> None:
+        for view, tensor in zip(self.views(buffer, source), (key, value), strict=True):
+            view.copy_(tensor)
+
+
+def _pass_on(comm: Communicator, outgoing: Tensor, incoming: Tensor, label: str) -> tuple[Work, Work]:
+    """Send to the next rank and receive from the one before. Returns: the send, the receive."""
+    # Neighbours issue the two in opposite orders: NCCL does a pair's sends and receives one after the other.
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if comm.rank % 2:
+        received = comm.recv(incoming, previous, label=label)
+        return comm.send(outgoing, following, label=label), received
+    return comm.send(outgoing, following, label=label), comm.recv(incoming, previous, label=label)
+
+
+def ring_blocks(key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator, label: str) -> Iterator[Block]:
+    """Each rank with its keys and values, this one first. What is received next moves while the caller computes."""
+    packed = Packed(key, value, plan.lengths)
+    # A buffer is received into two steps after it was sent: ranks need not be in the same step.
+    buffers = [comm.empty(packed.most, key.dtype, key.device) for _ in range(min(comm.size, 3))]
+    packed.fill(buffers[0], comm.rank, key, value)
+    views = key, value
+    sent: list[Work] = []
+    for step in range(comm.size - 1):
+        source, following = (comm.rank - step) % comm.size, (comm.rank - step - 1) % comm.size
+        if step >= 2:
+            sent[step - 2].drain()
+        current, spare = buffers[step % 3], buffers[(step + 1) % 3 % len(buffers)]
+        send, receive = _pass_on(comm, current[: packed.numel(source)], spare[: packed.numel(following)], label)
+        sent.append(send)
+        yield source, *views
+        receive.wait()
+        views = packed.views(spare, following)
+    yield (comm.rank + 1) % comm.size, *views
+    for work in sent[-2:]:
+        work.drain()
+
+
+def gathered_blocks(key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator, label: str) -> Iterator[Block]:
+    """As :func:`ring_blocks`, from one all-gather."""
+    packed = Packed(key, value, plan.lengths)
+    own = comm.empty(packed.most, key.dtype, key.device)
+    packed.fill(own, comm.rank, key, value)
+    full = torch.empty(comm.size * packed.most, dtype=key.dtype, device=key.device)
+    work = comm.all_gather(full, own, label=label)
+    yield comm.rank, key, value
+    work.drain()
+    for step in range(1, comm.size):
+        source = (comm.rank - step) % comm.size
+        yield source, *packed.views(full[source * packed.most :], source)
+
+
+class LocalGradients:
+    """The gradients of the keys and values of the only rank, in the dtype of sums."""
+
+    def __init__(self, key: Tensor, value: Tensor, plan: RingPlan) -> None:
+        self._packed = Packed(key, value, plan.lengths)
+        self._dtype = sum_dtype(key)
+        self._device = key.device
+        self._label = f"{plan.label} gradients"
+        self._own = torch.empty(0)
+
+    def begin(self, source: int) -> tuple[Tensor, Tensor]:
+        """Zeros, to which the caller adds its share of the gradients of the keys and values of rank ``source``."""
+        self._own = torch.zeros(self._packed.numel(source), dtype=self._dtype, device=self._device)
+        return self._packed.views(self._own, source)
+
+    def end(self, source: int) -> None:
+        """The share is complete."""
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        """The sums of all ranks' shares, of this rank's keys and values."""
+        return self._packed.views(self._own, 0)
+
+
+class RingGradients(LocalGradients):
+    """Gradients that are sent on from rank to rank until they reach the owner of the keys and values."""
+
+    def __init__(self, key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator) -> None:
+        super().__init__(key, value, plan)
+        self._comm = comm
+        self._share = self._own
+        self._under_way: tuple[Work, Work] | None = None
+
+    def begin(self, source: int) -> tuple[Tensor, Tensor]:
+        self._share = self._comm.empty(self._packed.numel(source), self._dtype, self._device).zero_()
+        return self._packed.views(self._share, source)
+
+    def end(self, source: int) -> None:
+        if source == self._comm.rank:
+            self._own = self._share
+            return
+        if self._under_way is not None:
+            self._share += self._received()
+        # The rank before has used the keys and values of the rank before ``source``.
+        numel = self._packed.numel((source - 1) % self._comm.size)
+        incoming = torch.empty(numel, dtype=self._dtype, device=self._device)
+        self._under_way = _pass_on(self._comm, self._share, incoming, self._label)
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        self._own += self._received()
+        return self._packed.views(self._own, self._comm.rank)
+
+    def _received(self) -> Tensor:
+        """What the rank before has sent; what this rank sent has left it, too."""
+        assert self._under_way is not None
+        send, receive = self._under_way
+        received = receive.wait()
+        send.drain()
+        return received
+
+
+class GatheredGradients(LocalGradients):
+    """Gradients of all ranks' keys and values, summed by one reduce-scatter."""
+
+    def __init__(self, key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator) -> None:
+        super().__init__(key, value, plan)
+        self._comm = comm
+        self._full = comm.empty(comm.size * self._packed.most, self._dtype, self._device).zero_()
+
+    def begin(self, source: int) -> tuple[Tensor, Tensor]:
+        return self._packed.views(self._full[source * self._packed.most :], source)
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        out = torch.empty(self._packed.most, dtype=self._dtype, device=self._device)
+        self._comm.blocking.reduce_scatter(self._full, out, label=self._label)
+        return self._packed.views(out, self._comm.rank)
+
+
+def direct_blocks(key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator, label: str) -> Iterator[Block]:
+    """As :func:`ring_blocks`, with those keys and values alone that are needed here; there may be none."""
+    sent, received = _needed(key, value, plan, comm)
+    under_way: dict[int, tuple[Tensor, list[Work]]] = {}
+
+    def start(step: int) -> None:
+        reader, source = _peers(comm, step)
+        outgoing = comm.empty(sent.numel(reader), key.dtype, key.device)
+        for view, tensor in zip(sent.views(outgoing, reader), (key, value), strict=True):
+            for place, part in _places(tensor, plan.needed(reader, comm.rank), view):
+                part.copy_(place)
+        incoming = torch.empty(received.numel(source), dtype=key.dtype, device=key.device)
+        under_way[step] = incoming, _exchange(comm, outgoing, reader, incoming, source, label)
+
+    start(1)
+    block: Block = comm.rank, key, value
+    before: list[Work] = []
+    for step in range(1, comm.size):
+        if step + 1 < comm.size:
+            start(step + 1)
+        yield block
+        incoming, works = under_way.pop(step)
+        for work in works:
+            work.wait()
+        for work in before:
+            work.drain()
+        before = works
+        _, source = _peers(comm, step)
+        block = source, *received.views(incoming, source)
+    yield block
+    for work in before:
+        work.drain()
+
+
+class DirectGradients(LocalGradients):
+    """Gradients that each rank returns to the owner of the keys and values."""
+
+    def __init__(self, key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator) -> None:
+        super().__init__(key, value, plan)
+        self._plan = plan
+        self._comm = comm
+        self._received, self._sent = _needed(key, value, plan, comm)
+        self._share = self._own
+        self._under_way: tuple[int, Tensor, list[Work]] | None = None
+
+    def begin(self, source: int) -> tuple[Tensor, Tensor]:
+        if source == self._comm.rank:
+            return super().begin(source)
+        self._share = self._comm.empty(self._sent.numel(source), self._dtype, self._device).zero_()
+        return self._sent.views(self._share, source)
+
+    def end(self, source: int) -> None:
+        if source == self._comm.rank:
+            return
+        self._add()
+        reader, _ = _peers(self._comm, (self._comm.rank - source) % self._comm.size)
+        incoming = torch.empty(self._received.numel(reader), dtype=self._dtype, device=self._device)
+        works = _exchange(self._comm, self._share, source, incoming, reader, self._label)
+        self._under_way = reader, incoming, works
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        self._add()
+        return self._packed.views(self._own, self._comm.rank)
+
+    def _add(self) -> None:
+        """Wait for the gradients of the last step, and add them."""
+        if self._under_way is None:
+            return
+        reader, incoming, works = self._under_way
+        for work in works:
+            work.drain()
+        places = self._plan.needed(reader, self._comm.rank)
+        mine = self._packed.views(self._own, self._comm.rank)
+        for own, view in zip(mine, self._received.views(incoming, reader), strict=True):
+            for place, part in _places(own, places, view):
+                place.add_(part)
+
+
+def blocks_of(key: Tensor, value: Tensor, plan: RingPlan, label: str) -> Iterator[Block]:
+    """Each rank with its keys and values, as ``plan.tiles`` counts them; this one first."""
+    if plan.comm is None or plan.comm.size == 1:
+        return iter([(0, key, value)])
+    blocks = gathered_blocks if plan.exchange == "all_gather" else direct_blocks if plan.is_direct else ring_blocks
+    return blocks(key, value, plan, plan.comm, label)
+
+
+def gradients_of(key: Tensor, value: Tensor, plan: RingPlan) -> LocalGradients:
+    """What sums the ranks' gradients of the keys and values that ``blocks_of`` has given them."""
+    if plan.comm is None or plan.comm.size == 1:
+        return LocalGradients(key, value, plan)
+    if plan.exchange == "all_gather":
+        return GatheredGradients(key, value, plan, plan.comm)
+    return (DirectGradients if plan.is_direct else RingGradients)(key, value, plan, plan.comm)
+
+
+def _peers(comm: Communicator, step: int) -> tuple[int, int]:
+    """The rank that is sent keys in a step, and the rank that they are received from."""
+    return (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
+
+
+def _needed(key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator) -> tuple[Packed, Packed]:
+    """What other ranks need of this one, and what this rank needs of others."""
+    ranks = range(comm.size)
+    here = [sum(map(len, plan.needed(reader, comm.rank))) for reader in ranks]
+    there = [sum(map(len, plan.needed(comm.rank, source))) for source in ranks]
+    return Packed(key, value, here), Packed(key, value, there)
+
+
+def _places(tensor: Tensor, places: Sequence[range], packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Places of [B, K, L, E], each with its part of ``packed``: [B, K, total, E]."""
+    parts = packed.split([len(some) for some in places], 2)
+    for some, part in zip(places, parts, strict=True):
+        yield tensor[:, :, some.start : some.stop], part
+
+
+def _exchange(comm: Communicator, outgoing: Tensor, to: int, incoming: Tensor, origin: int, label: str) -> list[Work]:
+    """Send and receive what is not empty."""
+    works: list[Work] = []
+    # Not all ranks of a circle send first: NCCL does a pair's sends and receives one after the other.
+    for is_send in (True, False) if comm.rank < to else (False, True):
+        if is_send and outgoing.numel():
+            works.append(comm.send(outgoing, to, label=label))
+        elif not is_send and incoming.numel():
+            works.append(comm.recv(incoming, origin, label=label))
+    return works
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, sinks: Tensor | None = None) -> Tensor:

@@ -23,7 +23,6 @@ from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError
 from shoal.parallel.tensor.attention import AttentionSplit, numel_of, split_heads
 from shoal.parallel.tensor.families import ACTIVATIONS, OUTPUT_PARAMETERS, base_of, is_conv1d
-from shoal.parallel.tensor.grid_layers import GridSplit
 from shoal.parallel.tensor.hooks import InputHook, SplitStack, has_dropout
 from shoal.parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -49,7 +48,7 @@ from shoal.parallel.tensor.plan import (
     plan_for,
     split_error,
 )
-from shoal.parallel.tensor.region import TensorRegion
+from shoal.parallel.tensor.region import SharedByCopies, TensorRegion
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import cut
 from shoal.sharding.storage import is_placeholder, placeholder
@@ -132,7 +131,7 @@ class SplitLayer:
 
     module: nn.Module
     behaviour: type[nn.Module]
-    split: LayerSplit | GridSplit
+    split: SharedByCopies
 
 
 class Resolver(ABC):

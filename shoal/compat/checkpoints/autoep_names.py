@@ -16,9 +16,9 @@ otherwise they are taken for the stack of Transformers 5, as DeepSpeed's presets
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from shoal.checkpoint.foreign import Shapes
 from shoal.checkpoint.portable import About, TensorInfo, join
 from shoal.checkpoint.rectangles import Rectangle
 from shoal.compat.checkpoints.autoep import AutoEpLayer, of_expert, under
-from shoal.compat.checkpoints.state import damaged
+from shoal.compat.checkpoints.state import StateTensor, Tensors, damaged
 from shoal.errors import CheckpointError
 
 _Value = TypeVar("_Value")
@@ -69,7 +69,7 @@ class MadeTensor:
         shape = (columns, rows) if self.is_transposed else (rows, columns)
         return TensorInfo(dtype, shape if self.is_listed else (len(self.parts), *shape))
 
-    def read(self, info: TensorInfo, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    def read(self, info: TensorInfo, tensors: Tensors) -> torch.Tensor:
         """Memory: the tensor, and an expert of it."""
 
         def slices() -> Iterator[tuple[Rectangle, torch.Tensor]]:
@@ -77,7 +77,7 @@ class MadeTensor:
                 lead = () if self.is_listed else (expert,)
                 at = 0
                 for name in names:
-                    part = read(name)
+                    part = tensors[name].read()
                     start = (0, at) if self.is_transposed else (at, 0)
                     values = part.t() if self.is_transposed else part
                     yield Rectangle((*lead, *start), (*(1 for _ in lead), *values.shape)), values
@@ -172,14 +172,15 @@ class ModelNames:
             raise damaged(f"{model_name} is made of tensors of several shapes or dtypes", self._file)
         return made.info(infos)
 
-    def read(self, name: str, info: TensorInfo, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """One of the model's tensors.
-
-        Args:
-            read: one of AutoEP's.
-        """
-        made = self._made.get(name)
-        return read(self._renamed.get(name, name)) if made is None else made.read(info, read)
+    def tensors(self, tensors: Tensors) -> dict[str, StateTensor]:
+        """As ``infos``, of tensors that can be read."""
+        infos = self.infos({name: tensor.info for name, tensor in tensors.items()})
+        return {
+            name: StateTensor(info, partial(self._made[name].read, info, tensors))
+            if name in self._made
+            else tensors[self._renamed.get(name, name)]
+            for name, info in infos.items()
+        }
 
     def parts(self, name: str) -> list[str]:
         """AutoEP's tensors that one of the model's is, or is made of."""

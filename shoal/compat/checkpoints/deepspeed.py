@@ -43,7 +43,6 @@ from shoal.compat.checkpoints.experts import (
     holders_of,
     in_order_of_experts,
     is_experts,
-    joined_ranks,
     local_names,
     of_first_expert,
     read_experts,
@@ -65,8 +64,11 @@ from shoal.compat.checkpoints.state import (
     FlatState,
     Holders,
     NamedState,
+    StateTensor,
+    Tensors,
     damaged,
     entry,
+    merged,
     read_partitioned,
     read_spread,
 )
@@ -119,37 +121,29 @@ class DeepSpeedSource:
             # Below stage 3 DeepSpeed says in the first rank's file alone which weights are tied.
             aliases = first.module.aliases
             others = (_RankFiles(each, len(files), names, turns, aliases, model) for each in files[1:])
-            self._parts = [first, *others]
-            self._join(turns)
+            self._take([first, *others], turns)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, ShoalError):
                 raise
             # A value of another type than DeepSpeed writes.
             raise damaged(f"{type(error).__name__}: {error}", str(files[0].folder)) from error
 
-    def _join(self, turns: Turns) -> None:
-        first, number = self._parts[0], len(self._parts)
-        self._infos = first.infos
-        self._joins: dict[str, PartJoin] = {}
-        if number > 1:
-            self._joins = _joins(self._parts, turns)
-            self._infos = {kind: self._joined(kind) for kind in first.infos}
-            for part in self._parts[1:]:
-                first.take_experts(part)
+    def _take(self, parts: list[_RankFiles], turns: Turns) -> None:
+        first = parts[0]
+        self._tensors = first.tensors if len(parts) == 1 else _joined(parts, turns)
+        self._list()
         self.about = first.module.about(self._infos[MODEL], first.trained, first.scale)
-        self.about.num_ranks, self.about.path = first.size * number, str(first.folder)
+        self.about.num_ranks, self.about.path = first.size * len(parts), str(first.folder)
         if (self.about.config.get("zero_optimization") or {}).get("round_robin_gradients") and not first.is_universal:
             self.about.group_of = in_given_order(self.about.group_of, first.size)
-        self._own_names = first.own_names
-        if self._own_names is not None:
-            self._infos = {kind: self._own_names.infos(infos) for kind, infos in self._infos.items()}
-            self._own_names.rename(self.about)
+        if first.own_names is not None:
+            self._tensors = {kind: first.own_names.tensors(tensors) for kind, tensors in self._tensors.items()}
+            self._list()
+            first.own_names.rename(self.about)
 
-    def _joined(self, kind: str) -> dict[str, TensorInfo]:
-        """The tensors of all tensor-parallel ranks."""
-        dtypes = {name: info.dtype for part in reversed(self._parts) for name, info in part.infos[kind].items()}
-        return {
-            name: TensorInfo(dtypes[name], join.whole_shape) for name, join in self._joins.items() if name in dtypes
+    def _list(self) -> None:
+        self._infos = {
+            kind: {name: tensor.info for name, tensor in tensors.items()} for kind, tensors in self._tensors.items()
         }
 
     def kinds(self) -> Iterable[str]:
@@ -161,15 +155,7 @@ class DeepSpeedSource:
     def read(self, kind: str, name: str) -> torch.Tensor:
         if name not in self.tensors(kind):
             raise KeyError(f"{kind} has no tensor {name!r}")
-        if self._own_names is None:
-            return self._read(kind, name)
-        return self._own_names.read(name, self._infos[kind][name], partial(self._read, kind))
-
-    def _read(self, kind: str, name: str) -> torch.Tensor:
-        join = self._joins.get(name)
-        if join is None:
-            return self._parts[0].read(kind, name)
-        return join.join(lambda part: self._parts[part].read(kind, name))
+        return self._tensors[kind][name].read()
 
 
 class _RankFiles:
@@ -237,10 +223,10 @@ class _RankFiles:
             raise not_saved(what, self.folder, has_experts=bool(self.module.experts))
 
     def _collect(self) -> None:
-        infos = {} if self.trained is None else {kind: self.trained.infos(kind) for kind in self.trained.kinds()}
-        self._masters = infos.pop(MODEL, {})
-        weights = self.module.infos({**(self._frozen.infos(MODEL) if self._frozen else {}), **self._masters})
-        self.infos: dict[str, Mapping[str, TensorInfo]] = {MODEL: weights, **infos}
+        trained = {} if self.trained is None else {kind: self.trained.tensors[kind] for kind in self.trained.kinds()}
+        frozen = {} if self._frozen is None else self._frozen.tensors.get(MODEL, {})
+        weights = self.module.weights({**frozen, **trained.pop(MODEL, {})})
+        self.tensors: dict[str, dict[str, StateTensor]] = {MODEL: weights, **trained}
 
     def take_experts(self, other: _RankFiles) -> None:
         """Tell of the experts that another tensor-parallel rank has whole, which are read from its files."""
@@ -249,13 +235,6 @@ class _RankFiles:
             mine, others = self.trained, other.trained
             mine.group_of.update({name: at for name, at in others.group_of.items() if name in other.whole_experts})
             mine.scalars.update({name: each for name, each in others.scalars.items() if name in other.whole_experts})
-
-    def read(self, kind: str, name: str) -> torch.Tensor:
-        if self.trained is not None and (kind != MODEL or name in self._masters):
-            return self.trained.read(kind, name)
-        if self._frozen is not None and name in self._frozen.shapes:
-            return self._frozen.read(kind, name)
-        return self.module.tensors[name].detach().clone(memory_format=torch.contiguous_format)
 
 
 def _placeholders(state: Mapping[str, Any], layers: Sequence[AutoEpLayer]) -> dict[str, torch.Tensor]:
@@ -271,13 +250,33 @@ def _placeholders(state: Mapping[str, Any], layers: Sequence[AutoEpLayer]) -> di
     return result
 
 
+def _joined(parts: list[_RankFiles], turns: Turns) -> dict[str, dict[str, StateTensor]]:
+    """The tensors of all tensor-parallel ranks."""
+    joins = _joins(parts, turns)
+    for part in parts[1:]:
+        parts[0].take_experts(part)
+    joined: dict[str, dict[str, StateTensor]] = {}
+    for kind in parts[0].tensors:
+        of_parts = [part.tensors[kind] for part in parts]
+        for name, join in joins.items():
+            dtype = next((tensors[name].info.dtype for tensors in of_parts if name in tensors), None)
+            if dtype is not None:
+                read = partial(join.join, partial(_read_part, of_parts, name))
+                joined.setdefault(kind, {})[name] = StateTensor(TensorInfo(dtype, join.whole_shape), read)
+    return joined
+
+
+def _read_part(of_parts: Sequence[Tensors], name: str, part: int) -> torch.Tensor:
+    return of_parts[part][name].read()
+
+
 def _joins(parts: list[_RankFiles], turns: Turns) -> dict[str, PartJoin]:
     """How each tensor is joined.
 
     Raises: CheckpointError: the ranks do not have the same tensors, or copies of an expert's that differ.
     """
     module = parts[0].module
-    shared = [{k: set(infos).difference(part.whole_experts) for k, infos in part.infos.items()} for part in parts]
+    shared = [{k: set(tensors).difference(part.whole_experts) for k, tensors in part.tensors.items()} for part in parts]
     for part, tensors in zip(parts, shared, strict=True):
         if tensors != shared[0]:
             raise damaged(f"it has other tensors than {module.file}", part.module.file)
@@ -289,11 +288,11 @@ def _joins(parts: list[_RankFiles], turns: Turns) -> dict[str, PartJoin]:
             what = f"experts are split over {len(parts)} tensor-parallel ranks, and no pattern or map fits {names[0]}"
             raise undescribed(what, module.file)
     joins = {}
-    for name in in_order_of_experts(dict.fromkeys(name for part in parts for name in part.infos[MODEL])):
+    for name in in_order_of_experts(dict.fromkeys(name for part in parts for name in part.tensors[MODEL])):
         if name in owners:
-            joins[name] = layout.whole_on(owners[name], parts[owners[name]].infos[MODEL][name].shape)
+            joins[name] = layout.whole_on(owners[name], parts[owners[name]].tensors[MODEL][name].info.shape)
             continue
-        shapes = [part.infos[MODEL][name].shape for part in parts]
+        shapes = [part.tensors[MODEL][name].info.shape for part in parts]
         if name in module.buffers:  # not described; each rank saves its own
             joins[name] = layout.replicated(name, shapes)
         else:
@@ -344,7 +343,7 @@ def _trained(
     turns: Turns,
     layers: Sequence[AutoEpLayer] = (),
     own_names: ModelNames | None = None,
-) -> tuple[FlatState | None, Any]:
+) -> tuple[NamedState | None, Any]:
     """The optimizer's state, and its loss scale. None: there is none.
 
     Args:
@@ -437,7 +436,7 @@ def _of_experts(
     turns: Turns,
     layers: Sequence[AutoEpLayer],
     own_names: ModelNames | None,
-) -> tuple[FlatState, Any]:
+) -> tuple[NamedState, Any]:
     """Stage 0: the state of all expert-parallel ranks' optimizers, and the first one's loss scale."""
     ep_ranks = sorted(files.experts_optimizer)
     paths = [files.experts_optimizer[rank] for rank in ep_ranks]
@@ -458,13 +457,12 @@ def _of_experts(
     tensors = rank_tensors(layers, module.experts)
     if len(tensors) != len(states):
         raise damaged(f"the optimizers of {len(states)} ranks are here, of {len(tensors)}", str(files.folder))
-    trained = joined_ranks(
-        lambda rank: read_replaced(states[rank], dense, tensors[rank], names, where[rank], layers, own_names),
-        tensors,
-        where,
-    )
-    split_into_experts(trained, layers, module.file)
-    return trained, states[0]
+    parts = []
+    for state, of_rank, path in zip(states, tensors, where, strict=True):
+        part = read_replaced(state, dense, of_rank, names, path, layers, own_names)
+        split_into_experts(part, layers, module.file)
+        parts.append(part)
+    return merged(parts), states[0]
 
 
 def _frozen(

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from shoal.checkpoint.problems import damaged_copy
 from shoal.compat.checkpoints.autoep import AutoEpLayer, of_expert
 from shoal.compat.checkpoints.files import CheckpointFiles, Turns, not_built, open_file
 from shoal.compat.checkpoints.layout import DeepSpeedSettings, FlatLayout, divided
-from shoal.compat.checkpoints.state import FlatState, Holders, check_stored, damaged, entry
+from shoal.compat.checkpoints.state import Holders, NamedState, check_stored, damaged, entry, merged
 from shoal.compat.checkpoints.unnamed import read_unnamed
 
 _FOLDING = "folding"  # AutoEP's, of tensor-parallel runs: which rank has saved the file
@@ -128,7 +127,7 @@ def read_unnamed_experts(
     experts: Mapping[str, torch.Tensor],
     names: Sequence[Sequence[str]] | None,
     files: Sequence[str],
-) -> FlatState:
+) -> NamedState:
     """Stage 0: what each expert-parallel rank's optimizer holds; of the other parameters what the first one's does.
 
     Args:
@@ -136,36 +135,12 @@ def read_unnamed_experts(
         dense: the parameters that are not experts'.
         names: of each group of the whole model, its parameters, where the caller knows them.
     """
-    of_ranks = [{name: experts[name] for name in local.values()} for local in local_names(experts, len(states))]
-
-    def read(rank: int) -> FlatState:
-        of_rank, state, file = of_ranks[rank], states[rank], files[rank]
+    parts = []
+    for state, local, file in zip(states, local_names(experts, len(states)), files, strict=True):
+        of_rank = {name: experts[name] for name in local.values()}
         number = len(entry(state.get("optimizer_state_dict", state), "param_groups", file))
-        return read_unnamed(state, {**dense, **of_rank}, _named(names, number, of_rank.keys()), file)
-
-    return joined_ranks(read, of_ranks, files)
-
-
-def joined_ranks(
-    read: Callable[[int], FlatState], of_ranks: Sequence[Collection[str]], files: Sequence[str]
-) -> FlatState:
-    """What each expert-parallel rank's optimizer holds of its experts; of other parameters, what the first one's does.
-
-    Args:
-        read: all that one rank's does, in one file.
-        of_ranks: the parameters of each rank's experts.
-    """
-    whole = FlatState([], list(files))
-    for rank, of_rank in enumerate(of_ranks):
-        part = read(rank)
-        whole.flats += part.flats
-        whole.notes += [note for note in part.notes if note not in whole.notes]
-        whole.groups = whole.groups or part.groups
-        for name, shape in part.shapes.items():
-            if rank == 0 or name in of_rank:
-                places = [replace(place, rank=rank) for place in part.places[name]]
-                whole.add(name, shape, part.group_of[name], places, part.scalars.get(name, {}))
-    return whole
+        parts.append(read_unnamed(state, {**dense, **of_rank}, _named(names, number, of_rank.keys()), file))
+    return merged(parts)
 
 
 def _named(names: Sequence[Sequence[str]] | None, number: int, experts: Collection[str]) -> list[list[str]] | None:

@@ -9,7 +9,7 @@ import torch
 
 from shoal.checkpoint.portable import About, TensorInfo
 from shoal.compat.checkpoints.files import LossScaler, not_built
-from shoal.compat.checkpoints.state import NamedState, check_stored, damaged, entry
+from shoal.compat.checkpoints.state import NamedState, StateTensor, Tensors, check_stored, damaged, entry
 
 # Everything else at the top of a model file is the client's.
 RESERVED = {
@@ -76,7 +76,7 @@ class ModelFile:
             if name not in self.buffers and name not in self._other_names
         }
 
-    def infos(self, elsewhere: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    def weights(self, elsewhere: Tensors) -> dict[str, StateTensor]:
         """All weights and buffers, in the model's order.
 
         Args:
@@ -84,17 +84,12 @@ class ModelFile:
 
         Raises: CheckpointError: stage 3, and a weight is in no file.
         """
-        infos = {}
-        for name, tensor in self.tensors.items():
-            if name in self._other_names:
-                continue
-            if name in elsewhere:
-                infos[name] = elsewhere[name]
-            elif self.is_stage_3 and name not in self.buffers:
-                raise damaged(f"the weights of {name} are in no file", self.file)
-            else:
-                infos[name] = TensorInfo(tensor.dtype, tuple(tensor.shape))
-        return infos | {name: info for name, info in elsewhere.items() if name not in infos}
+        names = [name for name in self.tensors if name not in self._other_names]
+        lost = [name for name in names if name not in elsewhere and self.is_stage_3 and name not in self.buffers]
+        if lost:
+            raise damaged(f"the weights of {lost[0]} are in no file", self.file)
+        here = {name: StateTensor.of(self.tensors[name]) for name in names}
+        return {**here, **elsewhere}
 
     def about(self, infos: Mapping[str, TensorInfo], trained: NamedState | None, scale: Any) -> About:
         """All that is known in addition to the tensors."""

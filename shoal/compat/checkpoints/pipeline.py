@@ -16,38 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from shoal.compat.checkpoints.files import CheckpointFiles, Turns, open_file
 from shoal.compat.checkpoints.model_file import ModelFile
-from shoal.compat.checkpoints.state import FlatState, NamedState, damaged
+from shoal.compat.checkpoints.state import FlatState, NamedState, damaged, merged
 from shoal.compat.checkpoints.unnamed import read_unnamed
 from shoal.errors import CheckpointError
 
 TIED = "tied_modules."
 Names = Sequence[Sequence[str]]
 ReadState = Callable[[CheckpointFiles, ModelFile, int, Names | None, Turns], tuple[NamedState | None, Any]]
-T = TypeVar("T")
 _LISTS = ("param_shapes", "frozen_param_shapes")
-
-
-def joined_stages(parts: Iterable[NamedState]) -> NamedState:
-    """The optimizer's state of all stages; of a tied parameter that of the first stage that has it."""
-    joined = NamedState()
-    for part in parts:
-        for kind, tensors in part.tensors.items():
-            joined.tensors[kind] = joined.tensors.get(kind, {}) | _others(tensors, joined.tensors.get(kind, {}))
-        joined.group_of |= _others(part.group_of, joined.group_of)
-        joined.scalars |= _others(part.scalars, joined.scalars)
-        joined.groups += part.groups[len(joined.groups) :]
-        joined.notes += [note for note in part.notes if note not in joined.notes]
-    return joined
-
-
-def _others(values: Mapping[str, T], known: Mapping[str, T]) -> dict[str, T]:
-    return {name: value for name, value in values.items() if name not in known}
 
 
 def read_stages(
@@ -93,7 +75,7 @@ def read_stages(
         scales.append(scale)
         if part is not None:
             parts.append(part)
-    return module, joined_stages(parts) if parts else None, scales[0], size * len(states)
+    return module, merged(parts) if parts else None, scales[0], size * len(states)
 
 
 def _tensor_parallel(state: Mapping[str, Any], files: CheckpointFiles) -> dict[str, int]:
@@ -181,7 +163,7 @@ def _unnamed(
         if name.startswith(TIED):
             tied.setdefault(name.split(".")[1], []).append(name)
     search = _StageSearch(states, [str(stage.model[0]) for stage in files.stages], parameters, layers, tied, names)
-    return joined_stages(search.find())
+    return merged(search.find())
 
 
 class _StageSearch:

@@ -56,6 +56,15 @@ class StateTensor:
     info: TensorInfo
     read: Callable[[], torch.Tensor]
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> StateTensor:
+        """A tensor that is mapped from a file; reading copies it."""
+        copy = partial(tensor.detach().clone, memory_format=torch.contiguous_format)
+        return cls(TensorInfo(tensor.dtype, tuple(tensor.shape)), copy)
+
+
+Tensors = Mapping[str, StateTensor]  # by name
+
 
 @dataclass(kw_only=True)
 class NamedState:
@@ -75,11 +84,19 @@ class NamedState:
     def kinds(self) -> list[str]:
         return sorted(self.tensors, key=lambda kind: kind != MODEL)
 
-    def infos(self, kind: str) -> dict[str, TensorInfo]:
-        return {name: tensor.info for name, tensor in self.tensors[kind].items()}
 
-    def read(self, kind: str, name: str) -> torch.Tensor:
-        return self.tensors[kind][name].read()
+def merged(parts: Iterable[NamedState]) -> NamedState:
+    """The state of several optimizers; of a parameter that several have, that of the first one."""
+    result = NamedState()
+    for part in parts:
+        for kind, tensors in part.tensors.items():
+            known = result.tensors.get(kind, {})
+            result.tensors[kind] = {**known, **tensors, **known}
+        result.group_of = {**result.group_of, **part.group_of, **result.group_of}
+        result.scalars = {**result.scalars, **part.scalars, **result.scalars}
+        result.groups += part.groups[len(result.groups) :]
+        result.notes += [note for note in part.notes if note not in result.notes]
+    return result
 
 
 @dataclass(frozen=True)

@@ -1,53 +1,16 @@
 """DeepSpeed's modules, which give its names to objects of Shoal and torch, as one table.
 
-    name below ``deepspeed``      where an object is defined     its name; ``theirs=ours`` where the two differ
-    runtime.base_optimizer        shoal.compat.optimizer         DeepSpeedOptimizer ZeROOptimizer=ShardedOptimizer
+    runtime.pipe.module = shoal.pipeline.layers: LayerSpec TiedLayerSpec
+        shoal.errors: PipelineError=ShoalError
 
-``shoal.compat.table_finder`` makes a module when it is imported. A source that begins with a dot lies below
-``shoal.compat.deepspeed``; ``*`` stands for the names in its ``__all__``. An empty entry is a package that only has
-submodules.
+A module below ``deepspeed``; where objects are defined, a line each; their names, ``theirs=ours`` where the two differ,
+on further lines where they are many. A source that begins with a dot lies below ``shoal.compat.deepspeed``; ``*``
+stands for the names in its ``__all__``. An entry without sources is a package that only has submodules.
+``shoal.compat.table_finder`` makes a module when it is imported.
 """
 
 from __future__ import annotations
 
-_ABOUT = "shoal.compat.about"
-_ACCELERATOR = "shoal.compat.accelerator"
-_BUILDERS = "shoal.compat.op_builders"
-_CHECKPOINT = "shoal.compat.checkpoint_reader"
-_COLLECTIVES = "shoal.compat.collectives"
-_CONFIG = "shoal.compat.config_models"
-_CONSTANTS = "shoal.compat.constants"
-_ENTRY = "shoal.compat.entry"
-_EXPERTS = "shoal.compat.experts"
-_GROUPS = "shoal.compat.groups"
-_LAYERS = "shoal.pipeline.layers"
-_LEAVES = "shoal.compat.leaf_modules"
-_MOE_LAYER = "shoal.parallel.expert.layer"
-_MONITORS = "shoal.compat.monitors"
-_PARAMETERS = "shoal.compat.parameters"
-_OPTIMIZERS = "shoal.compat.optimizers"
-_SEQUENCE = "shoal.compat.sequence_parallel"
-_TILING = "shoal.compat.sequence_tiling"
-_SMALL = "shoal.compat.small_functions"
-_STAGES = "shoal.pipeline.module"
-_TOPOLOGY = "shoal.pipeline.topology"
-_ZERO_INIT = "shoal.compat.zero_init"
-
-_COLLECTIVE_NAMES: dict[str, str] = {
-    "torch.distributed": "P2POp ProcessGroup ReduceOp batch_isend_irecv is_available",
-    "shoal.comm.world": "init_distributed",
-    _COLLECTIVES: (
-        "all_gather all_gather_coalesced all_gather_into_tensor allgather_fn=all_gather_into_tensor all_gather_object"
-        " all_reduce inference_all_reduce=all_reduce all_reduce_coalesced all_to_all all_to_all_single barrier"
-        " broadcast broadcast_object_list configure destroy_process_group gather get_all_ranks_from_group"
-        " get_comm_operation_count get_global_rank get_local_rank get_logged_comm_ops get_rank get_world_group"
-        " get_world_size has_all_gather_into_tensor has_all_reduce_coalesced=has_all_gather_into_tensor"
-        " has_coalescing_manager=has_all_gather_into_tensor has_comm_data"
-        " has_reduce_scatter_tensor=has_all_gather_into_tensor initialize_mesh_device irecv is_initialized isend"
-        " log_summary monitored_barrier mpi_discovery new_group recv reduce reduce_scatter reduce_scatter_tensor"
-        " reduce_scatter_fn=reduce_scatter_tensor reset_log scatter send set_backend"
-    ),
-}
 _CHECKPOINT_FILES = "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank"
 _GROUP_NAMES = (
     "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_group"
@@ -97,401 +60,294 @@ _CHECKPOINT_CONSTANTS = (
     " FP32_WEIGHT_KEY LAYER_FILE_PREFIX MODEL_FILE_PREFIX MODEL_FILE_SUFFIX OPTIM_FILE_SUFFIX"
     " UNIVERSAL_CHECKPOINT_VERSION_KEY UNIVERSAL_CHECKPOINT_VERSION_VALUE ZERO_FILE_PREFIX"
 )
+_LEAF_MODULES = (
+    "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name"
+    " set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
+)
+_COLLECTIVES = """torch.distributed: P2POp ProcessGroup ReduceOp batch_isend_irecv is_available
+    shoal.comm.world: init_distributed
+    shoal.compat.collectives: all_gather all_gather_coalesced all_gather_into_tensor allgather_fn=all_gather_into_tensor
+        all_gather_object all_reduce inference_all_reduce=all_reduce all_reduce_coalesced all_to_all all_to_all_single
+        barrier broadcast broadcast_object_list configure destroy_process_group gather get_all_ranks_from_group
+        get_comm_operation_count get_global_rank get_local_rank get_logged_comm_ops get_rank get_world_group
+        get_world_size has_all_gather_into_tensor has_all_reduce_coalesced=has_all_gather_into_tensor
+        has_coalescing_manager=has_all_gather_into_tensor has_comm_data
+        has_reduce_scatter_tensor=has_all_gather_into_tensor initialize_mesh_device irecv is_initialized isend
+        log_summary monitored_barrier mpi_discovery new_group recv reduce reduce_scatter reduce_scatter_tensor
+        reduce_scatter_fn=reduce_scatter_tensor reset_log scatter send set_backend"""
 
-# The names at the top, of ``deepspeed`` itself.
-TOP: dict[str, str] = {
-    _ABOUT: (
-        "__version__=version version __version_major__=version_major __version_minor__=version_minor"
-        " __version_patch__=version_patch __git_hash__=git_hash git_hash __git_branch__=git_branch git_branch"
-    ),
-    _ACCELERATOR: "get_accelerator",
-    _ENTRY: "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable initialize set_autotp_mode tp_model_init",
-    _SMALL: "OnDevice is_compile_supported log_dist logger",
-    "shoal.comm.world": "init_distributed",
-    "shoal.compat.config": "DeepSpeedConfig",
-    "shoal.compat.engine": "DeepSpeedEngine",
-    "shoal.compat.lr_schedules": "add_tuning_arguments",
-    "shoal.compat.optimizer": "DeepSpeedOptimizer",
-    "shoal.config": "add_config_arguments",
-    "shoal.data": "DeepSpeedDataLoader=Loader",
-    "shoal.errors": "DeepSpeedConfigError=ConfigError",
-}
+_TABLE = f"""
+deepspeed = shoal.compat.about: __version__=version version __version_major__=version_major
+        __version_minor__=version_minor __version_patch__=version_patch __git_hash__=git_hash git_hash
+        __git_branch__=git_branch git_branch
+    shoal.compat.accelerator: get_accelerator
+    shoal.compat.entry: DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable initialize set_autotp_mode tp_model_init
+    shoal.compat.small_functions: OnDevice is_compile_supported log_dist logger
+    shoal.comm.world: init_distributed
+    shoal.compat.config: DeepSpeedConfig
+    shoal.compat.engine: DeepSpeedEngine
+    shoal.compat.lr_schedules: add_tuning_arguments
+    shoal.compat.optimizer: DeepSpeedOptimizer
+    shoal.config: add_config_arguments
+    shoal.data: DeepSpeedDataLoader=Loader
+    shoal.errors: DeepSpeedConfigError=ConfigError
+accelerator = shoal.compat.accelerator: DeepSpeedAccelerator get_accelerator is_current_accelerator_supported
+        set_accelerator
+accelerator.abstract_accelerator = shoal.compat.accelerator: DeepSpeedAccelerator
+accelerator.real_accelerator = shoal.compat.accelerator: DeepSpeedAccelerator SUPPORTED_ACCELERATOR_LIST get_accelerator
+        is_current_accelerator_supported set_accelerator
+checkpoint = shoal.compat.checkpoint_reader: DeepSpeedCheckpoint SubparamShape {_CHECKPOINT_FILES}
+    shoal.compat.constants: {_CHECKPOINT_CONSTANTS}
+    .checkpoint.universal_checkpoint: enable_universal_checkpoint
+checkpoint.constants = shoal.compat.constants: {_CHECKPOINT_CONSTANTS}
+checkpoint.deepspeed_checkpoint = shoal.compat.checkpoint_reader: ARGS_KEY CHECKPOINT_INFO_KEY DeepSpeedCheckpoint
+        EMBEDDING_LAYER_INDEX FINAL_LAYER_NORM_INDEX ITERATION_KEY
+checkpoint.ds_to_universal = shoal.compat.checkpoint_reader: main=make_folder parse_arguments
+checkpoint.universal_checkpoint = shoal.compat.checkpoint_reader: SubparamShape
+checkpoint.utils = shoal.compat.checkpoint_reader: clone_tensors_for_torch_save {_CHECKPOINT_FILES}
+comm = {_COLLECTIVES}
+comm.comm = {_COLLECTIVES}
+comm.reduce_op = torch.distributed: ReduceOp
+constants = shoal.compat.constants: CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout
+elasticity = .elasticity: config
+    .elasticity.config: ElasticityConfig ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize
+    .elasticity.elastic_agent: DSElasticAgent
+    shoal.compat.elastic: compute_elastic_config elasticity_enabled ensure_immutable_elastic_config
+elasticity.config = shoal.compat.elastic: ElasticityConfig
+    shoal.config.elastic: ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize
+elasticity.elasticity = shoal.compat.elastic: compute_elastic_config elasticity_enabled ensure_immutable_elastic_config
+env_report = shoal.compat.about: cli_main main report
+git_version_info = shoal.compat.about: compatible_ops=__compatible_ops__ git_branch git_hash installed_ops torch_info
+        version
+launcher
+launcher.constants = shoal.compat.constants: IMPI_LAUNCHER MPICH_LAUNCHER MVAPICH_LAUNCHER OPENMPI_LAUNCHER
+        PDSH_LAUNCHER PDSH_MAX_FAN_OUT SLURM_LAUNCHER
+launcher.runner = shoal.compat.launching: DEEPSPEED_ENVIRONMENT_NAME fetch_hostfile main parse_args
+        parse_inclusion_exclusion parse_resource_filter DLTS_HOSTFILE=DEFAULT_HOSTFILE _parse_hostfile=parse_hostfile
+moe
+moe.experts = shoal.parallel.expert.layer: Experts
+moe.layer = shoal.parallel.expert.layer: Experts MOELayer MoE TopKGate
+moe.mappings = shoal.compat.experts: drop_tokens gather_tokens
+moe.sharded_moe = shoal.parallel.expert.layer: MOELayer TopKGate
+    shoal.parallel.expert.gate: top1gating top2gating topkgating
+    shoal.compat.experts: drop_tokens gather_tokens
+moe.utils = shoal.compat.experts: configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group
+        split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer
+        split_params_into_shared_and_expert_params
+    shoal.parallel.expert.layer: MoE
+monitor
+monitor.comet = shoal.compat.monitors: CometMonitor
+monitor.config = shoal.compat.monitors: CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig
+        get_monitor_config
+monitor.csv_monitor = shoal.compat.monitors: csvMonitor
+monitor.monitor = shoal.compat.monitors: MonitorMaster
+    shoal.observe.monitor: Monitor
+monitor.tensorboard = shoal.compat.monitors: TensorBoardMonitor
+monitor.wandb = shoal.compat.monitors: WandbMonitor
+ops = .ops: adagrad adam lamb lion
+    shoal.compat.op_builders: __compatible_ops__
+ops.adagrad = shoal.compat.optimizers: DeepSpeedCPUAdagrad
+ops.adagrad.cpu_adagrad = shoal.compat.optimizers: DeepSpeedCPUAdagrad
+ops.adam = shoal.compat.optimizers: DeepSpeedCPUAdam FusedAdam
+ops.adam.cpu_adam = shoal.compat.optimizers: DeepSpeedCPUAdam
+ops.adam.fused_adam = shoal.compat.optimizers: FusedAdam
+ops.aio = shoal.compat.op_builders: AsyncIOBuilder
+ops.lamb = shoal.compat.optimizers: FusedLamb
+ops.lamb.fused_lamb = shoal.compat.optimizers: FusedLamb
+ops.lion = shoal.compat.optimizers: DeepSpeedCPULion FusedLion
+ops.lion.cpu_lion = shoal.compat.optimizers: DeepSpeedCPULion
+ops.lion.fused_lion = shoal.compat.optimizers: FusedLion
+ops.op_builder = shoal.compat.op_builders: AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder
+        CPUOpBuilder CUDAOpBuilder DeepCompileBuilder EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder
+        FusedLambBuilder FusedLionBuilder GDSBuilder InferenceBuilder InferenceCoreBuilder InferenceCutlassBuilder
+        NotImplementedBuilder OpBuilder PinMemoryBuilder QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder
+        RandomLTDBuilder ShareMemCommBuilder SparseAttnBuilder SpatialInferenceBuilder StochasticTransformerBuilder
+        TransformerBuilder UtilsBuilder
+ops.op_builder.all_ops = shoal.compat.op_builders: ALL_OPS __op_builders__
+ops.op_builder.builder = shoal.compat.op_builders: CUDAOpBuilder OpBuilder
+pipe = shoal.pipeline.layers: LayerSpec TiedLayerSpec
+    shoal.pipeline.module: PipelineModule
+profiling
+profiling.flops_profiler = shoal.observe.flops_profiler: FlopsProfiler get_model_profile
+profiling.flops_profiler.profiler = shoal.observe.flops_profiler: FlopsProfiler get_model_profile
+    shoal.observe.flops_text: bytes_to_string duration_to_string flops_to_string macs_to_string number_to_string
+        params_to_string
+runtime
+runtime.activation_checkpointing
+runtime.activation_checkpointing.checkpointing = shoal.parallel.recompute: checkpoint configure get_cuda_rng_tracker
+        is_configured model_parallel_cuda_manual_seed non_reentrant_checkpoint partition_activations_in_checkpoint reset
+        set_num_layers
+    shoal.parallel.rng_tracker: CudaRNGStatesTracker=RngTracker
+runtime.base_optimizer = shoal.compat.optimizer: DeepSpeedOptimizer ZeROOptimizer=ShardedOptimizer
+runtime.bf16_optimizer = shoal.compat.optimizer: BF16_Optimizer
+runtime.comm
+runtime.comm.coalesced_collectives = shoal.compat.partitioned_tensor: reduce_scatter_coalesced
+runtime.compiler = shoal.compat.small_functions: is_compile_supported
+    torch.compiler: disable is_compiling
+runtime.config = shoal.compat.config: *
+    shoal.errors: DeepSpeedConfigError=ConfigError
+runtime.config_utils = shoal.compat.config_models: DeepSpeedConfigModel
+    shoal.compat.config: get_scalar_param get_dict_param=get_scalar_param get_list_param=get_scalar_param
+        dict_raise_error_on_duplicate_keys=refuse_duplicates
+runtime.constants = shoal.compat.config_models: BFLOAT16
+    shoal.compat.constants: OPTIMIZER_PARAMS ROUTE_ENCODE ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN SCHEDULER_PARAMS
+runtime.data_pipeline
+runtime.data_pipeline.config = shoal.compat.config: get_data_efficiency_config get_data_efficiency_enabled
+runtime.data_pipeline.curriculum_scheduler = shoal.data.curriculum: CurriculumScheduler
+runtime.dataloader = shoal.compat.small_functions: RepeatingLoader
+    shoal.data: DeepSpeedDataLoader=Loader
+runtime.engine = shoal.compat.entry: DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable
+    shoal.compat.engine: DeepSpeedEngine
+runtime.entry = shoal.compat.entry: DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable initialize set_autotp_mode
+        tp_model_init
+    shoal.compat.deepspeed: default_inference_config init_inference
+runtime.fp16
+runtime.fp16.fused_optimizer = shoal.compat.optimizer: FP16_Optimizer
+runtime.fp16.loss_scaler = shoal.compat.small_functions: LossScaler
+    shoal.optim.loss_scale: DynamicLossScaler=LossScale LossScalerBase=LossScale
+runtime.fp16.unfused_optimizer = shoal.compat.optimizer: FP16_UnfusedOptimizer
+runtime.lr_schedules = shoal.compat.lr_schedules: LR_RANGE_TEST ONE_CYCLE WARMUP_COSINE_LR WARMUP_DECAY_LR
+        WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR add_tuning_arguments get_config_from_args get_lr_from_config
+        override_1cycle_params override_lr_range_test_params override_params override_warmupCosineLR_params
+        override_warmupLR_params parse_arguments update_lr
+    shoal.optim.schedules: LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR
+        get_torch_optimizer=torch_optimizer
+runtime.pipe = shoal.pipeline.layers: LayerSpec TiedLayerSpec
+    shoal.pipeline.module: PipelineModule
+    shoal.pipeline.topology: ProcessTopology
+runtime.pipe.engine = shoal.compat.engine: PipelineEngine=DeepSpeedPipelineEngine
+runtime.pipe.module = shoal.pipeline.layers: LayerSpec TiedLayerSpec
+    shoal.pipeline.module: PipelineModule
+    shoal.errors: PipelineError=ShoalError
+runtime.pipe.schedule = shoal.compat.pipe_schedule: PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule
+        PipeInstruction OptimizerStep ReduceGrads ReduceTiedGrads BufferOpInstruction LoadMicroBatch ForwardPass
+        BackwardPass SendActivation RecvActivation SendGrad RecvGrad
+runtime.pipe.topology = shoal.pipeline.topology: PipeDataParallelTopology PipeModelDataParallelTopology
+        PipelineParallelGrid ProcessTopology
+runtime.precision_config = shoal.compat.config_models: BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config
+        FP16 get_bfloat16_config
+    shoal.compat.config: get_float16_config
+runtime.progressive_layer_drop = shoal.models.layer_drop: ProgressiveLayerDrop
+runtime.rollout = shoal.compat.rollout: HybridEngineRollout RolloutBatch RolloutConfig RolloutEngine RolloutRequest
+        SamplingConfig build_rollout
+runtime.rollout.base = shoal.compat.rollout: RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig
+runtime.rollout.hybrid_engine_rollout = shoal.compat.rollout: HybridEngineRollout
+runtime.sequence_parallel
+runtime.sequence_parallel.parallel_state_sp = shoal.compat.sequence_parallel: initialize_sequence_parallel
+        get_sequence_parallel_group get_sequence_parallel_world_size get_sequence_parallel_rank
+        get_sequence_data_parallel_group get_sequence_data_parallel_world_size get_sequence_data_parallel_rank
+runtime.sequence_parallel.ulysses_sp = shoal.compat.sequence_parallel: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter
+    shoal.compat.sequence_tiling: SequenceTiledCompute TiledMLP TiledFusedLogitsLoss sequence_tiled_compute
+runtime.sparse_tensor = shoal.compat.sparse_tensor: SparseTensor
+runtime.swap_tensor = shoal.compat.constants: MIN_SWAPPABLE_BYTES
+runtime.utils = shoal.compat.accelerator: get_accelerator
+    shoal.compat.small_functions: DummyOptim call_to_str clip_grad_norm_ copy_to_device empty_cache
+        ensure_directory_exists get_global_norm get_grad_norm get_only_unique_item is_model_parallel_parameter
+        mask_nan_or_inf_with_val_inplace move_to_device noop_decorator partition_balanced prefix_sum_inc
+        see_memory_usage
+    shoal.compat.partitioned_tensor: PartitionedTensor
+    shoal.pipeline.costs: partition_uniform=uniform
+    shoal.pipeline.module: set_random_seed
+runtime.zero = shoal.compat.parameters: ZeroParamStatus
+    shoal.compat.zero_init: DeepSpeedTensorOverride Init MiCS_Init=Init ZeroParamType unwrap_model_for_generation
+    shoal.compat.tiled_linear: TiledLinear TiledLinearReturnBias
+    shoal.compat.hook_switch: DeepSpeedZeRoOffload=ParameterOffload
+    shoal.zero: {_GATHERED}
+runtime.zero.config = shoal.compat.config_models: DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig
+        DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum ZERO_OPTIMIZATION ZeroStageEnum
+    shoal.compat.config: get_zero_config
+runtime.zero.leaf_module_config = shoal.config.zero: DeepSpeedZeroLeafModuleConfig=LeafModule
+runtime.zero.linear = torch.nn: LinearModuleForZeroStage3=Linear
+    torch.nn.functional: zero3_linear_wrap=linear
+runtime.zero.mics = shoal.compat.zero_init: MiCS_Init=Init
+runtime.zero.offload_config = shoal.compat.config_models: DeepSpeedZeroOffloadOptimizerConfig
+        DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum OffloadStateTypeEnum
+runtime.zero.offload_states = shoal.compat.small_functions: get_state_devices
+runtime.zero.parameter_offload = shoal.compat.hook_switch: DeepSpeedZeRoOffload=ParameterOffload
+runtime.zero.partition_parameters = shoal.compat.accelerator: get_accelerator
+    shoal.compat.parameters: ZeroParamStatus is_zero_param=is_zero_parameter
+    shoal.compat.zero_init: DEFAULT_TENSOR_OVERRIDES DeepSpeedTensorOverride Init ZeroParamType
+        zero_wrapper_for_fp_tensor_constructor
+    shoal.zero: {_GATHERED}
+    torch: _orig_torch_tensor=tensor _orig_torch_empty=empty _orig_torch_zeros=zeros _orig_torch_ones=ones
+        _orig_torch_full=full _orig_torch_arange=arange _orig_torch_eye=eye _orig_torch_randn=randn
+runtime.zero.stage3 = shoal.compat.optimizer: DeepSpeedZeroOptimizer_Stage3
+    shoal.compat.estimates: estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold
+        estimate_zero3_model_states_mem_needs_all_live
+    shoal.compat.zero_init: unwrap_model_for_generation
+runtime.zero.stage_1_and_2 = shoal.compat.optimizer: DeepSpeedZeroOptimizer
+    shoal.compat.estimates: estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold
+        estimate_zero2_model_states_mem_needs_all_live
+runtime.zero.tiling = shoal.compat.tiled_linear: TiledLinear TiledLinearReturnBias
+runtime.zero.utils = shoal.compat.small_functions: is_zero_supported_optimizer
+    shoal.compat.parameters: is_zero_param=is_zero_parameter
+    shoal.errors: ZeRORuntimeException=ShoalError
+sequence
+sequence.cross_entropy = shoal.compat.sequence_tiling: vocab_sequence_parallel_cross_entropy
+sequence.layer = shoal.compat.sequence_parallel: DistributedAttention
+utils = .utils: groups
+    .utils.z3_leaf_module: {_LEAF_MODULES}
+    shoal.compat.collectives: get_caller_func
+    shoal.compat.groups: {_GROUP_NAMES}
+    shoal.compat.parameters: {_SAFE_ACCESSORS}
+    shoal.compat.small_functions: OnDevice RepeatingLoader instrument_w_nvtx log_dist log_dist_once logger
+        set_log_level_from_string
+    shoal.zero: {_SAFE_SETTERS}
+utils.bwc = shoal.compat.small_functions: bwc_tensor_model_parallel_group bwc_tensor_model_parallel_rank
+        bwc_tensor_model_parallel_world_size
+utils.comms_logging = shoal.compat.collectives: CommsLogger calc_bw_log convert_size get_caller_func
+utils.config = shoal.compat.config: get_timers_config
+utils.debug = shoal.compat.small_functions: print_rank0 printflock
+utils.exceptions = shoal.compat.small_functions: DeprecatedException
+utils.groups = shoal.compat.groups: {_GROUP_NAMES} _clone_world_group _get_data_parallel_group
+        _get_data_parallel_world_size _get_data_parallel_rank _get_data_parallel_group_ranks
+        _get_sequence_data_parallel_group _get_sequence_data_parallel_world_size _get_sequence_data_parallel_rank
+        _get_sequence_parallel_group _get_sequence_parallel_world_size _get_sequence_parallel_rank
+        _get_model_parallel_world_size _get_broadcast_src_rank _get_expert_model_parallel_world_size
+        _get_expert_parallel_group _get_expert_parallel_group_ranks _get_expert_parallel_world_size
+        _get_expert_parallel_rank _get_expert_parallel_src_rank _get_expert_parallel_group_dict
+        _get_expert_data_parallel_group _get_expert_data_parallel_group_ranks _get_expert_data_parallel_world_size
+        _get_expert_data_parallel_rank _get_expert_broadcast_src_rank _get_expert_data_parallel_group_dict
+        _get_max_expert_size _get_max_expert_size_name _get_max_expert_parallel_group
+        _get_zero_param_intra_parallel_group
+utils.init_on_device = shoal.compat.small_functions: OnDevice
+utils.logging = shoal.compat.small_functions: get_current_level get_log_level_from_string log_dist log_dist_once
+        log_levels logger set_log_level_from_string should_log_le warning_once
+utils.module_utils = shoal.compat.small_functions: recursive_getattr recursive_setattr
+utils.numa = shoal.compat.small_functions: parse_range parse_range_list
+utils.nvtx = shoal.compat.small_functions: instrument_w_nvtx
+utils.tensor_fragment = shoal.compat.parameters: {_SAFE_ACCESSORS}
+    shoal.zero: {_SAFE_SETTERS}
+utils.timer = shoal.compat.accelerator: get_accelerator
+    shoal.compat.small_functions: logger
+    shoal.compat.timer: BACKWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER
+        STEP_GLOBAL_TIMER STEP_MICRO_TIMER NoopTimer SynchronizedWallClockTimer ThroughputTimer Timer trim_mean
+utils.torch = shoal.compat.small_functions: register_grad_hook required_torch_version
+utils.z3_leaf_module = shoal.compat.leaf_modules: {_LEAF_MODULES}
+utils.zero_to_fp32 = shoal.compat.zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict
+        convert_zero_checkpoint_to_state_dict get_fp32_state_dict_from_zero_checkpoint get_model_state_file
+        get_model_state_files get_optim_files load_state_dict_from_zero_checkpoint main
+utils.zero_to_torch = shoal.compat.zero_to_fp32: main=main_to_torch
+"""
 
-EXPORTS: dict[str, dict[str, str]] = {
-    "accelerator": {
-        _ACCELERATOR: "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator",
-    },
-    "accelerator.abstract_accelerator": {_ACCELERATOR: "DeepSpeedAccelerator"},
-    "accelerator.real_accelerator": {
-        _ACCELERATOR: (
-            "DeepSpeedAccelerator SUPPORTED_ACCELERATOR_LIST get_accelerator is_current_accelerator_supported"
-            " set_accelerator"
-        ),
-    },
-    "checkpoint": {
-        _CHECKPOINT: f"DeepSpeedCheckpoint SubparamShape {_CHECKPOINT_FILES}",
-        _CONSTANTS: _CHECKPOINT_CONSTANTS,
-        ".checkpoint.universal_checkpoint": "enable_universal_checkpoint",
-    },
-    "checkpoint.constants": {_CONSTANTS: _CHECKPOINT_CONSTANTS},
-    "checkpoint.deepspeed_checkpoint": {
-        _CHECKPOINT: (
-            "ARGS_KEY CHECKPOINT_INFO_KEY DeepSpeedCheckpoint EMBEDDING_LAYER_INDEX FINAL_LAYER_NORM_INDEX"
-            " ITERATION_KEY"
-        ),
-    },
-    "checkpoint.ds_to_universal": {_CHECKPOINT: "main=make_folder parse_arguments"},
-    "checkpoint.universal_checkpoint": {_CHECKPOINT: "SubparamShape"},
-    "checkpoint.utils": {_CHECKPOINT: f"clone_tensors_for_torch_save {_CHECKPOINT_FILES}"},
-    "comm": _COLLECTIVE_NAMES,
-    "comm.comm": _COLLECTIVE_NAMES,
-    "comm.reduce_op": {"torch.distributed": "ReduceOp"},
-    "constants": {
-        _CONSTANTS: "CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
-    },
-    "elasticity": {
-        ".elasticity": "config",
-        ".elasticity.config": (
-            "ElasticityConfig ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize"
-        ),
-        ".elasticity.elastic_agent": "DSElasticAgent",
-        "shoal.compat.elastic": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
-    },
-    "elasticity.config": {
-        "shoal.compat.elastic": "ElasticityConfig",
-        "shoal.config.elastic": "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize",
-    },
-    "elasticity.elasticity": {
-        "shoal.compat.elastic": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
-    },
-    "env_report": {_ABOUT: "cli_main main report"},
-    "git_version_info": {
-        _ABOUT: "compatible_ops=__compatible_ops__ git_branch git_hash installed_ops torch_info version"
-    },
-    "launcher": {},
-    "launcher.constants": {
-        _CONSTANTS: (
-            "IMPI_LAUNCHER MPICH_LAUNCHER MVAPICH_LAUNCHER OPENMPI_LAUNCHER PDSH_LAUNCHER PDSH_MAX_FAN_OUT"
-            " SLURM_LAUNCHER"
-        ),
-    },
-    "launcher.runner": {
-        "shoal.compat.launching": (
-            "DEEPSPEED_ENVIRONMENT_NAME fetch_hostfile main parse_args parse_inclusion_exclusion parse_resource_filter"
-            " DLTS_HOSTFILE=DEFAULT_HOSTFILE _parse_hostfile=parse_hostfile"
-        ),
-    },
-    "moe": {},
-    "moe.experts": {_MOE_LAYER: "Experts"},
-    "moe.layer": {_MOE_LAYER: "Experts MOELayer MoE TopKGate"},
-    "moe.mappings": {_EXPERTS: "drop_tokens gather_tokens"},
-    "moe.sharded_moe": {
-        _MOE_LAYER: "MOELayer TopKGate",
-        "shoal.parallel.expert.gate": "top1gating top2gating topkgating",
-        _EXPERTS: "drop_tokens gather_tokens",
-    },
-    "moe.utils": {
-        _EXPERTS: (
-            "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group"
-            " split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer"
-            " split_params_into_shared_and_expert_params"
-        ),
-        _MOE_LAYER: "MoE",
-    },
-    "monitor": {},
-    "monitor.comet": {_MONITORS: "CometMonitor"},
-    "monitor.config": {
-        _MONITORS: "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig get_monitor_config",
-    },
-    "monitor.csv_monitor": {_MONITORS: "csvMonitor"},
-    "monitor.monitor": {_MONITORS: "MonitorMaster", "shoal.observe.monitor": "Monitor"},
-    "monitor.tensorboard": {_MONITORS: "TensorBoardMonitor"},
-    "monitor.wandb": {_MONITORS: "WandbMonitor"},
-    "ops": {".ops": "adagrad adam lamb lion", _BUILDERS: "__compatible_ops__"},
-    "ops.adagrad": {_OPTIMIZERS: "DeepSpeedCPUAdagrad"},
-    "ops.adagrad.cpu_adagrad": {_OPTIMIZERS: "DeepSpeedCPUAdagrad"},
-    "ops.adam": {_OPTIMIZERS: "DeepSpeedCPUAdam FusedAdam"},
-    "ops.adam.cpu_adam": {_OPTIMIZERS: "DeepSpeedCPUAdam"},
-    "ops.adam.fused_adam": {_OPTIMIZERS: "FusedAdam"},
-    "ops.aio": {_BUILDERS: "AsyncIOBuilder"},
-    "ops.lamb": {_OPTIMIZERS: "FusedLamb"},
-    "ops.lamb.fused_lamb": {_OPTIMIZERS: "FusedLamb"},
-    "ops.lion": {_OPTIMIZERS: "DeepSpeedCPULion FusedLion"},
-    "ops.lion.cpu_lion": {_OPTIMIZERS: "DeepSpeedCPULion"},
-    "ops.lion.fused_lion": {_OPTIMIZERS: "FusedLion"},
-    "ops.op_builder": {
-        _BUILDERS: (
-            "AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder CPUOpBuilder CUDAOpBuilder"
-            " DeepCompileBuilder EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder"
-            " FusedLionBuilder GDSBuilder InferenceBuilder InferenceCoreBuilder InferenceCutlassBuilder"
-            " NotImplementedBuilder OpBuilder PinMemoryBuilder QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder"
-            " RandomLTDBuilder ShareMemCommBuilder SparseAttnBuilder SpatialInferenceBuilder"
-            " StochasticTransformerBuilder TransformerBuilder UtilsBuilder"
-        ),
-    },
-    "ops.op_builder.all_ops": {_BUILDERS: "ALL_OPS __op_builders__"},
-    "ops.op_builder.builder": {_BUILDERS: "CUDAOpBuilder OpBuilder"},
-    "pipe": {_LAYERS: "LayerSpec TiedLayerSpec", _STAGES: "PipelineModule"},
-    "profiling": {},
-    "profiling.flops_profiler": {"shoal.observe.flops_profiler": "FlopsProfiler get_model_profile"},
-    "profiling.flops_profiler.profiler": {
-        "shoal.observe.flops_profiler": "FlopsProfiler get_model_profile",
-        "shoal.observe.flops_text": (
-            "bytes_to_string duration_to_string flops_to_string macs_to_string number_to_string params_to_string"
-        ),
-    },
-    "runtime": {},
-    "runtime.activation_checkpointing": {},
-    "runtime.activation_checkpointing.checkpointing": {
-        "shoal.parallel.recompute": (
-            "checkpoint configure get_cuda_rng_tracker is_configured model_parallel_cuda_manual_seed"
-            " non_reentrant_checkpoint partition_activations_in_checkpoint reset set_num_layers"
-        ),
-        "shoal.parallel.rng_tracker": "CudaRNGStatesTracker=RngTracker",
-    },
-    "runtime.base_optimizer": {"shoal.compat.optimizer": "DeepSpeedOptimizer ZeROOptimizer=ShardedOptimizer"},
-    "runtime.bf16_optimizer": {"shoal.compat.optimizer": "BF16_Optimizer"},
-    "runtime.comm": {},
-    "runtime.comm.coalesced_collectives": {"shoal.compat.partitioned_tensor": "reduce_scatter_coalesced"},
-    "runtime.compiler": {_SMALL: "is_compile_supported", "torch.compiler": "disable is_compiling"},
-    "runtime.config": {"shoal.compat.config": "*", "shoal.errors": "DeepSpeedConfigError=ConfigError"},
-    "runtime.config_utils": {
-        _CONFIG: "DeepSpeedConfigModel",
-        "shoal.compat.config": (
-            "get_scalar_param get_dict_param=get_scalar_param get_list_param=get_scalar_param"
-            " dict_raise_error_on_duplicate_keys=refuse_duplicates"
-        ),
-    },
-    "runtime.constants": {
-        _CONFIG: "BFLOAT16",
-        _CONSTANTS: "OPTIMIZER_PARAMS ROUTE_ENCODE ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN SCHEDULER_PARAMS",
-    },
-    "runtime.data_pipeline": {},
-    "runtime.data_pipeline.config": {
-        "shoal.compat.config": "get_data_efficiency_config get_data_efficiency_enabled",
-    },
-    "runtime.data_pipeline.curriculum_scheduler": {"shoal.data.curriculum": "CurriculumScheduler"},
-    "runtime.dataloader": {_SMALL: "RepeatingLoader", "shoal.data": "DeepSpeedDataLoader=Loader"},
-    "runtime.engine": {
-        _ENTRY: "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
-        "shoal.compat.engine": "DeepSpeedEngine",
-    },
-    "runtime.entry": {
-        _ENTRY: "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable initialize set_autotp_mode tp_model_init",
-        "shoal.compat.deepspeed": "default_inference_config init_inference",
-    },
-    "runtime.fp16": {},
-    "runtime.fp16.fused_optimizer": {"shoal.compat.optimizer": "FP16_Optimizer"},
-    "runtime.fp16.loss_scaler": {
-        _SMALL: "LossScaler",
-        "shoal.optim.loss_scale": "DynamicLossScaler=LossScale LossScalerBase=LossScale",
-    },
-    "runtime.fp16.unfused_optimizer": {"shoal.compat.optimizer": "FP16_UnfusedOptimizer"},
-    "runtime.lr_schedules": {
-        "shoal.compat.lr_schedules": (
-            "LR_RANGE_TEST ONE_CYCLE WARMUP_COSINE_LR WARMUP_DECAY_LR WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR"
-            " add_tuning_arguments get_config_from_args get_lr_from_config override_1cycle_params"
-            " override_lr_range_test_params override_params override_warmupCosineLR_params override_warmupLR_params"
-            " parse_arguments update_lr"
-        ),
-        "shoal.optim.schedules": (
-            "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR"
-            " get_torch_optimizer=torch_optimizer"
-        ),
-    },
-    "runtime.pipe": {
-        _LAYERS: "LayerSpec TiedLayerSpec",
-        _STAGES: "PipelineModule",
-        _TOPOLOGY: "ProcessTopology",
-    },
-    "runtime.pipe.engine": {"shoal.compat.engine": "PipelineEngine=DeepSpeedPipelineEngine"},
-    "runtime.pipe.module": {
-        _LAYERS: "LayerSpec TiedLayerSpec",
-        _STAGES: "PipelineModule",
-        "shoal.errors": "PipelineError=ShoalError",
-    },
-    "runtime.pipe.schedule": {
-        "shoal.compat.pipe_schedule": (
-            "PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule PipeInstruction OptimizerStep"
-            " ReduceGrads ReduceTiedGrads BufferOpInstruction LoadMicroBatch ForwardPass BackwardPass SendActivation"
-            " RecvActivation SendGrad RecvGrad"
-        ),
-    },
-    "runtime.pipe.topology": {
-        _TOPOLOGY: "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
-    },
-    "runtime.precision_config": {
-        _CONFIG: "BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config FP16 get_bfloat16_config",
-        "shoal.compat.config": "get_float16_config",
-    },
-    "runtime.progressive_layer_drop": {"shoal.models.layer_drop": "ProgressiveLayerDrop"},
-    "runtime.rollout": {
-        "shoal.compat.rollout": (
-            "HybridEngineRollout RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig build_rollout"
-        ),
-    },
-    "runtime.rollout.base": {
-        "shoal.compat.rollout": "RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig",
-    },
-    "runtime.rollout.hybrid_engine_rollout": {"shoal.compat.rollout": "HybridEngineRollout"},
-    "runtime.sequence_parallel": {},
-    "runtime.sequence_parallel.parallel_state_sp": {
-        _SEQUENCE: (
-            "initialize_sequence_parallel get_sequence_parallel_group get_sequence_parallel_world_size"
-            " get_sequence_parallel_rank get_sequence_data_parallel_group get_sequence_data_parallel_world_size"
-            " get_sequence_data_parallel_rank"
-        ),
-    },
-    "runtime.sequence_parallel.ulysses_sp": {
-        _SEQUENCE: "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
-        _TILING: "SequenceTiledCompute TiledMLP TiledFusedLogitsLoss sequence_tiled_compute",
-    },
-    "runtime.sparse_tensor": {"shoal.compat.sparse_tensor": "SparseTensor"},
-    "runtime.swap_tensor": {_CONSTANTS: "MIN_SWAPPABLE_BYTES"},
-    "runtime.utils": {
-        _ACCELERATOR: "get_accelerator",
-        _SMALL: (
-            "DummyOptim call_to_str clip_grad_norm_ copy_to_device empty_cache ensure_directory_exists get_global_norm"
-            " get_grad_norm get_only_unique_item is_model_parallel_parameter mask_nan_or_inf_with_val_inplace"
-            " move_to_device noop_decorator partition_balanced prefix_sum_inc see_memory_usage"
-        ),
-        "shoal.compat.partitioned_tensor": "PartitionedTensor",
-        "shoal.pipeline.costs": "partition_uniform=uniform",
-        "shoal.pipeline.module": "set_random_seed",
-    },
-    "runtime.zero": {
-        _PARAMETERS: "ZeroParamStatus",
-        _ZERO_INIT: "DeepSpeedTensorOverride Init MiCS_Init=Init ZeroParamType unwrap_model_for_generation",
-        "shoal.compat.tiled_linear": "TiledLinear TiledLinearReturnBias",
-        "shoal.compat.hook_switch": "DeepSpeedZeRoOffload=ParameterOffload",
-        "shoal.zero": _GATHERED,
-    },
-    "runtime.zero.config": {
-        _CONFIG: (
-            "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum"
-            " ZERO_OPTIMIZATION ZeroStageEnum"
-        ),
-        "shoal.compat.config": "get_zero_config",
-    },
-    "runtime.zero.leaf_module_config": {"shoal.config.zero": "DeepSpeedZeroLeafModuleConfig=LeafModule"},
-    "runtime.zero.linear": {
-        "torch.nn": "LinearModuleForZeroStage3=Linear",
-        "torch.nn.functional": "zero3_linear_wrap=linear",
-    },
-    "runtime.zero.mics": {_ZERO_INIT: "MiCS_Init=Init"},
-    "runtime.zero.offload_config": {
-        _CONFIG: (
-            "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum OffloadStateTypeEnum"
-        ),
-    },
-    "runtime.zero.offload_states": {_SMALL: "get_state_devices"},
-    "runtime.zero.parameter_offload": {"shoal.compat.hook_switch": "DeepSpeedZeRoOffload=ParameterOffload"},
-    "runtime.zero.partition_parameters": {
-        _ACCELERATOR: "get_accelerator",
-        _PARAMETERS: "ZeroParamStatus is_zero_param=is_zero_parameter",
-        _ZERO_INIT: (
-            "DEFAULT_TENSOR_OVERRIDES DeepSpeedTensorOverride Init ZeroParamType zero_wrapper_for_fp_tensor_constructor"
-        ),
-        "shoal.zero": _GATHERED,
-        "torch": (
-            "_orig_torch_tensor=tensor _orig_torch_empty=empty _orig_torch_zeros=zeros _orig_torch_ones=ones"
-            " _orig_torch_full=full _orig_torch_arange=arange _orig_torch_eye=eye _orig_torch_randn=randn"
-        ),
-    },
-    "runtime.zero.stage3": {
-        "shoal.compat.optimizer": "DeepSpeedZeroOptimizer_Stage3",
-        "shoal.compat.estimates": (
-            "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold"
-            " estimate_zero3_model_states_mem_needs_all_live"
-        ),
-        _ZERO_INIT: "unwrap_model_for_generation",
-    },
-    "runtime.zero.stage_1_and_2": {
-        "shoal.compat.optimizer": "DeepSpeedZeroOptimizer",
-        "shoal.compat.estimates": (
-            "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold"
-            " estimate_zero2_model_states_mem_needs_all_live"
-        ),
-    },
-    "runtime.zero.tiling": {"shoal.compat.tiled_linear": "TiledLinear TiledLinearReturnBias"},
-    "runtime.zero.utils": {
-        _SMALL: "is_zero_supported_optimizer",
-        _PARAMETERS: "is_zero_param=is_zero_parameter",
-        "shoal.errors": "ZeRORuntimeException=ShoalError",
-    },
-    "sequence": {},
-    "sequence.cross_entropy": {_TILING: "vocab_sequence_parallel_cross_entropy"},
-    "sequence.layer": {_SEQUENCE: "DistributedAttention"},
-    "utils": {
-        ".utils": "groups",
-        ".utils.z3_leaf_module": (
-            "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name"
-            " set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
-        ),
-        _COLLECTIVES: "get_caller_func",
-        _GROUPS: _GROUP_NAMES,
-        _PARAMETERS: _SAFE_ACCESSORS,
-        _SMALL: ("OnDevice RepeatingLoader instrument_w_nvtx log_dist log_dist_once logger set_log_level_from_string"),
-        "shoal.zero": _SAFE_SETTERS,
-    },
-    "utils.bwc": {
-        _SMALL: ("bwc_tensor_model_parallel_group bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size"),
-    },
-    "utils.comms_logging": {
-        _COLLECTIVES: "CommsLogger calc_bw_log convert_size get_caller_func",
-    },
-    "utils.config": {"shoal.compat.config": "get_timers_config"},
-    "utils.debug": {_SMALL: "print_rank0 printflock"},
-    "utils.exceptions": {_SMALL: "DeprecatedException"},
-    "utils.groups": {
-        _GROUPS: (
-            f"{_GROUP_NAMES} _clone_world_group _get_data_parallel_group _get_data_parallel_world_size"
-            " _get_data_parallel_rank _get_data_parallel_group_ranks _get_sequence_data_parallel_group"
-            " _get_sequence_data_parallel_world_size _get_sequence_data_parallel_rank _get_sequence_parallel_group"
-            " _get_sequence_parallel_world_size _get_sequence_parallel_rank _get_model_parallel_world_size"
-            " _get_broadcast_src_rank _get_expert_model_parallel_world_size _get_expert_parallel_group"
-            " _get_expert_parallel_group_ranks _get_expert_parallel_world_size _get_expert_parallel_rank"
-            " _get_expert_parallel_src_rank _get_expert_parallel_group_dict _get_expert_data_parallel_group"
-            " _get_expert_data_parallel_group_ranks _get_expert_data_parallel_world_size _get_expert_data_parallel_rank"
-            " _get_expert_broadcast_src_rank _get_expert_data_parallel_group_dict _get_max_expert_size"
-            " _get_max_expert_size_name _get_max_expert_parallel_group _get_zero_param_intra_parallel_group"
-        ),
-    },
-    "utils.init_on_device": {_SMALL: "OnDevice"},
-    "utils.logging": {
-        _SMALL: (
-            "get_current_level get_log_level_from_string log_dist log_dist_once log_levels logger"
-            " set_log_level_from_string should_log_le warning_once"
-        ),
-    },
-    "utils.module_utils": {_SMALL: "recursive_getattr recursive_setattr"},
-    "utils.numa": {_SMALL: "parse_range parse_range_list"},
-    "utils.nvtx": {_SMALL: "instrument_w_nvtx"},
-    "utils.tensor_fragment": {_PARAMETERS: _SAFE_ACCESSORS, "shoal.zero": _SAFE_SETTERS},
-    "utils.timer": {
-        _ACCELERATOR: "get_accelerator",
-        _SMALL: "logger",
-        "shoal.compat.timer": (
-            "BACKWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER STEP_GLOBAL_TIMER"
-            " STEP_MICRO_TIMER NoopTimer SynchronizedWallClockTimer ThroughputTimer Timer trim_mean"
-        ),
-    },
-    "utils.torch": {_SMALL: "register_grad_hook required_torch_version"},
-    "utils.z3_leaf_module": {
-        _LEAVES: (
-            "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name"
-            " set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
-        ),
-    },
-    "utils.zero_to_fp32": {
-        "shoal.compat.zero_to_fp32": (
-            "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict"
-            " get_fp32_state_dict_from_zero_checkpoint get_model_state_file get_model_state_files get_optim_files"
-            " load_state_dict_from_zero_checkpoint main"
-        ),
-    },
-    "utils.zero_to_torch": {"shoal.compat.zero_to_fp32": "main=main_to_torch"},
-}
+
+def _read(table: str) -> dict[str, dict[str, str]]:
+    """By module, the names by source."""
+    modules: dict[str, dict[str, str]] = {}
+    source, sources = "", {}
+    for line in table.strip().splitlines():
+        if not line.startswith(" "):
+            module, _, line = line.partition(" = ")
+            sources = modules[module] = {}
+        if ": " in line:
+            source, _, sources[source] = line.strip().partition(": ")
+        elif line:
+            sources[source] += f" {line.strip()}"
+    return modules
+
+
+EXPORTS = _read(_TABLE)
+TOP = EXPORTS.pop("deepspeed")  # the names of ``deepspeed`` itself
 
 # What ``python -m deepspeed.MODULE`` calls.
 PROGRAMS: dict[str, str] = {

@@ -425,9 +425,7 @@ def named_config(name: str, *, vocab_size: int | None = None, sequence_length: i
     )
 
 
-def nearest_config(
-    num_parameters: int, *, vocab_size: int = 256, sequence_length: int = 256, tied: bool = True
-) -> GPTConfig:
+def nearest_config(num_parameters: int, *, vocab_size: int = 256, sequence_length: int = 256) -> GPTConfig:
     """The shape, of usual proportions, whose number of parameters is nearest.
 
     Widths are multiples of 64 (of 16 below 128); heads have 64 elements (32 in models narrower than 256, 16 below 64).
@@ -440,7 +438,7 @@ def nearest_config(
         usual = hidden / _WIDTH_PER_LAYER
         head_size = 64 if hidden >= 256 and hidden % 64 == 0 else 32 if hidden % 32 == 0 else 16
         for layers in range(max(1, math.floor(usual / 2)), math.ceil(usual * 2) + 1):
-            shape = GPTConfig(vocab_size, sequence_length, layers, hidden, hidden // head_size, tied)
+            shape = GPTConfig(vocab_size, sequence_length, layers, hidden, hidden // head_size)
             distance = abs(math.log(shape.num_parameters() / num_parameters))
             cost = distance + 0.02 * abs(math.log(layers / usual))
             if best is None or cost < best[0]:

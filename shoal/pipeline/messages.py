@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -112,20 +113,16 @@ def _tree_of(item: Any, tensors: list[torch.Tensor], where: str, path: str) -> A
     raise _unsendable(where, path, f"a {type(item).__name__}")
 
 
-def unflatten(form: MessageForm, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """The value of which ``flatten`` gave the structure."""
-    return _value_of(form.tree, tensors)
-
-
-def _value_of(node: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
-    kind, content = node
+def unflatten(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
+    """The value of which ``flatten`` gave the structure, or a part of it."""
+    kind, content = tree
     if kind == "tensor":
         return tensors[content]
     if kind == "value":
         return content
     if kind == "dict":
-        return {key: _value_of(part, tensors) for key, part in content}
-    parts = [_value_of(part, tensors) for part in content]
+        return {key: unflatten(part, tensors) for key, part in content}
+    parts = [unflatten(part, tensors) for part in content]
     return tuple(parts) if kind == "tuple" else parts
 
 
@@ -162,10 +159,8 @@ class Incoming:
 
 
 def _offsets(form: MessageForm) -> tuple[list[int], int]:
-    offsets, end = [], 0
-    for tensor in form.tensors:
-        offsets.append(end)
-        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    """Where each tensor of a message begins, and its end."""
+    *offsets, end = accumulate((-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in form.tensors), initial=0)
     return offsets, end
 
 

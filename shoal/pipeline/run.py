@@ -317,7 +317,7 @@ class PipelineRun:
             for tensor, part in zip(tensors, form.tensors, strict=True):
                 if part.has_gradient and tensor is not None:
                     visit.inputs.append(tensor.requires_grad_())
-            visit.input_form, received = form, unflatten(form, tensors)
+            visit.input_form, received = form, unflatten(form.tree, tensors)
         output = self._compute.forward(stage, received, batch)
         if stage == self._num_stages - 1:
             if is_training:

@@ -16,6 +16,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -26,6 +27,7 @@ from shoal.comm.protocol import Communicator
 from shoal.config.parallel import ExpertParallel
 from shoal.errors import ModelError
 from shoal.parallel.expert.bias import add_bias, bias_of
+from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.held import ListedExperts, modules_with_experts
 from shoal.parallel.expert.huggingface import (
     INTERFACE,
@@ -161,7 +163,7 @@ class ExpertParallelBlock(nn.Module):
             tokens = tokens * torch.empty_like(tokens).uniform_(1.0 - jitter, 1.0 + jitter)
         logits, weights, chosen = self.get_submodule(names.router)(tokens)
         experts = cast(ListedExperts, self.get_submodule(names.experts))
-        out = self.dispatch.run(tokens, chosen, weights, experts, experts.experts_held)
+        out = self.dispatch(tokens, chosen, weights, experts, experts.experts_held)
         if names.shared:
             shared = self.get_submodule(names.shared)(tokens)
             if names.shared_gate:
@@ -383,7 +385,8 @@ def prepare_experts(
         )
     for name, module in found.items():
         check_experts(name, module, comm)
-    dispatch = Dispatch(section.score_apply == "pre", section.overlap)
+    score_before = section.score_apply == "pre"
+    dispatch = partial(run_experts, score_before=score_before, overlap=section.overlap, may_drop=False)
     for layer in layers:
         adapt(layer.block, layer.experts)
         if layer.routing is not None:
@@ -396,7 +399,7 @@ def prepare_experts(
         use_experts(
             module,
             comm,
-            replace(dispatch, score_before=True) if is_before else dispatch,
+            partial(dispatch, score_before=True) if is_before else dispatch,
             is_gathered_if_used=section.gather_if_used,
         )
     return list(found)

@@ -15,7 +15,6 @@ remote code have a list of modules. Two families stack experts without that inte
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
 
@@ -24,13 +23,16 @@ from torch import Tensor, nn
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.errors import NotBuiltError
-from shoal.parallel.expert.dispatch import Compute, run_experts
+from shoal.parallel.expert.dispatch import Compute
 from shoal.parallel.expert.grouped import feed_forward, grouped_linear
 from shoal.parallel.expert.held import ExpertsHeld, ListedExperts, SplitDim, Stack
 from shoal.sharding.storage import is_placeholder
 
 _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed")  # set by Transformers' decorator
 _ROWS = "compute_of_rows"
+
+Dispatch = Callable[..., Tensor]  # ``run_experts``, with how the section ``expert_parallel`` sends tokens
+
 INTERFACE = "a module with stacked parameters (gate_up_proj or up_proj, down_proj), as Transformers 5 makes them"
 
 
@@ -52,25 +54,6 @@ def _extend(base: type[nn.Module], behaviour: type[nn.Module]) -> type[nn.Module
 _extended = cast(Callable[[type[nn.Module], type[nn.Module]], type[nn.Module]], cache(_extend))
 
 
-@dataclass(frozen=True)
-class Dispatch:
-    """How tokens are sent to experts.
-
-    Args:
-        score_before: multiply the tokens by their weights before the experts, not the outputs after them.
-        overlap: parts of the tokens; one is sent while another is computed.
-    """
-
-    score_before: bool = False
-    overlap: int = 1
-
-    def run(self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute, held: ExpertsHeld) -> Tensor:
-        overlap, score_before = self.overlap, self.score_before
-        return run_experts(
-            hidden, index, weights, compute, held, score_before=score_before, overlap=overlap, may_drop=False
-        )
-
-
 class ExpertParallelStack(nn.Module):
     """Transformers' interface of stacked experts, of which this rank holds some."""
 
@@ -81,7 +64,7 @@ class ExpertParallelStack(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         compute = getattr(self, _ROWS, None) or _compute_of(self)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # those of DBRX are [batch, sequence, width]
-        out = self.dispatch.run(tokens, top_k_index, top_k_weights, compute, self.experts_held)
+        out = self.dispatch(tokens, top_k_index, top_k_weights, compute, self.experts_held)
         return out.view(hidden_states.shape)
 
 

@@ -133,7 +133,7 @@ def route(
             code="experts-without-ranks",
         )
     slots = _slots(held.owners, held.ids, held.num_experts, size, rank)
-    sorted_chunks = [_sort(chunk, slots, held.num_experts) for chunk in _chunks(index, num_chunks)]
+    sorted_chunks = [_sort(chunk, slots, held.num_experts) for chunk in index.tensor_split(num_chunks)]
     starts = [chunk[3] for chunk in sorted_chunks]
     counts: list[list[list[int]]] | None = None  # by chunk, source and slot
     if index.is_meta or is_fake(index):
@@ -171,10 +171,6 @@ def _by_expert(of_slots: Tensor, slots: _Slots) -> Tensor:
     if slots.slot_of is None:
         return of_slots
     return of_slots[torch.tensor(slots.slot_of).to(of_slots.device, non_blocking=True)]
-
-
-def _chunks(index: Tensor, num_chunks: int) -> Sequence[Tensor]:
-    return index.tensor_split(num_chunks) if num_chunks > 1 else (index,)
 
 
 def _even(rows: int, parts: int) -> list[int]:

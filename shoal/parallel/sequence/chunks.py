@@ -120,13 +120,8 @@ class Documents:
     @classmethod
     def of_lengths(cls, lengths: Sequence[Sequence[int]]) -> Documents:
         """Documents of these lengths, one list for each row of the batch."""
-        begins = []
-        for row in lengths:
-            sums = [0]
-            for length in row:
-                sums.append(sums[-1] + length)
-            begins.append(tuple(dict.fromkeys(sums)))  # without documents of no length
-        return cls(tuple(begins))
+        sums = (accumulate(row, initial=0) for row in lengths)
+        return cls(tuple(tuple(dict.fromkeys(row)) for row in sums))  # without documents of no length
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> Documents:
@@ -163,10 +158,7 @@ class Documents:
 
     @classmethod
     def _from_first(cls, is_first: Tensor) -> Documents:
-        """
-        Args:
-            is_first: [B, L - 1]: does a document begin at this position, from the second on?
-        """
+        """Args: is_first: [B, L - 1]: True if a document begins at this position, from the second on."""
         length = is_first.shape[1] + 1
         rows: list[list[int]] = [[0] for _ in range(is_first.shape[0])]
         for row, position in is_first.nonzero().tolist():

@@ -105,10 +105,6 @@ class SplitStack(SharedByCopies):
         self._order: list[int] = []  # ids of the layers
         self._part: tuple[int, ...] = ()  # of the last output: [B, L of this rank], or [L of this rank]
 
-    def contains(self, name: str) -> bool:
-        """True if a module or parameter is inside one of the layers."""
-        return name.startswith(f"{self.name}.")
-
     def register(self, parent: nn.Module, outer: Sequence[nn.Module]) -> None:
         """Register the hooks on the layers, on the module around them, and on those around it."""
         first, last = self._layers[0], self._layers[-1]

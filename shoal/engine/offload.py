@@ -20,7 +20,7 @@ from shoal.errors import OutOfMemoryError, ShoalError, TierError
 from shoal.memory.disk import DiskTier, UnwrittenDisk
 from shoal.memory.disk_store import DiskStore
 from shoal.memory.host import host_available_nbytes, host_too_small
-from shoal.memory.tier_error import free_nbytes
+from shoal.memory.transfer import free_nbytes
 from shoal.offload.disk_state import DiskOptimizerState, Disks
 from shoal.offload.policy import FittedTiers, Free, Tiers, fit_to_memory
 from shoal.sharding.memory_model import UnitMemory

@@ -27,8 +27,7 @@ from shoal.errors import TierError, UsageError
 from shoal.memory.host import PAGE, aligned_empty, round_up
 from shoal.memory.io_threads import IoThreads, Ticket
 from shoal.memory.private_folder import PrivateFolder
-from shoal.memory.tier_error import failed, free_nbytes, no_room
-from shoal.memory.transfer import DiskTransfer, FileExtent, Traffic, Way
+from shoal.memory.transfer import DiskTransfer, FileExtent, Traffic, Way, failed, free_nbytes, no_room
 from shoal.streams import host_memory, host_transfer
 
 logger = logging.getLogger("shoal")

@@ -35,7 +35,7 @@ logger = logging.getLogger("shoal")
 class FlopsProfiler:
     """Counts the forward passes of a model between ``start_profile()`` and ``stop_profile()``.
 
-    A multiply-add is two flops; ``shoal/observe/flop_formulas.py`` says what else counts. Backward is not counted, but
+    A multiply-add is two flops; ``shoal/observe/flops.py`` says what else counts. Backward is not counted, but
     estimated as twice forward, and ``recompute_fwd_factor`` more.
 
     Args:

@@ -26,9 +26,8 @@ from shoal.comm.recorder import Entry
 from shoal.comm.world import World, fake_process_group, fake_stage_world, fake_world
 from shoal.errors import UsageError
 from shoal.simulation.accelerator import SimulatedAccelerator
-from shoal.simulation.machines import GpuNode, machine_of
 from shoal.simulation.modes import watching
-from shoal.simulation.times import COMPUTE, HOST, KINDS, STAGES, StreamTimes, exposed
+from shoal.simulation.times import COMPUTE, HOST, KINDS, STAGES, GpuNode, StreamTimes, exposed, machine_of
 from shoal.streams import simulated, simulation
 from shoal.text import format_bytes, table
 

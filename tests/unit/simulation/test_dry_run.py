@@ -16,8 +16,19 @@ from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.simulation.clocks import SimulatedStream
 from shoal.simulation.dry_run import DryRun
-from shoal.simulation.machines import MACHINES
-from shoal.simulation.times import COMMUNICATION, COMPUTE, COPY, DISK, HOST, KINDS, UPDATE, Cost, StreamTimes, exposed
+from shoal.simulation.times import (
+    COMMUNICATION,
+    COMPUTE,
+    COPY,
+    DISK,
+    HOST,
+    KINDS,
+    MACHINES,
+    UPDATE,
+    Cost,
+    StreamTimes,
+    exposed,
+)
 from tests.helpers.training import config
 from tests.unit.running.test_fake_step import Tower
 

@@ -17,8 +17,7 @@ from shoal.comm.threads import run_ranks
 from shoal.errors import CommError, ModelError, UsageError
 from shoal.pipeline.module import PipelineModule
 from shoal.simulation.dry_run import DryRun, PipelineDryRun
-from shoal.simulation.machines import MACHINES
-from shoal.simulation.times import COMMUNICATION, COMPUTE, STAGES
+from shoal.simulation.times import COMMUNICATION, COMPUTE, MACHINES, STAGES
 
 WIDTH, ROWS, NUM_BLOCKS, NUM_MICRO = 1024, 512, 8, 8
 # Communication, the host and short kernels cost nothing: the rest is what the schedule says.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shoal.config.config import Config, Examined, examine, load, schema_paths
+from shoal.config.json_schema import json_schema
 from shoal.config.problems import ConfigProblems, ConfigWarning, Problem
-from shoal.config.reference import json_schema, reference
 from shoal.config.source import add_config_arguments
 from shoal.config.support import Support, support_of
 
@@ -19,7 +19,6 @@ __all__ = [
     "examine",
     "json_schema",
     "load",
-    "reference",
     "schema_paths",
     "support_of",
 ]

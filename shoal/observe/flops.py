@@ -280,7 +280,7 @@ def _attention(query: int, *, with_keys: int, with_values: int) -> Formula:
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
         queries, keys, values = args[query : query + 3]
         products = 2 * math.prod(queries.shape[:-1]) * int(keys.shape[-2])
-        return products * (with_keys * int(queries.shape[-1]) + with_values * int(values.shape[-1]))
+        return int(products) * (with_keys * int(queries.shape[-1]) + with_values * int(values.shape[-1]))
 
     return formula
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from shoal.config import json_schema, schema_paths
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = sorted((ROOT / "shoal").rglob("*.py"))
@@ -50,9 +53,8 @@ def anchors() -> list[str]:
     return re.findall(r"^### (\S+)$", ERRORS.read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
-def make_reference() -> ModuleType:
-    path = ROOT / "docs" / "make_reference.py"
-    spec = importlib.util.spec_from_file_location("make_reference", path)
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -93,12 +95,25 @@ def test_every_error_says_when_it_is_raised_and_what_to_do() -> None:
 
 def test_the_api_page_is_what_the_script_makes() -> None:
     page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
-    assert make_reference().page() == page, "run: python docs/make_reference.py"
+    assert script("make_reference").page() == page, "run: python docs/make_reference.py"
+
+
+def test_the_page_of_the_configuration_and_the_exported_schema_are_up_to_date() -> None:
+    folder = ROOT / "docs" / "reference"
+    page = script("make_config_page").page()
+    assert (folder / "config.md").read_text(encoding="utf-8") == page, "run: python docs/make_config_page.py"
+    assert json.loads((folder / "config.schema.json").read_text(encoding="utf-8")) == json_schema()
+
+
+def test_the_page_of_the_configuration_names_every_key() -> None:
+    page = script("make_config_page").page()
+    missing = [path for path in schema_paths() if f"| `{path.rpartition('.')[2]}`" not in page]
+    assert missing == []
 
 
 def test_the_tables_of_keys_on_the_page_for_deepspeed_users_are_what_the_script_makes() -> None:
     text = (ROOT / "docs" / "how-to" / "coming-from-deepspeed.md").read_text(encoding="utf-8")
-    assert make_reference().deepspeed_page(text) == text, "run: python docs/make_reference.py"
+    assert script("make_reference").deepspeed_page(text) == text, "run: python docs/make_reference.py"
 
 
 def snippets(page: str) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from shoal.config import ConfigProblems, json_schema, load, reference, schema_paths, support_of
+from shoal.config import ConfigProblems, json_schema, load, schema_paths, support_of
 from shoal.config.base import Section, below, keys_of, names_of, walk
 from shoal.config.normalise import NEVER_EXISTED, normalise
 from shoal.config.optimizer import BY_WIDTH, OPTIMIZERS, SCHEDULERS
@@ -21,7 +21,7 @@ from shoal.config.schema import Schema
 from shoal.config.support import SUPPORT
 from shoal.optim.build import RECIPES
 from shoal.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
-from tests.helpers.places import FIXTURES, ROOT
+from tests.helpers.places import FIXTURES
 
 RECIPES_OF_USERS = sorted((FIXTURES / "config_recipes").glob("*.json"))
 PATHS = [path for path, _ in walk(Schema)]
@@ -204,18 +204,6 @@ def test_the_json_schema_describes_every_key_with_its_support() -> None:
     assert stage["description"].endswith("Shoal: supported.")
     assert {"const": "auto"} in stage["anyOf"]
     assert schema["properties"]["bfloat16"]["deprecated"] is True
-
-
-def test_the_reference_page_and_the_exported_schema_are_up_to_date() -> None:
-    folder = ROOT / "docs" / "reference"
-    assert (folder / "config.md").read_text(encoding="utf-8") == reference()
-    assert json.loads((folder / "config.schema.json").read_text(encoding="utf-8")) == json_schema()
-
-
-def test_the_reference_page_names_every_key() -> None:
-    page = reference()
-    missing = [path for path in LEAVES if f"| `{path.rpartition('.')[2]}`" not in page]
-    assert missing == []
 
 
 def test_a_configuration_is_pickled_with_the_sections_of_the_table() -> None:

@@ -159,9 +159,7 @@ def test_a_formula_that_does_not_fit_is_named_and_ends_nothing(monkeypatch: pyte
     def broken(*_: Any) -> int:
         raise ValueError("a shape that nobody thought of")
 
-    monkeypatch.setitem(
-        __import__("shoal.observe.flops", fromlist=["OTHER"]).OTHER, torch.ops.aten.relu, broken
-    )
+    monkeypatch.setitem(__import__("shoal.observe.flops", fromlist=["OTHER"]).OTHER, torch.ops.aten.relu, broken)
     count = OperationCount()
     with count:
         torch.relu(normal(3)) * 2

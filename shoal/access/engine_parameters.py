@@ -264,14 +264,17 @@ class EngineParameters(ParameterOwner):
 
     def _has_gradient(self, group: ParameterGroup) -> bool:
         self._sharded.finish_backward()
-        if group.gradient.is_moved:
+        gradient = group.gradient
+        if gradient.moved is not None:
             raise UsageError(
                 "the gradients are in host memory since offload_states().",
                 do="call engine.reload_states() first.",
                 code="states-away",
             )
-        group.gradient.sync_view()
-        return group.gradient.state is not GradientState.NONE
+        if gradient.is_shown:  # take over what the script has set
+            gradient.take_back()
+            gradient.show_sum()
+        return gradient.state is not GradientState.NONE
 
     @torch.no_grad()
     def set_full_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:

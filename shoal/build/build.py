@@ -28,8 +28,10 @@ from shoal.sharding.buffer import Axis, FlatBuffer
 from shoal.sharding.gradient import Gradient
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.memory_model import UnitMemory
+from shoal.sharding.offloaded_gradient import OffloadedGradient
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import SHARD, Placement, Tier
+from shoal.sharding.shown_gradient import ShownGradient
 from shoal.sharding.sparse_gradient import SparseGradient
 from shoal.sharding.sparse_sum import SparseSum
 from shoal.sharding.staging import StagingBuffers
@@ -212,8 +214,7 @@ class _Builder:
         if is_wider or row.parameter.tier is Tier.DISK or is_state_offloaded != buffer.is_offloaded:
             main_buffer = self._main_buffer(planned, buffer, values, is_offloaded=is_state_offloaded)
         buffer.storage.unpin()
-        can_be_view = not (is_state_offloaded or buffer.is_offloaded)
-        gradient = self._gradient(planned, buffer, parameters, can_be_view=can_be_view)
+        gradient = self._gradient(planned, buffer, parameters, is_state_offloaded=is_state_offloaded)
         return group(gradient, main_buffer, is_state_offloaded=is_state_offloaded)
 
     def _buffer(self, planned: GroupPlan) -> FlatBuffer:
@@ -283,7 +284,7 @@ class _Builder:
         return FlatBuffer(planned.label, layout, planned.dtype, self.device, comm, {"second": comm}, stored)
 
     def _gradient(
-        self, planned: GroupPlan, buffer: FlatBuffer, parameters: Sequence[nn.Parameter], *, can_be_view: bool
+        self, planned: GroupPlan, buffer: FlatBuffer, parameters: Sequence[nn.Parameter], *, is_state_offloaded: bool
     ) -> Gradient:
         precision, layout = self.plan.precision, planned.layout
         sum_dtype = None
@@ -292,13 +293,18 @@ class _Builder:
         policy = precision.policy_of(planned.names[0])
         axes: dict[str, Axis] = dict(planned.axes.comms)
         staging = self.staging[planned.axes.shard]
-        if planned.keeps_rows:
-            return SparseGradient(buffer, parameters, planned.row, policy, axes, staging, sum_dtype)
-        if planned.sends_rows and buffer.comm.size > 1:
+        if planned.sends_rows and not planned.keeps_rows and buffer.comm.size > 1:
             axes[planned.axes.shard] = SparseSum(buffer.comm, *layout.specs[0].shape)
-        is_alone = planned.axes.data is self.plan.axes.data and buffer.comm.size == 1 and len(axes) == 1
-        is_view = self.has_direct_step or (can_be_view and is_alone)
-        return Gradient(buffer, parameters, planned.row, policy, axes, staging, sum_dtype, is_view=is_view)
+        is_alone = buffer.comm.size == 1 and len(axes) == 1
+        is_offloaded = is_state_offloaded or buffer.is_offloaded
+        kind: type[Gradient] = Gradient
+        if planned.keeps_rows:
+            kind = SparseGradient
+        elif self.has_direct_step or (is_alone and planned.axes.data is self.plan.axes.data and not is_offloaded):
+            kind = ShownGradient
+        elif is_state_offloaded and planned.row.is_gradient_sharded and not is_alone:
+            kind = OffloadedGradient
+        return kind(buffer, parameters, planned.row, policy, axes, staging, sum_dtype)
 
 
 def _fill(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from shoal.sharding import open_gradient
 from shoal.sharding.param_group import ParameterGroup
 from shoal.text import counted
 
@@ -29,7 +30,7 @@ def layout_of(states: Sequence[ParameterGroup]) -> list[list[Any]]:
 
 def take(states: Sequence[ParameterGroup]) -> list[Any]:
     """This rank's open gradients, as nested values with tensors; empty between steps."""
-    exported = [(index, group.gradient.export()) for index, group in enumerate(states)]
+    exported = [(index, open_gradient.export(group.gradient)) for index, group in enumerate(states)]
     return [{"bucket": index, **values} for index, values in exported if values is not None]
 
 
@@ -40,7 +41,7 @@ def put(states: Sequence[ParameterGroup], saved: list[Any]) -> None:
         for parameter in group.gradient.parameters:
             parameter.grad = None
     for entry in saved:
-        states[entry["bucket"]].gradient.restore(entry)
+        open_gradient.restore(states[entry["bucket"]].gradient, entry)
 
 
 def begin_again(saved: dict[str, Any]) -> str:

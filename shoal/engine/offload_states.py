@@ -22,8 +22,10 @@ from shoal.engine.settings import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import UsageError
 from shoal.memory.host import aligned_empty, host_available_nbytes, host_too_small
+from shoal.sharding import open_gradient
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
+from shoal.sharding.storage import HostStorage
 from shoal.text import format_bytes
 
 # DeepSpeed's names, and the ledger's.
@@ -136,14 +138,13 @@ class OffloadStates:
 
     @torch.no_grad()
     def _move_out(self, name: str, *, is_pinned: bool) -> None:
-        empty = partial(_host_empty, is_pinned=is_pinned)
         copied = partial(_copied_to_host, is_pinned=is_pinned)
         step = self._sharding.step
         if name == "lp_params":
             for group in self._on_device_groups():
                 self._moved.append(group)
                 group.drop_second()  # kept again by the next forward
-                group.buffer.move_to_host(empty)
+                group.buffer.store(copied(group.buffer.stored_values), HostStorage)
                 if not group.buffer.is_sharded:
                     group.attach_views()
             self._point_at_parameters()
@@ -156,7 +157,7 @@ class OffloadStates:
                 held[key] = copied(held[key])
         elif name == "lp_grads":
             for group in self._sharding.groups:
-                group.gradient.move_to_host(copied)
+                open_gradient.move_to_host(group.gradient, copied)
         else:
             self._sharding.model.clear_staging()
             if step is not None:
@@ -177,7 +178,9 @@ class OffloadStates:
         copied = partial(_copied_to_device, device=device)
         if name == "lp_params":
             for group in self._moved:
-                group.buffer.move_to_device()
+                buffer = group.buffer
+                target = buffer.comm.empty(buffer.stored_numel, buffer.dtype, device)
+                buffer.store(target.copy_(buffer.stored_values, non_blocking=True))
                 if not group.buffer.is_sharded:
                     group.attach_views()
             self._moved.clear()
@@ -189,7 +192,7 @@ class OffloadStates:
                 held[key] = copied(held[key])
         elif name == "lp_grads":
             for group in self._sharding.groups:
-                group.gradient.move_to_device()
+                open_gradient.move_to_device(group.gradient)
 
     def empty_cache(self, *, frees_memory: bool = True) -> None:
         """Release every gathered unit that no block holds.
@@ -238,13 +241,14 @@ class OffloadStates:
         """The tensors that ``_move_out`` copies."""
         if name == "lp_params":
             buffers = [group.buffer for group in self._on_device_groups()]
-            return [buffer.shard if buffer.is_sharded else buffer.full for buffer in buffers]
+            return [buffer.stored_values for buffer in buffers]
         if name == "hp_params":
             return [group.main for group in self._states() if group.has_own_main]
         if name == "optim_states":
             return [held[key] for held, key in self._optimizer_tensors()]
         if name == "lp_grads":
-            return [tensor for group in self._sharding.groups for tensor in group.gradient.open_tensors()]
+            exported = [open_gradient.export(group.gradient) for group in self._sharding.groups]
+            return [tensor for values in exported for tensor in open_gradient.tensors_in(values)]
         return []
 
     def _move_main_parameters(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:

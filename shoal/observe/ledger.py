@@ -12,6 +12,7 @@ from shoal.device import Device, MemoryReading
 from shoal.running.runtime import ShardedModel
 from shoal.running.step import ShardedStep
 from shoal.sharding.memory_model import GroupMemory
+from shoal.sharding.open_gradient import tensors_in
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
 from shoal.text import format_bytes
@@ -210,7 +211,7 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[Le
         return
     gradient = group.gradient
     if "gradient" in moved:
-        yield entry("gradient", row.gradient_between.tier, gradient.nbytes_moved)
+        yield entry("gradient", row.gradient_between.tier, sum(tensor.nbytes for tensor in tensors_in(gradient.moved)))
     else:  # of a sparse one as many rows as were looked up
         formula = None if gradient.is_sparse else model.gradient
         yield entry("gradient", row.gradient_between.tier, gradient.nbytes, formula)
@@ -222,10 +223,8 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[Le
         padding = group.owned_numel - sum(part.stop - part.start for part in group.ranges)
         formula = model.state(num_states, itemsize) - padding * num_states * itemsize
         yield entry("optimizer state", row.state.tier, held, formula)
-    if gradient.nbytes_unsynced:
-        yield LedgerEntry(
-            row.unit, "gradient", row.gradient_between.tier.value, gradient.nbytes_unsynced, gradient.nbytes_unsynced
-        )
+    if unsynced := gradient.unsynced.full.nbytes:
+        yield LedgerEntry(row.unit, "gradient", row.gradient_between.tier.value, unsynced, unsynced)
 
 
 def _communicators(sharded: ShardedModel) -> list[Communicator]:

@@ -34,6 +34,7 @@ from shoal.memory.stream_copies import CopyDone, copies_of
 from shoal.optim.host import HostStep
 from shoal.optim.host_rules import Rule, RuleName, kind_of
 from shoal.sharding.gradient_norm import sum_of_squares
+from shoal.sharding.offloaded_gradient import OffloadedGradient
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.staging import MAX_SHARDS
 from shoal.streams import name_memory, simulation
@@ -154,7 +155,7 @@ class CpuOptimizer:
         Args:
             at_step: it is the gradient for the step; else one micro-batch of several was added.
         """
-        transfer, offloaded = self._transfer(group), group.gradient.offloaded
+        transfer, offloaded = self._transfer(group), _offloaded(group)
         if not (at_step or offloaded is not None):
             return
         if offloaded is None or offloaded.part is None:
@@ -164,8 +165,8 @@ class CpuOptimizer:
             copied = self._add(group, offloaded.part, is_for_step=at_step)
         if offloaded is not None:
             assert copied is not None
-            group.gradient.offload(transfer, copied, is_for_step=at_step)
-            transfer.version = group.gradient.version
+            offloaded.offload(transfer, copied, is_for_step=at_step)
+            transfer.version = offloaded.version
         if at_step:
             group.wait_for_readers()
             self._start_ahead(group)
@@ -176,7 +177,7 @@ class CpuOptimizer:
         if transfer.version == group.gradient.version and transfer.gradient is not None:
             return
         gradient = group.gradient.owned()
-        is_freed = transfer.is_only_copy = group.gradient.offloaded is not None
+        is_freed = transfer.is_only_copy = _offloaded(group) is not None
         self._wait_for_readers(group)
         if transfer.gradient is None or transfer.gradient.dtype != gradient.dtype:
             transfer.gradient = host_empty(gradient.numel(), gradient.dtype, gradient.device, is_pinned=self._is_pinned)
@@ -421,6 +422,10 @@ class CpuOptimizer:
         self._step.close()
         self._transfers.clear()
         self._parts.clear()
+
+
+def _offloaded(group: ParameterGroup) -> OffloadedGradient | None:
+    return group.gradient if isinstance(group.gradient, OffloadedGradient) else None
 
 
 def _count(updates: Sequence[_RangeUpdate]) -> None:

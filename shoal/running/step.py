@@ -90,7 +90,6 @@ class ShardedStep:
             if group.is_state_offloaded:
                 assert self.cpu_optimizer is not None
                 group.updates = self.cpu_optimizer
-                group.gradient.offload_sum()
             group.ranges = list(self._ranges_of(group))
 
     @property

@@ -13,7 +13,7 @@ tensor object alive, so a view that autograd saved is valid again after the next
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from shoal.memory.stream_copies import CopyDone, StreamCopies
 from shoal.memory.transfer import clipped
 from shoal.sharding.layout import ALIGNMENT, BufferLayout, Ranges, Segment
 from shoal.sharding.placement import Move, Placement, Tier, moves
-from shoal.sharding.storage import ByteRanges, DeviceStorage, HostStorage, ShardStorage
+from shoal.sharding.storage import ByteRanges, DeviceStorage, ShardStorage
 from shoal.streams import resize_storage
 
 
@@ -120,6 +120,16 @@ class FlatBuffer:
         return self.shard if self.placement.is_sharded else self.full
 
     @property
+    def stored_values(self) -> torch.Tensor:
+        """What this rank stores between uses: its range, or the whole."""
+        return self.shard if self.is_sharded else self.full
+
+    @property
+    def stored_numel(self) -> int:
+        """Elements of it."""
+        return self.owned_numel if self.is_sharded else self.layout.numel
+
+    @property
     def has_memory(self) -> bool:
         """True if there is a whole buffer."""
         return bool(self.full.numel())
@@ -137,7 +147,7 @@ class FlatBuffer:
     @property
     def nbytes_stored(self) -> int:
         """Bytes that this rank stores between uses, on whatever tier."""
-        return self.owned_numel * self.dtype.itemsize if self.is_sharded else self.nbytes
+        return self.stored_numel * self.dtype.itemsize
 
     def owned_part(self, slot: int) -> Segment | None:
         """The part of one parameter that lies in this rank's owned range; None: there is none."""
@@ -270,6 +280,13 @@ class FlatBuffer:
             self.storage = DeviceStorage(full[self.begin : self.end])
         self.views = [full[spec.offset : spec.offset + spec.numel].view(spec.shape) for spec in self.layout.specs]
 
+    def store(self, values: torch.Tensor, tier: type[ShardStorage] = DeviceStorage) -> None:
+        """Take this memory for what is stored: of a sharded buffer on any tier. Shape: [stored numel]."""
+        if self.is_sharded:
+            self.storage = tier(values)
+        else:
+            self.set_full(values)
+
     def allocate(self) -> None:
         """Allocate what the next gather needs, on the current stream."""
         resize_storage(self.full.untyped_storage(), self.nbytes)
@@ -306,29 +323,6 @@ class FlatBuffer:
         self.views = []
         self.full = self.full.new_empty(0)
         self.storage = DeviceStorage(self.full)
-
-    # another tier, for a while
-
-    def move_to_host(self, empty: Callable[[int, torch.dtype], torch.Tensor]) -> None:
-        """Store the values in host memory. The buffer is not gathered, no peer reads it. Communicates nothing.
-
-        Args:
-            empty: allocates it.
-        """
-        if self.is_sharded:
-            values = empty(self.owned_numel, self.dtype).copy_(self.shard, non_blocking=True)
-            self.storage = HostStorage(values)
-        else:
-            self.set_full(empty(self.layout.numel, self.dtype).copy_(self.full, non_blocking=True))
-
-    def move_to_device(self) -> None:
-        """Undo ``move_to_host``."""
-        if self.is_sharded:
-            shard = self.comm.empty(self.owned_numel, self.dtype, self.device)
-            self.storage = DeviceStorage(shard.copy_(self.shard, non_blocking=True))
-        else:
-            full = self.comm.empty(self.layout.numel, self.dtype, self.device)
-            self.set_full(full.copy_(self.full, non_blocking=True))
 
 
 class Redistribution:

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from shoal.sharding.gradient import Gradient, GradientState
+from shoal.sharding.gradient import GradientState
 from shoal.sharding.layout import Segment
+from shoal.sharding.shown_gradient import ShownGradient
 from shoal.sharding.sparse_sum import coalesced, exchange_counts, sum_rows
 
 _DENSE = -1  # in place of a number of rows: this rank's gradient is not sparse
 
 
-class SparseGradient(Gradient):
+class SparseGradient(ShownGradient):
     """The gradient of a parameter group of one embedding.
 
     A row is in the sum if some rank looked it up, also where its gradient is zero: lazy optimizers update such rows.
@@ -30,7 +31,7 @@ class SparseGradient(Gradient):
     is_sparse = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, is_view=True)
+        super().__init__(*args, **kwargs)
         self._comm = self.buffer.comm
         self._part: torch.Tensor | None = None  # of passes that no reduction has seen; sparse and coalesced, or dense
         self._total: torch.Tensor | None = None  # over the ranks
@@ -47,8 +48,8 @@ class SparseGradient(Gradient):
             return
         self.has_grad[0] = 1
         if self._part is not None:
-            self.sum.dtype = self._sum_dtype
-        new = coalesced(gradient, self._sum_dtype) if gradient.is_sparse else gradient.to(self._sum_dtype)
+            self.sum.dtype = self.sum_dtype
+        new = coalesced(gradient, self.sum_dtype) if gradient.is_sparse else gradient.to(self.sum_dtype)
         self._part = new if self._part is None else _plus(self._part, new)
         if self.state is GradientState.NONE:
             self.state = GradientState.ACCUMULATING
@@ -86,13 +87,13 @@ class SparseGradient(Gradient):
                 table = part.to_dense() if part.is_sparse else part
                 flat[: self._spec.numel] = table.mul(policy.pre_scale).reshape(-1)
             self._comm.blocking.all_reduce(flat, scale=policy.post_scale, label=label)
-            return flat[: self._spec.numel].view(self._spec.shape).to(self._sum_dtype)
+            return flat[: self._spec.numel].view(self._spec.shape).to(self.sum_dtype)
         if not any(counts):
             return part
         part = self._empty() if part is None else part
         values = part.values().mul(policy.pre_scale).to(sent)
         rows, total = sum_rows(self._comm, part.indices()[0], values, counts, policy.post_scale, label=label)
-        return self._sparse(rows, total.to(self._sum_dtype))
+        return self._sparse(rows, total.to(self.sum_dtype))
 
     def _sparse(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         shape = self._spec.shape
@@ -102,23 +103,15 @@ class SparseGradient(Gradient):
 
     def _empty(self) -> torch.Tensor:
         device = self.buffer.device
-        values = torch.zeros(0, *self._spec.shape[1:], dtype=self._sum_dtype, device=device)
+        values = torch.zeros(0, *self._spec.shape[1:], dtype=self.sum_dtype, device=device)
         return self._sparse(torch.zeros(0, dtype=torch.int64, device=device), values)
 
     def wait(self, *, at_step: bool) -> None:
         """Nothing: ``reduce`` has waited."""
 
-    def _show(self) -> None:
-        # The sum has the dtype of sums, whatever dtype was sent.
-        if self.buffer.dtype == self._sum_dtype and self.state is GradientState.REDUCED:
-            self._shown = [self.value(0)]
-            self.parameters[0].grad = self._shown[0]
-
-    def complete(self) -> None:
-        if self.state is GradientState.REDUCED:
-            return
-        self.reduce(at_step=True)
-        self.wait(at_step=True)
+    @property
+    def _can_be_shown(self) -> bool:
+        return self.buffer.dtype == self.sum_dtype  # the sum has the dtype of sums, whatever dtype was sent
 
     # what it holds
 
@@ -132,7 +125,7 @@ class SparseGradient(Gradient):
         if value is None:
             self._total = None
         else:
-            self._total = coalesced(value, self._sum_dtype) if value.is_sparse else value.to(self._sum_dtype)
+            self._total = coalesced(value, self.sum_dtype) if value.is_sparse else value.to(self.sum_dtype)
 
     def _leave_memory(self) -> None:
         """Nothing: each sum is a tensor of its own."""
@@ -140,20 +133,20 @@ class SparseGradient(Gradient):
     @torch.no_grad()
     def write(self, slot: int, segment: Segment, values: torch.Tensor) -> None:
         self.take_back()
-        self._total = values.to(self._sum_dtype).view(self._spec.shape).to_sparse(1)
-        self._show()
+        self._total = values.to(self.sum_dtype).view(self._spec.shape).to_sparse(1)
+        self.show_sum()
 
     def norm_part(self) -> torch.Tensor:
         total, rank, size = self._total, self._comm.rank, self._comm.size
         if total is None:
-            return torch.empty(0, dtype=self._sum_dtype, device=self.buffer.device)
+            return torch.empty(0, dtype=self.sum_dtype, device=self.buffer.device)
         values = total.values() if total.is_sparse else total
         begin, end = (len(values) * number // size for number in (rank, rank + 1))
         return values[begin:end].reshape(-1)
 
     def owned(self) -> torch.Tensor:
         """The gradient in one flat tensor, for the accessors; a copy."""
-        flat = torch.zeros(self.layout.numel, dtype=self._sum_dtype, device=self.buffer.device)
+        flat = torch.zeros(self.layout.numel, dtype=self.sum_dtype, device=self.buffer.device)
         held = self._total if self._total is not None else self._part
         if held is not None:
             flat[: self._spec.numel] = (held.to_dense() if held.is_sparse else held).reshape(-1)
@@ -169,34 +162,18 @@ class SparseGradient(Gradient):
         self._part = self._total = None
         self.sum.dtype = self.policy.accumulate_dtype or self.buffer.dtype
 
-    # to and from a checkpoint
+    # as plain values
 
-    def export(self) -> dict[str, Any] | None:
-        if self._moved is not None:
-            return self._moved
+    def rows(self) -> dict[str, Any] | None:
+        """What is open between two passes; None: nothing is."""
         if self.state is GradientState.NONE and not self._has_new():
             return None
-        self.take_back()
         self.accumulate()
-        saved = {
-            "is_wide": self.dtype == self._sum_dtype,
-            "state": self.state.value,
-            "touched": list(self.has_grad),
-            "part": _pack(self._part),
-            "total": _pack(self._total),
-        }
-        self._show()
-        return saved
+        return {"part": _pack(self._part), "total": _pack(self._total)}
 
-    @torch.no_grad()
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        self.reset()
-        if saved["is_wide"]:
-            self.sum.dtype = self._sum_dtype
-        self.state = GradientState(saved["state"])
-        self.has_grad = bytearray(saved["touched"])
+    def set_rows(self, saved: Mapping[str, Any]) -> None:
+        """Set what ``rows`` gave."""
         self._part, self._total = self._unpack(saved["part"]), self._unpack(saved["total"])
-        self._show()
 
     def _unpack(self, packed: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         device = self.buffer.device

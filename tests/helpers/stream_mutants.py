@@ -127,7 +127,7 @@ UNREACHED = {
     "shoal/offload/cpu_optimizer.py self.synchronize(group)": _NOTHING_LEFT,
     "shoal/offload/cpu_optimizer.py .wait()": "threads of one update on the host, which is one operation here",
     "shoal/sharding/gradient.py self.wait(at_step=True)": "on one rank a sum is no collective",
-    "shoal/sharding/sparse_gradient.py self.wait(at_step=True)": "``SparseGradient.wait`` does nothing",
+    "shoal/sharding/shown_gradient.py self.wait(at_step=True)": "on one rank a sum is no collective",
     "shoal/checkpoint/background.py _SHARE": "a pause of the writing thread; the order is ``_joined``",
     "shoal/optim/host.py .wait()": "threads of one update on the host, which is one operation here",
     "shoal/optim/host.py done.result()": "threads of one update on the host, which is one operation here",

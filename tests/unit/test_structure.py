@@ -26,7 +26,6 @@ CORE = (
     "sharding/layout.py",
     "sharding/buffer.py",
     "sharding/storage.py",
-    "sharding/offloaded_sum.py",
     "sharding/gradient.py",
     "sharding/staging.py",
     "sharding/param_group.py",

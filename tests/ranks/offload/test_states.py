@@ -22,6 +22,7 @@ from shoal.build.settings import ZeroSettings
 from shoal.comm.threads import run_ranks
 from shoal.engine import offload_states
 from shoal.errors import OutOfMemoryError, UsageError
+from shoal.sharding.offloaded_gradient import OffloadedGradient
 from tests.ranks.offload.test_offload import MODEL, VOCABULARY, config, make_apart
 
 KINDS = ["optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer"]
@@ -136,7 +137,7 @@ def storages(engine: shoal.Engine) -> list[StorageWeakRef]:
     assert engine.optimizer is not None
     for state in engine.trained_groups:
         tensors.append(state.main)
-        if state.gradient.offloaded is None:  # an offloaded one takes a staging buffer when it is asked
+        if not isinstance(state.gradient, OffloadedGradient):  # which takes a staging buffer when it is asked
             tensors.append(state.gradient.memory())
         tensors += [
             value

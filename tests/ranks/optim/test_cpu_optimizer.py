@@ -21,6 +21,7 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.engine.engine import Engine
 from shoal.errors import NonFiniteError
+from shoal.sharding.offloaded_gradient import OffloadedGradient
 from tests.ranks.offload.test_offload import MODEL, VOCABULARY, make_apart
 
 STAGES = [(1, ("optimizer",)), (2, ("optimizer",)), (3, ("optimizer",)), (3, ("optimizer", "param"))]
@@ -371,7 +372,7 @@ def accumulates(settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list
             engine.step()
         if number % 3 == 2:
             norms.append(engine.get_global_grad_norm())
-    fetches = sum(gradient.offloaded.num_fetches for gradient in gradients if gradient.offloaded is not None)
+    fetches = sum(gradient.num_fetches for gradient in gradients if isinstance(gradient, OffloadedGradient))
     values = {n: engine.access.full_parameter(p) for n, p in engine.module.named_parameters() if p.requires_grad}
     nbytes = sum(gradient.nbytes for gradient in gradients)
     engine.destroy()

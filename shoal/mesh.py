@@ -319,23 +319,9 @@ class Mesh:
             )
 
     def _degree(self, axis: str) -> int:
-        match axis:
-            case "pp":
-                return self.pp
-            case "dp_replicate":
-                return self.dp_replicate
-            case "dp_shard":
-                return self.dp_shard
-            case "cp":
-                return self.cp
-            case "sp":
-                return self.sp
-            case "tp":
-                return self.tp
-            case "ep":
-                return self.ep
-            case "etp":
-                return self.etp
+        degree: int | None = vars(self).get(axis)
+        if degree is not None:
+            return degree
         raise ConfigError(
             f"the mesh has no axis {axis!r}",
             do=f"use one of {', '.join(get_args(Axis))}, tied_axis(pipeline stages) or factor_axis(...).",

@@ -20,10 +20,10 @@ from shoal.device import host_empty
 from shoal.errors import ModelError, OptimizerError
 from shoal.memory.stream_copies import StreamCopies, copies_of
 from shoal.offload.disk_state import Disks
-from shoal.offload.policy import Tiers
+from shoal.offload.policy import Decide, Tiers
 from shoal.running.order import UnitOrder
 from shoal.running.runtime import ShardedModel
-from shoal.sharding.axes import Axes, GroupAxes
+from shoal.sharding.axes import Axes
 from shoal.sharding.buffer import Axis, FlatBuffer
 from shoal.sharding.gradient import Gradient
 from shoal.sharding.layout import ParameterSpec
@@ -40,8 +40,6 @@ from shoal.sharding.table import Table
 from shoal.sharding.unit import IfUsed, LiveNumel, Unit
 from shoal.streams import name_memory
 from shoal.text import counted, listed
-
-Decide = Callable[[Sequence[UnitMemory]], Sequence[Tiers]]
 
 
 def group_index(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> dict[int, int]:
@@ -126,33 +124,30 @@ def build(
     modules = dict(model.named_modules())
     plan = BuildPlan.of(model, group_of, settings, precision, axes, specs or {}, if_used=if_used, sparse=sparse)
     units = plan.units(model)
-    planned = [plan.groups_of(unit) for unit in units]
-    sizes = [
-        UnitMemory.of(unit.name, [one.memory(precision) for one in own])
-        for unit, own in zip(units, planned, strict=True)
-    ]
+    sizes = [unit.memory for unit in units]
     tiers = (decide or settings.tiers)(sizes)
-    planned = [
-        [replace(one, row=one.row.on(found.parameter, found.state, is_gradient_offloaded=is_offloaded)) for one in own]
-        for own, found in zip(planned, tiers, strict=True)
-        for is_offloaded in [settings.is_offloaded(found.state, device)]
+    units = [
+        unit.on(on, is_gradient_offloaded=settings.is_offloaded(on.state, device))
+        for unit, on in zip(units, tiers, strict=True)
     ]
+    groups_planned = [group for unit in units for group in unit.groups]
     disks = _open(sizes, tiers, open_disks)
-    is_sharded = any(one.row.parameter.is_sharded for own in planned for one in own)
+    is_sharded = any(group.row.parameter.is_sharded for group in groups_planned)
     materializer = Materializer(model, device, axes, plan.spec_of, is_sharded=is_sharded, whole=whole)
-    copies = copies_of(device) if any(found.parameter is not Tier.DEVICE for found in tiers) else None
-    staging = {one.axes.shard: StagingBuffers(one.axes.comms[one.axes.shard], device) for own in planned for one in own}
+    copies = copies_of(device) if any(on.parameter is not Tier.DEVICE for on in tiers) else None
+    staging = {g.axes.shard: StagingBuffers(g.axes.comms[g.axes.shard], device) for g in groups_planned}
     builder = _Builder(plan, device, staging, materializer, disks, copies, sparse is not None)
-    filled_last = materializer.module_positions()
+    filled_last = [max(materializer.positions[name] for name in unit.spec.parameters) for unit in units]
     built: dict[int, Unit] = {}
     live = LiveNumel()
     try:
-        for index in sorted(range(len(units)), key=lambda i: (max(filled_last[n] for n in units[i].parameters), i)):
-            unit, own = units[index], [builder.group(one) for one in planned[index]]
-            used = plan.if_used[unit.name] if unit.is_gathered_if_used else None
+        for index in sorted(range(len(units)), key=filled_last.__getitem__):
+            spec = units[index].spec
+            parameter_groups = [builder.group(group) for group in units[index].groups]
+            used = plan.if_used[spec.name] if spec.is_gathered_if_used else None
             if used is not None:
-                used.start(own[0].buffer.comm)
-            built[index] = Unit(unit.name, index, own, if_used=used, live=live)
+                used.start(parameter_groups[0].buffer.comm)
+            built[index] = Unit(spec.name, index, parameter_groups, if_used=used, live=live)
             built[index].release()
     except BaseException:
         disks.close()
@@ -160,9 +155,9 @@ def build(
     materializer.finish(buffer_formats(model, precision.parameter, precision.buffer, precision.fp32_buffers))
     return ShardedModel(
         model,
-        Table.of(one.row for own in planned for one in own),
+        Table.of(group.row for group in groups_planned),
         [built[index] for index in range(len(units))],
-        {unit.name: [modules[name] for name in unit.modules] for unit in units},
+        {unit.spec.name: [modules[name] for name in unit.spec.modules] for unit in units},
         axes,
         tuple(staging.values()),
         UnitOrder(
@@ -204,7 +199,7 @@ class _Builder:
         is_state_offloaded = settings.is_offloaded(row.state.tier, self.device)
         parameters = [self.plan.parameters[name] for name in planned.names]
         buffer = self._buffer(planned)
-        values = _fill(buffer, parameters, planned.names, self.materializer, axes)
+        values = self._fill(buffer, planned, parameters)
         group = partial(ParameterGroup, row, axes, buffer, parameters, second=self._second(planned, buffer))
         if not planned.is_trained:
             buffer.storage.unpin()
@@ -306,44 +301,35 @@ class _Builder:
             kind = OffloadedGradient
         return kind(buffer, parameters, planned.row, policy, axes, staging, sum_dtype)
 
+    def _fill(self, buffer: FlatBuffer, planned: GroupPlan, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Move the parameters' values into the buffer.
 
-def _fill(
-    buffer: FlatBuffer,
-    parameters: Sequence[nn.Parameter],
-    names: Sequence[str],
-    materializer: Materializer,
-    axes: GroupAxes,
-) -> torch.Tensor:
-    """Move the parameters' values into the buffer.
+        The ranks along ``axes.copies`` have the same values, except of parameters that came from the meta device, which
+        each rank has initialized.
 
-    Args:
-        names: of the parameters, in this rank's model.
-        axes: the ranks along ``axes.copies`` have the same values, except of parameters that came from the meta device,
-            which each rank has initialized.
-
-    Communicates: a broadcast of the first rank's values over ``axes.data``; none where all of them were put together
-        from the ranks' shards. Over ``axes.copies``, one of parameters that came from the meta device.
-    Returns: the whole buffer in the widest dtype that a parameter came in, for the main parameters.
-    """
-    widest = buffer.dtype
-    for dtype in {parameter.dtype for parameter in parameters}:
-        widest = torch.promote_types(widest, dtype) if dtype.is_floating_point else widest
-    values = buffer.full
-    if widest != buffer.dtype:
-        values = torch.zeros(buffer.layout.numel, dtype=widest, device=buffer.full.device)
-    are_alike = True  # on all ranks
-    for spec, name, parameter in zip(buffer.layout.specs, names, parameters, strict=True):
-        target = values[spec.offset : spec.offset + spec.numel].view(spec.shape)
-        are_alike &= materializer.copy_value(name, parameter, target)
-    for parameter, view in zip(parameters, buffer.views, strict=True):
-        parameter.data = view  # frees the model's own copy
-    if not are_alike:
-        materializer.transfer_over(axes.data).broadcast(values, buffer.label)
-    came_as_meta = any(id(parameter) in materializer.came_as_meta for parameter in parameters)
-    for comm in axes.copies if came_as_meta else ():
-        comm.blocking.broadcast(values, 0, label=buffer.label)
-    if values is not buffer.full:
-        buffer.full.copy_(values)
-    if buffer.is_sharded:
-        buffer.shard.copy_(buffer.full[buffer.begin : buffer.end])
-    return values
+        Communicates: a broadcast of the first rank's values over ``axes.data``; none where all of them were put
+            together from the ranks' shards. Over ``axes.copies``, one of parameters that came from the meta device.
+        Returns: the whole buffer in the widest dtype that a parameter came in, for the main parameters.
+        """
+        widest, axes = buffer.dtype, planned.axes
+        for dtype in {parameter.dtype for parameter in parameters}:
+            widest = torch.promote_types(widest, dtype) if dtype.is_floating_point else widest
+        values = buffer.full
+        if widest != buffer.dtype:
+            values = torch.zeros(buffer.layout.numel, dtype=widest, device=buffer.full.device)
+        are_alike = True  # on all ranks
+        for spec, name, parameter in zip(buffer.layout.specs, planned.names, parameters, strict=True):
+            target = values[spec.offset : spec.offset + spec.numel].view(spec.shape)
+            are_alike &= self.materializer.copy_value(name, parameter, target)
+        for parameter, view in zip(parameters, buffer.views, strict=True):
+            parameter.data = view  # frees the model's own copy
+        if not are_alike:
+            self.materializer.transfer_over(axes.data).broadcast(values, buffer.label)
+        came_as_meta = any(id(parameter) in self.materializer.came_as_meta for parameter in parameters)
+        for comm in axes.copies if came_as_meta else ():
+            comm.blocking.broadcast(values, 0, label=buffer.label)
+        if values is not buffer.full:
+            buffer.full.copy_(values)
+        if buffer.is_sharded:
+            buffer.shard.copy_(buffer.full[buffer.begin : buffer.end])
+        return values

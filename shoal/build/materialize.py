@@ -100,26 +100,18 @@ class Materializer:
                     each.module._parameters[key] = parameter
         self._unmade = set(self.came_as_meta)
         self.sharded_at_init: set[int] = set()  # ids of parameters that came from zero.Init or the meta device
-        self._position: dict[str, int] = {}
-        seen: set[int] = set()
-        owner: dict[int, int] = {}
+        first: dict[int, int] = {}  # position of the first module that has the parameter
         for index, (_, module) in enumerate(self._modules):
-            for parameter in module._parameters.values() if id(module) in self._own else ():
-                if parameter is not None and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    owner[id(parameter)] = index
-        for name, parameter in model.named_parameters():
-            self._position[name] = owner[id(parameter)]
+            for tensor in module._parameters.values() if id(module) in self._own else ():
+                first.setdefault(id(tensor), index)
+        # The position of each parameter's module. Units are filled in the order of their last module.
+        self.positions = {name: first[id(parameter)] for name, parameter in model.named_parameters()}
 
     def transfer_over(self, comm: Communicator) -> ChunkedTransfer:
         """What copies parameters between the ranks of ``comm``, until :meth:`finish`."""
         if comm.axis not in self._transfers:
             self._transfers[comm.axis] = ChunkedTransfer(comm, self._device)
         return self._transfers[comm.axis]
-
-    def module_positions(self) -> dict[str, int]:
-        """The position of each parameter's module. Units are filled in the order of their last module."""
-        return self._position
 
     def copy_value(self, name: str, parameter: nn.Parameter, target: torch.Tensor) -> bool:
         """Copy the parameter's value to ``target``.
@@ -130,7 +122,7 @@ class Materializer:
         """
         if parameter.is_meta:
             self.sharded_at_init.add(id(parameter))
-            self._materialize_up_to(self._position[name])
+            self._materialize_up_to(self.positions[name])
         owner = OWNERS.get(parameter)
         if not isinstance(owner, ShardedAtInit):
             target.copy_(parameter.data)

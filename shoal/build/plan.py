@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from shoal.build.settings import Precision, ZeroSettings
+from shoal.offload.policy import Tiers
 from shoal.sharding.axes import Axes, GroupAxes
 from shoal.sharding.layout import BufferLayout, ParameterSpec, lay_out
-from shoal.sharding.memory_model import GroupMemory
+from shoal.sharding.memory_model import GroupMemory, UnitMemory
 from shoal.sharding.partition import UnitSpec, partition
 from shoal.sharding.table import Row, row_of_stage
 from shoal.sharding.unit import IfUsed
@@ -60,6 +61,22 @@ class GroupPlan:
 
 
 @dataclass(frozen=True)
+class UnitPlan:
+    """A unit before it has memory."""
+
+    spec: UnitSpec
+    groups: Sequence[GroupPlan]
+    memory: UnitMemory  # with everything on the device
+
+    def on(self, tiers: Tiers, *, is_gradient_offloaded: bool) -> UnitPlan:
+        """The same unit on these tiers."""
+        rows = [
+            g.row.on(tiers.parameter, tiers.state, is_gradient_offloaded=is_gradient_offloaded) for g in self.groups
+        ]
+        return replace(self, groups=[replace(group, row=row) for group, row in zip(self.groups, rows, strict=True)])
+
+
+@dataclass(frozen=True)
 class BuildPlan:
     """What each unit consists of, on which ranks, in which dtypes."""
 
@@ -97,13 +114,18 @@ class BuildPlan:
             parameters, group_of, settings, precision, axes, spec_of, if_used or {}, sizes, sends_rows, keeps_rows
         )
 
-    def units(self, model: nn.Module) -> list[UnitSpec]:
+    def units(self, model: nn.Module) -> list[UnitPlan]:
         """The units of the model. A pipeline stage may be a function only: then there are none."""
         if not self.parameters:
             return []
         if_used = {name: each.module for name, each in self.if_used.items()}
         of_root = [name for name in self.parameters if self._crosses_units(name)]
-        return partition(model, self.settings.rules, self.sizes, of_root=of_root, if_used=if_used)
+        planned = []
+        for spec in partition(model, self.settings.rules, self.sizes, of_root=of_root, if_used=if_used):
+            groups = self._groups_of(spec)
+            memory = UnitMemory.of(spec.name, [group.memory(self.precision) for group in groups])
+            planned.append(UnitPlan(spec, groups, memory))
+        return planned
 
     def _crosses_units(self, name: str) -> bool:
         return self.axes.crosses_units(self.spec_of[name])
@@ -112,12 +134,12 @@ class BuildPlan:
         parameter = self.parameters[name]
         return parameter.requires_grad and id(parameter) in self.group_of
 
-    def groups_of(self, spec: UnitSpec) -> list[GroupPlan]:
+    def _groups_of(self, spec: UnitSpec) -> list[GroupPlan]:
         """The unit's parameters by axes, dtype, trainability and reduce dtype, in buffers of at most
         ``max_bucket_numel`` elements (but at least one parameter). One whose gradient is sent as rows has a group of
         its own, and so has one with copies on ranks that have other units: these come last, in one order on all ranks.
         """
-        found = []
+        groups = []
         for number, members in enumerate(self._split(spec)):
             first, is_trained = members[0], self.is_trained(members[0])
             axes = self.axes.of_group(self.spec_of[first], is_state_sharded=self.settings.stage > 0)
@@ -130,11 +152,11 @@ class BuildPlan:
                 has_second=self.settings.has_second and is_dense and not spec.is_gathered_if_used,
                 is_persistent=spec.is_persistent,
             )
-            group = {name: self.group_of.get(id(self.parameters[name]), -1) if is_trained else -1 for name in members}
-            entries = {name: replace(self.spec_of[name], group=group[name]) for name in members}
+            number_of = {name: self.group_of[id(self.parameters[name])] if is_trained else -1 for name in members}
+            entries = {name: replace(self.spec_of[name], group=number_of[name]) for name in members}
             name_of = {spec.name: name for name, spec in entries.items()}
             layout = lay_out(list(entries.values()), num_shards=axes.comms[axes.shard].size)
-            found.append(
+            groups.append(
                 GroupPlan(
                     first if axes.across else spec.name if number == 0 else f"{spec.name}#{number}",
                     row,
@@ -147,7 +169,7 @@ class BuildPlan:
                     keeps_rows=is_trained and first in self.keeps_rows,
                 )
             )
-        return found
+        return groups
 
     def _split(self, spec: UnitSpec) -> list[list[str]]:
         kinds: dict[object, list[list[str]]] = {}

@@ -1,7 +1,8 @@
-"""Validates the client's optimizer and schedule, or builds them from the config."""
+"""Validates the client's optimizer and schedule, or builds them from the config; the optimizer's step on this rank."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +13,19 @@ from torch import nn
 from shoal.build.build import group_index
 from shoal.build.plan import sparse_names
 from shoal.config import Config
-from shoal.engine.settings import has_main_parameters, state_dtype_of
-from shoal.errors import OptimizerError
+from shoal.engine.settings import Properties, has_main_parameters, state_dtype_of
+from shoal.errors import ConfigError, OptimizerError
 from shoal.optim.build import build as build_optimizer
 from shoal.optim.elementwise import PROBE_MORE_STEPS, PROBE_NUMEL, inner_optimizers, is_known, of_sparse_only
 from shoal.optim.elementwise import check as check_elementwise
 from shoal.optim.schedules import build_schedule
+from shoal.optim.variants import FP32States
+from shoal.optim.whole import WholeTensorOptimizer
+from shoal.running.direct import DirectStep
+from shoal.running.import_state import import_state
+from shoal.running.runtime import ShardedModel
+from shoal.running.step import ShardedStep
+from shoal.sharding.placement import Tier
 
 
 def _check_given(
@@ -163,6 +171,60 @@ def refuse_untrained(*, has_trained: bool) -> None:
             do="unfreeze some parameters, or leave the optimizer out to run the model only.",
             code="optimizer-empty",
         )
+
+
+def make_step(
+    made: MadeOptimizer, sharded: ShardedModel, properties: Properties, num_ranks_here: int
+) -> ShardedStep | None:
+    """The optimizer on this rank's range; None without an optimizer.
+
+    Args:
+        num_ranks_here: ranks on this rank's host, which share its cores.
+    """
+    if made.optimizer is None:
+        return None
+    config, device, groups = properties.config, properties.device, sharded.trained_groups
+    state_dtype = properties.plan.precision.state
+    if made.is_direct or isinstance(made.optimizer, WholeTensorOptimizer):
+        if config.precision.state_dtype is not None and state_dtype is not None:
+            raise ConfigError(
+                f'precision.state_dtype is "{config.precision.state_dtype}", but {type(made.optimizer).__name__} steps'
+                " whole tensors, with state in the format of the main parameters.",
+                do="leave precision.state_dtype out, or take an elementwise optimizer, such as AdamW.",
+                code="optimizer-state-dtype",
+            )
+        state_dtype = None
+    elif isinstance(made.optimizer, FP32States) and config.precision.state_dtype is None:
+        state_dtype = state_dtype if made.optimizer.fp32_optimizer_states else None  # as the client has said
+    step: ShardedStep
+    if made.is_direct:
+        step = DirectStep(made.optimizer, groups)
+    else:
+        section = config.zero_optimization.offload_optimizer
+        step = ShardedStep(
+            made.optimizer,
+            groups,
+            block_numel=device.step_block_numel,
+            sub_group_numel=int(config.zero_optimization.sub_group_size) or None,
+            device=device,
+            is_ahead=section.super_offload,
+            num_host_threads=_host_threads(section.cpuadam_cores_perc, num_ranks_here),
+            pins_host=properties.plan.zero.pins_state,
+            state_dtype=state_dtype,
+        )
+    import_state(step, made.dtypes)
+    if sharded.disks.state is not None:
+        sharded.disks.state.bind([group for group in groups if group.row.state.tier is Tier.DISK])
+    return step
+
+
+def _host_threads(share: float, num_ranks_here: int) -> int:
+    """This rank's part of the host's cores for updates.
+
+    Not torch's own number: launchers set that to 1 where a process has a GPU.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(share * cores / num_ranks_here))
 
 
 def make_schedule(given: Any, settings: Config, optimizer: torch.optim.Optimizer | None) -> Any:

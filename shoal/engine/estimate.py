@@ -27,9 +27,8 @@ from shoal.config import load
 from shoal.engine.model_parts import axes_of
 from shoal.engine.settings import plan_of
 from shoal.errors import UsageError
-from shoal.offload.policy import Tiers
 from shoal.parallel.saved_tensors import counting_saved
-from shoal.sharding.memory_model import ADAM_STATES, UnitMemory
+from shoal.sharding.memory_model import ADAM_STATES
 from shoal.sharding.placement import Tier
 from shoal.sharding.staging import MAX_BUFFERS_ON_ACCELERATOR, MAX_SHARDS
 
@@ -74,38 +73,33 @@ def estimate(model: nn.Module, config: Mapping[str, Any], num_ranks: int) -> Est
     group_of = {id(parameter): 0 for parameter in model.parameters() if parameter.requires_grad}
     build_plan = BuildPlan.of(model, group_of, zero, plan.precision, axes, {})
     units = build_plan.units(model)
-    planned = [build_plan.groups_of(unit) for unit in units]
-    sizes = [
-        UnitMemory.of(unit.name, [one.memory(plan.precision) for one in own])
-        for unit, own in zip(units, planned, strict=True)
-    ]
+    sizes = [unit.memory for unit in units]
     num_states = _num_states(config.get("optimizer", {}))
-    found: Counter[tuple[str, Tier]] = Counter()
-    tiers = zero.tiers(sizes)
-    for size, own, on in zip(sizes, planned, tiers, strict=True):
-        for group in own:
-            found.update(_of_group(build_plan, group, on, num_states))
+    nbytes: Counter[tuple[str, Tier]] = Counter()
+    groups: list[GroupPlan] = []
+    for unit, on in zip(units, zero.tiers(sizes), strict=True):
+        groups += unit.on(on, is_gradient_offloaded=on.state is not Tier.DEVICE).groups
         if on.state is not Tier.DEVICE:
-            found["buffers", Tier.HOST] += size.transfer_nbytes
-    found["buffers", Tier.HOST] -= found["gradient", Tier.HOST]  # which the transfers count, too
+            nbytes["buffers", Tier.HOST] += unit.memory.transfer_nbytes
+    for group in groups:
+        nbytes.update(_of_group(build_plan, group, num_states))
+    nbytes["buffers", Tier.HOST] -= nbytes["gradient", Tier.HOST]  # which the transfers count, too
     if num_ranks > 1 or zero.parameter_tier is not Tier.DEVICE:
         largest = sorted((size.gathered_nbytes for size in sizes), reverse=True)
-        found["gathered", Tier.DEVICE] += sum(largest[:2])
-        found["buffers", Tier.DEVICE] += _staging_nbytes(build_plan, planned, tiers, num_ranks)
-    return Estimate(zero.stage, zero.state_tier, zero.parameter_tier, found)
+        nbytes["gathered", Tier.DEVICE] += sum(largest[:2])
+        nbytes["buffers", Tier.DEVICE] += _staging_nbytes(build_plan, groups, num_ranks)
+    return Estimate(zero.stage, zero.state_tier, zero.parameter_tier, nbytes)
 
 
-def _staging_nbytes(
-    plan: BuildPlan, planned: Sequence[Sequence[GroupPlan]], tiers: Sequence[Tiers], num_ranks: int
-) -> int:
+def _staging_nbytes(plan: BuildPlan, groups: Sequence[GroupPlan], num_ranks: int) -> int:
     """The buffers that gradients are reduced in, and from which they are copied to the host, on an accelerator."""
     alike: dict[object, list[int]] = {}
     shards: dict[object, int] = {}
-    for group, on in ((group, on) for own, on in zip(planned, tiers, strict=True) for group in own):
+    for group in groups:
         if group.is_trained and group.row.is_gradient_sharded:
             memory = group.memory(plan.precision)
             alike.setdefault((group.layout.signature, group.dtype), []).append(memory.whole)
-            if on.state is not Tier.DEVICE:
+            if group.row.state.tier is not Tier.DEVICE:
                 shards[memory.gradient, memory.gradient_dtype] = memory.gradient
     staged = sum(sum(sizes[:MAX_BUFFERS_ON_ACCELERATOR]) for sizes in alike.values())
     return staged + (MAX_SHARDS + (num_ranks > 1)) * sum(shards.values())
@@ -119,15 +113,13 @@ def _num_states(section: Mapping[str, Any]) -> int:
     return 1 if kind in _ONE_STATE else ADAM_STATES
 
 
-def _of_group(plan: BuildPlan, group: GroupPlan, tiers: Tiers, num_states: int) -> dict[tuple[str, Tier], int]:
+def _of_group(plan: BuildPlan, group: GroupPlan, num_states: int) -> dict[tuple[str, Tier], int]:
     """What ``build`` gives one group memory for."""
-    is_state_offloaded = tiers.state is not Tier.DEVICE
-    row = group.row.on(tiers.parameter, tiers.state, is_gradient_offloaded=is_state_offloaded)
-    memory = group.memory(plan.precision)
+    row, memory = group.row, group.memory(plan.precision)
     nbytes = {("parameter", row.parameter.tier): memory.parameter}
     if not group.is_trained:
         return nbytes
-    is_shard_offloaded = row.parameter.tier is not Tier.DEVICE
+    is_shard_offloaded, is_state_offloaded = (kept.tier is not Tier.DEVICE for kept in (row.parameter, row.state))
     has_own_main = row.parameter.tier is Tier.DISK or is_state_offloaded != is_shard_offloaded
     memory = replace(memory, has_own_main=memory.has_own_main or has_own_main)
     nbytes["gradient", row.gradient_between.tier] = memory.gradient

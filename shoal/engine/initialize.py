@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
 import socket
 from collections import Counter
@@ -27,10 +26,10 @@ from shoal.config.ranks import batch_ranks, model_degrees
 from shoal.device import Device
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.client_optimizer import (
-    MadeOptimizer,
     keep_parameters,
     make_optimizer,
     make_schedule,
+    make_step,
     refuse_untrained,
     schedule_notes,
 )
@@ -48,7 +47,7 @@ from shoal.engine.parts.inputs import FirstInputs
 from shoal.engine.parts.part import Part
 from shoal.engine.parts.save_on_signal import SaveOnSignal
 from shoal.engine.parts.sequence import AttentionCheck, SequenceRanks
-from shoal.engine.parts.stream_check import CheckStreams
+from shoal.engine.parts.stream_check import checking_streams
 from shoal.engine.parts.tensor import TensorParallelChecks
 from shoal.engine.pipeline_parts import of_own_units, recomputed_blocks, stages_of
 from shoal.engine.profiling import ProfilingTimers
@@ -61,7 +60,6 @@ from shoal.engine.settings import (
     loss_scale_of,
     lower_precision_parameters,
     plan_of,
-    state_dtype_of,
 )
 from shoal.engine.sharding import Sharding
 from shoal.errors import ConfigError, ModelError
@@ -72,22 +70,13 @@ from shoal.observe.collectives import TimedCommunicator, collective_log
 from shoal.observe.monitor import Monitor, make_monitor
 from shoal.observe.timers import StepTimers
 from shoal.optim.host_rules import host_note
-from shoal.optim.variants import FP32States
-from shoal.optim.whole import WholeTensorOptimizer
 from shoal.parallel.expert.apply import prepare_experts
 from shoal.parallel.expert.held import built_for, experts_if_used
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.stage import StageModule
 from shoal.processor import emulation_notes
-from shoal.running.direct import DirectStep
-from shoal.running.import_state import import_state
 from shoal.running.parameter_owner import OWNERS
-from shoal.running.runtime import ShardedModel
-from shoal.running.step import ShardedStep
 from shoal.sharding.axes import Axes
-from shoal.sharding.placement import Tier
-from shoal.simulation.check import LastingCheck
-from shoal.streams import simulation
 from shoal.text import counted, listed
 
 # By name: importing FSDP takes half a second.
@@ -135,35 +124,37 @@ def initialize(
     if is_split and settings.expert_parallel.expert_tensor_parallel_size == 1:
         split = {"expert_tensor_parallel_size": model_degrees(settings).get("tp", 1)}
         settings = settings.model_copy(update={"expert_parallel": settings.expert_parallel.model_copy(update=split)})
-    start = partial(
-        _start, engine_class, model, settings, world, optimizer, model_parameters, lr_scheduler, pipeline_class, parts
-    )
-    if not settings.debug.check_streams or simulation() is not None:
-        return start()
-    check = LastingCheck()
-    try:
-        return start(CheckStreams(check))
-    except BaseException as error:
-        check.give_up(error)
-        raise
+    with checking_streams(settings) as checks:
+        return _start(
+            engine_class,
+            pipeline_class,
+            model,
+            settings,
+            world,
+            optimizer,
+            model_parameters,
+            lr_scheduler,
+            checks,
+            parts,
+        )
 
 
 def _start(
     engine_class: type[AnyEngine],
+    pipeline_class: Callable[..., AnyEngine],
     model: nn.Module,
     settings: Config,
     world: World,
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
     model_parameters: Iterable[Any] | None,
     lr_scheduler: Any,
-    pipeline_class: Callable[..., AnyEngine],
+    checks: Sequence[Part],
     given_parts: Sequence[Part],
-    *checks: Part,
 ) -> AnyEngine:
     """
     Args:
-        given_parts: the script's own.
         checks: what lasts until everything else has ended.
+        given_parts: the script's own.
     """
     if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
         check_scheduler(settings.elasticity, planned)
@@ -176,18 +167,19 @@ def _start(
     section = settings.expert_parallel
     if section.enabled or section.load_balance_coeff is not None or axes.get("ep") is not None:
         prepare_experts(model, axes.get("ep"), section, is_part=isinstance(model, StageModule))
-    of_others = {id(parameter) for parameter in whole} - {id(parameter) for parameter in model.parameters()}
-    if of_others:
-        optimizer, model_parameters = keep_parameters(optimizer, model_parameters, lambda p: id(p) not in of_others)
-    del whole
     specs = parts_of(model, axes, settings, world.device)
     pp = axes.get("pp")
     whole_model: Sequence[ModuleAsBuilt] = ()
-    if pp is not None or isinstance(model, StageModule):
+    if is_cut := pp is not None or isinstance(model, StageModule):
         model, specs, axes, whole_model = stages_of(model, specs, settings, world, axes)
-        kept = {id(parameter) for parameter in model.parameters()}
-        optimizer, model_parameters = keep_parameters(optimizer, model_parameters, lambda p: id(p) in kept)
         plan = of_own_units(plan, model, pp)
+    here = {id(parameter) for parameter in model.parameters()}
+    of_others = {id(parameter) for parameter in whole} - here
+    del whole
+    if is_cut or of_others:
+        optimizer, model_parameters = keep_parameters(
+            optimizer, model_parameters, lambda p: id(p) in here if is_cut else id(p) not in of_others
+        )
     hosts = list(axes.world.gather_objects(socket.gethostname(), label="hosts"))
     specs, axes = with_experts(model, specs, axes, settings, hosts)
     is_part = pp is not None
@@ -235,29 +227,21 @@ def _start(
             if_used=experts_if_used(model) if plan.zero.gathers_if_used else None,
         )
         try:
-            step = _make_step(made, sharded, properties, offload.num_ranks_here)
+            step = make_step(made, sharded, properties, offload.num_ranks_here)
             sharding = Sharding(sharded, step, properties, accumulation)
             more = recomputed_blocks(model, settings) if isinstance(model, StageModule) else []
             blocks = model.own_blocks if isinstance(model, StageModule) else []
             activations = SavedActivations(model, settings, world, axes, more, blocks)
             curriculum = Curriculum(sharding, properties, accumulation.counters)
             monitor = make_monitor(settings, world.rank)
-            joining = [
-                *checks,
-                activations,
-                *_parts(sharding, properties, accumulation, curriculum, monitor),
-                *given_parts,
-            ]
+            own = _parts(sharding, properties, accumulation, curriculum, monitor)
+            joining = [*checks, activations, *own, *given_parts]
             run = RunState(sharding, properties, accumulation, curriculum, schedule, parts=joining)
-            timers = (
-                ProfilingTimers(model, properties, accumulation, activations.num_recomputed)
-                if settings.flops_profiler.enabled
-                else StepTimers(
-                    device,
-                    is_on=bool(settings.wall_clock_breakdown),
-                    reads_memory=bool(settings.memory_breakdown),
-                )
-            )
+            if settings.flops_profiler.enabled:
+                timers: StepTimers = ProfilingTimers(model, properties, accumulation, activations.num_recomputed)
+            else:
+                clocks, memory = bool(settings.wall_clock_breakdown), bool(settings.memory_breakdown)
+                timers = StepTimers(device, is_on=clocks, reads_memory=memory)
             progress = Progress(settings, world.rank, timers, monitor, activations.recompute)
             make_engine = pipeline_class if isinstance(model, StageModule) else engine_class
             engine = make_engine(sharding, properties, accumulation, offloaded, run, joining, timers, progress)
@@ -441,68 +425,6 @@ def _begin_backward(offloaded: Offloaded, accumulation: Accumulation) -> bool:
     """
     offloaded.require("backward()")
     return accumulation.begin_pass()
-
-
-def _make_step(
-    made: MadeOptimizer,
-    sharded: ShardedModel,
-    properties: Properties,
-    num_ranks_here: int,
-) -> ShardedStep | None:
-    """The optimizer on this rank's range; None without an optimizer."""
-    if made.optimizer is None:
-        return None
-    config, plan, device = properties.config, properties.plan, properties.device
-    step: ShardedStep
-    if made.is_direct:
-        _refuse_state_dtype(made.optimizer, config)
-        step = DirectStep(made.optimizer, sharded.trained_groups)
-        import_state(step, made.dtypes)
-        return step
-    section = config.zero_optimization.offload_optimizer
-    state_dtype = plan.precision.state
-    if config.precision.state_dtype is None and (
-        isinstance(made.optimizer, FP32States) and not made.optimizer.fp32_optimizer_states
-    ):
-        state_dtype = None  # the client's optimizer has said so
-    if isinstance(made.optimizer, WholeTensorOptimizer):
-        _refuse_state_dtype(made.optimizer, config)
-        state_dtype = None
-    step = ShardedStep(
-        made.optimizer,
-        sharded.trained_groups,
-        block_numel=device.step_block_numel,
-        sub_group_numel=int(config.zero_optimization.sub_group_size) or None,
-        device=device,
-        is_ahead=section.super_offload,
-        num_host_threads=_host_threads(section.cpuadam_cores_perc, num_ranks_here),
-        pins_host=plan.zero.pins_state,
-        state_dtype=state_dtype,
-    )
-    import_state(step, made.dtypes)
-    if sharded.disks.state is not None:
-        sharded.disks.state.bind([g for g in sharded.trained_groups if g.row.state.tier is Tier.DISK])
-    return step
-
-
-def _refuse_state_dtype(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """Raises: ConfigError: ``precision.state_dtype``, and an optimizer that has its state in its own format."""
-    if config.precision.state_dtype is not None and state_dtype_of(config) is not None:
-        raise ConfigError(
-            f'precision.state_dtype is "{config.precision.state_dtype}", but {type(optimizer).__name__} steps whole'
-            " tensors, with state in the format of the main parameters.",
-            do="leave precision.state_dtype out, or take an elementwise optimizer, such as AdamW.",
-            code="optimizer-state-dtype",
-        )
-
-
-def _host_threads(share: float, num_ranks_here: int) -> int:
-    """This rank's part of the host's cores for updates.
-
-    Not torch's own number: launchers set that to 1 where a process has a GPU.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(share * cores / num_ranks_here))
 
 
 def _ranks_text(mesh: Mesh) -> str:

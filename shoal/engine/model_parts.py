@@ -291,14 +291,13 @@ def _check_declared(model: nn.Module, declared: Specs, etp: Communicator) -> Non
 
 def _check_expert_split(config: Config) -> None:
     """Raises: ConfigError: what does not go with experts that are split over tensor-parallel ranks."""
-    for key, is_set, default in (("parallel.tp_grid", config.parallel.tp_grid != "1d", '"1d"'),):
-        if is_set:
-            raise ConfigError(
-                f"each expert is split over tensor-parallel ranks, which does not go with {key}.",
-                do=f"set {key} to {default}; or expert_parallel.expert_tensor_parallel_size to 1, and"
-                " enable_expert_tensor_parallelism of MoE to False.",
-                code="expert-parallel-size",
-            )
+    if config.parallel.tp_grid != "1d":
+        raise ConfigError(
+            "each expert is split over tensor-parallel ranks, which does not go with parallel.tp_grid.",
+            do='set parallel.tp_grid to "1d"; or expert_parallel.expert_tensor_parallel_size to 1, and'
+            " enable_expert_tensor_parallelism of MoE to False.",
+            code="expert-parallel-size",
+        )
 
 
 def declared_parts(model: nn.Module, comm: Communicator) -> tuple[Specs, frozenset[str]]:

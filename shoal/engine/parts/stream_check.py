@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from shoal.config import Config
 from shoal.engine.parts.part import Part
 from shoal.simulation.check import LastingCheck
+from shoal.streams import simulation
 
 
 class CheckStreams(Part):
@@ -18,3 +23,17 @@ class CheckStreams(Part):
 
     def after_destroy(self) -> None:
         self._check.end()
+
+
+@contextmanager
+def checking_streams(config: Config) -> Iterator[Sequence[Part]]:
+    """The part that checks, if the config asks for it, and what happens in the block. An error there ends the check."""
+    if not config.debug.check_streams or simulation() is not None:
+        yield ()
+        return
+    check = LastingCheck()
+    try:
+        yield (CheckStreams(check),)
+    except BaseException as error:
+        check.give_up(error)
+        raise

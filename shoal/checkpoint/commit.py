@@ -182,8 +182,8 @@ class Commit:
                     if name not in kept and is_our_file(name):
                         storage.remove(f"{tag}/{name}")
             if retention.keep_last:
-                for found in prunable(list_checkpoints(storage), retention, protected=tag):
-                    discard(storage, found.folder)
+                for entry in prunable(list_checkpoints(storage), retention, protected=tag):
+                    discard(storage, entry.folder)
 
         return [
             *_attempt(write_hint, f"checkpoint {tag!r} is saved, but {LATEST!r} does not name it"),
@@ -268,7 +268,7 @@ def discard(storage: Storage, folder: str) -> None:
 
 
 def prunable(
-    found: Sequence[FoundCheckpoint], retention: Retention, protected: str | None = None
+    checkpoints: Sequence[FoundCheckpoint], retention: Retention, protected: str | None = None
 ) -> list[FoundCheckpoint]:
     """Which of a folder's checkpoints (the newest first) may be removed.
 
@@ -276,7 +276,7 @@ def prunable(
     """
     if not retention.keep_last:
         return []
-    counted = [f for f in found if f.manifest is not None and f.manifest.is_for_resuming]
+    counted = [f for f in checkpoints if f.manifest is not None and f.manifest.is_for_resuming]
     return [
         f
         for f in counted[retention.keep_last :]

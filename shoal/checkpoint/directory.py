@@ -169,14 +169,14 @@ def find_tag(storage: Storage, tag: str) -> str:
         if storage.is_folder(tag) and storage.exists(f"{tag}/{manifests.NAME}"):
             return tag
     others = list_checkpoints(storage)
-    for found in others:  # a checkpoint that was being replaced when the run died
-        if found.manifest is not None and found.manifest.tag == tag:
-            return found.folder
+    for entry in others:  # a checkpoint that was being replaced when the run died
+        if entry.manifest is not None and entry.manifest.tag == tag:
+            return entry.folder
     if storage.is_folder(tag) and is_ours(storage, tag):
         raise _missing_manifest(storage, tag)
     if (theirs := foreign_folder(storage, tag)) is not None:
         return theirs[0]
-    whole = [found.folder for found in others if found.manifest is not None]
+    whole = [entry.folder for entry in others if entry.manifest is not None]
     raise CheckpointError(
         f"there is no checkpoint {tag!r} in {storage.url}.",
         do=f"load one of: {', '.join(whole[:8])}."

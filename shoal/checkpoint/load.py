@@ -130,28 +130,28 @@ class Load:
         # A parameter without elements has no tensor.
         saved = {parameter.name: parameter.shape for parameter in manifest.parameters if 0 in parameter.shape}
         saved |= {tensor.name: tensor.shape for tensor in manifest.tensors if tensor.kind == MODEL}
-        held: dict[str, tuple[int, ...]] = {name: tuple(buffer.shape) for name, buffer in self._buffers.items()}
+        expected: dict[str, tuple[int, ...]] = {name: tuple(buffer.shape) for name, buffer in self._buffers.items()}
         frozen: set[str] = set()
         for group in self._shards.sharded.groups:
             for slot in group.buffer.layout.specs:
-                held[slot.name] = slot.global_shape
+                expected[slot.name] = slot.global_shape
                 if not group.is_trained:
                     frozen.add(slot.name)
-        missing = [name for name in held if name not in saved]
+        missing = [name for name in expected if name not in saved]
         left_out = [name for name in missing if name in frozen]
         if left_out and manifest.engine.get("excludes_frozen"):
             notes.append(f"{len(left_out)} frozen parameters are not in the checkpoint and keep their values.")
             missing = [name for name in missing if name not in frozen]
         # A format without aliases holds a tied weight under each of its names.
         aliases = {alias for names in names_of(self._shards.sharded.model)[1].values() for alias in names}
-        unexpected = [name for name in saved if name not in held and name not in aliases | self._wanted.elsewhere]
+        unexpected = [name for name in saved if name not in expected and name not in aliases | self._wanted.elsewhere]
         for kind, names in (("the checkpoint does not have", missing), ("the model does not have", unexpected)):
             if names:
                 text = f"{kind} {len(names)}: {listed(names)}"
                 (problems if strict else notes).append(text)
         shapes = [
             f"{name} {list(saved[name])} in the checkpoint, {list(shape)} in the model"
-            for name, shape in held.items()
+            for name, shape in expected.items()
             if name in saved and saved[name] != tuple(shape)
         ]
         if shapes:

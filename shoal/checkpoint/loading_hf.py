@@ -97,14 +97,14 @@ def load_hf(
         weights = ExpertWeights(DequantizedWeights(stored), names, _library_renaming(whole, names))
         _refuse(parameters, dtype)
         known = {**_parts_of_engines(parameters), **(parts or {})}
-        found = _matched(model, [*parameters, *buffers], weights, strict, known)
+        matches = _matched(model, [*parameters, *buffers], weights, strict, known)
         with torch.no_grad():
             for home in reported(parameters, f"reading weights of {folder}"):
-                name = found.get(home.names)
+                name = matches.get(home.names)
                 if name is not None:
                     _fill(home.tensor, weights, name, dtype, known.get(home.names[0]))
             for home in buffers:
-                name = found.get(home.names)
+                name = matches.get(home.names)
                 if name is not None:
                     home.tensor.copy_(weights.read(name))
     _remove_quantization(model)
@@ -197,7 +197,7 @@ def _matched(
     """The name in the folder of each tensor of the model. Raises: CheckpointError: listing every difference."""
     whole = model.whole_model if isinstance(model, CutModel) else model
     rename = _choose(_prefix_changes(whole), homes, weights.tensors)
-    found: dict[tuple[str, ...], str] = {}
+    matches: dict[tuple[str, ...], str] = {}
     used: set[str] = set()
     missing, shapes = [], []
     narrow: list[tuple[_Home, torch.dtype]] = []
@@ -207,7 +207,7 @@ def _matched(
         if not present:
             missing.append(home.names[0])
             continue
-        found[home.names] = present[0]
+        matches[home.names] = present[0]
         part = parts.get(home.names[0])
         ours = tuple(home.tensor.shape) if part is None else part.global_shape
         stored = weights.tensors[present[0]]
@@ -239,7 +239,7 @@ def _matched(
         )
     for home, dtype in narrow:
         _check_dtype(home, dtype, weights.url)
-    return found
+    return matches
 
 
 def _check_dtype(home: _Home, stored: torch.dtype, url: str) -> None:
@@ -301,9 +301,9 @@ def _experts_elsewhere(model: nn.Module) -> Callable[[str], bool]:
 
     def is_elsewhere(name: str) -> bool:
         for prefix, held in lists.items():
-            found = re.search(rf"(?:^|\.){re.escape(prefix)}\.(\d+)\.", name)
-            if found and int(found[1]) < held.num_experts:
-                return int(found[1]) not in held.ids
+            match = re.search(rf"(?:^|\.){re.escape(prefix)}\.(\d+)\.", name)
+            if match and int(match[1]) < held.num_experts:
+                return int(match[1]) not in held.ids
         return False
 
     return is_elsewhere

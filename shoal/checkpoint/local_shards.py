@@ -116,14 +116,14 @@ class LocalShard:
 
     def part(self, begin: int, end: int) -> list[torch.Tensor]:
         """The memory of ``[begin, end)``, which lies inside. Of state on a disk: until another group is asked for."""
-        found = []
+        views = []
         at = self.begin
         for part in self.parts if self.fetch is None else self.fetch():
             low, high = max(begin, at), min(end, at + part.numel())
             if low < high:
-                found.append(part[low - at : high - at])
+                views.append(part[low - at : high - at])
             at += part.numel()
-        return found
+        return views
 
     def rectangles(self) -> Iterator[tuple[int, Rectangle]]:
         """As ``local_rectangles`` of all of it."""
@@ -250,9 +250,9 @@ class LocalShards:
 
         Raises: CheckpointError: state that is neither one value nor one element per element.
         """
-        found: dict[str, dict[str, Any]] = {}
+        result: dict[str, dict[str, Any]] = {}
         if self.step is None:
-            return found
+            return result
         for group in self.states:
             for index, slot in enumerate(group.buffer.layout.specs):
                 for part, _ in group.ranges_of(index):
@@ -261,9 +261,9 @@ class LocalShards:
                             continue
                         if self.step.is_whole_tensor and key == "steps":
                             members = [i for i, s in enumerate(group.buffer.layout.specs) if s.group == part.group]
-                            found.setdefault(slot.name, {})["step"] = value[0, members.index(index)].clone()
+                            result.setdefault(slot.name, {})["step"] = value[0, members.index(index)].clone()
                             continue
-                        if self.step.is_whole_tensor and key == "step" and "step" in found.get(slot.name, {}):
+                        if self.step.is_whole_tensor and key == "step" and "step" in result.get(slot.name, {}):
                             continue  # the parameter's own count is known
                         if isinstance(value, torch.Tensor) and value.numel() != 1:
                             raise CheckpointError(
@@ -273,8 +273,8 @@ class LocalShards:
                                 do="use an optimizer whose state is one value per element, or one per parameter.",
                                 code="checkpoint-state",
                             )
-                        found.setdefault(slot.name, {})[key] = value
-        return found
+                        result.setdefault(slot.name, {})[key] = value
+        return result
 
 
 def is_elementwise(value: Any, parameter: nn.Parameter) -> bool:
@@ -303,10 +303,10 @@ def names_of(model: nn.Module) -> tuple[dict[int, str], dict[str, tuple[str, ...
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The persistent buffers, by name."""
-    found: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     rename = global_names(model)
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                found[rename(f"{prefix}.{name}" if prefix else name)] = buffer
-    return found
+                buffers[rename(f"{prefix}.{name}" if prefix else name)] = buffer
+    return buffers

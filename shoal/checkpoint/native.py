@@ -39,7 +39,7 @@ class ShoalSource:
         if tag is not None:
             name = directory.find_tag(storage, tag)
         elif not storage.exists("manifest.json"):
-            whole = [found for found in directory.list_checkpoints(storage) if found.manifest is not None]
+            whole = [entry for entry in directory.list_checkpoints(storage) if entry.manifest is not None]
             if not whole:
                 raise CheckpointError(
                     f"no complete Shoal checkpoint in {storage.url}.",

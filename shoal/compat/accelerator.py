@@ -287,8 +287,8 @@ class DeepSpeedAccelerator:
 @cache
 def get_accelerator() -> DeepSpeedAccelerator:
     """What torch finds, or the CPU. Found once."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return DeepSpeedAccelerator(found.type if found is not None else "cpu")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return DeepSpeedAccelerator(device.type if device is not None else "cpu")
 
 
 def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:

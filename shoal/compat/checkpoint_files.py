@@ -77,17 +77,17 @@ def prepare(
     }
     saving = engine.properties.config.checkpoint
     is_async = saving.async_save
-    held = counters
+    contents = counters
     if stage < 3 and saving.module_in_model_file and not is_async:
-        held = {"module": _module(engine, exclude_frozen=exclude_frozen), **counters}
-    taken = _bytes_of(held) if is_async else None  # the client state may change before it is written
+        contents = {"module": _module(engine, exclude_frozen=exclude_frozen), **counters}
+    taken = _bytes_of(contents) if is_async else None  # the client state may change before it is written
 
     def write() -> None:
         with storage.replacing(f"{tag}/{model_file(stage)}") as sink:
             if taken is not None:
                 sink.write(memoryview(taken))
             else:
-                write_values(sink, held)
+                write_values(sink, contents)
         if stage > 0:
             name = optimizer_file(is_bf16=bool(engine.properties.config.bf16.enabled))
             storage.replace(f"{tag}/{name}", _bytes_of(optimizer_state))

@@ -325,7 +325,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     world, logger = current_world(), _logger()
     comm = world.communicator("dp", Mesh.of(world.size))
     comm.barrier(label="log_summary")
-    found = logger.log_all(world.rank == 0 and logger.has_data(), show_straggler, return_dict)
+    result = logger.log_all(world.rank == 0 and logger.has_data(), show_straggler, return_dict)
     if not logger.has_data():
         say_on_rank_0(
             world.rank,
@@ -333,7 +333,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
             + world.recorder.table(world.recorder.last[-20:]),
         )
     comm.barrier(label="log_summary")
-    return found
+    return result
 
 
 def reset_log() -> None:

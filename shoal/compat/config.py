@@ -222,14 +222,14 @@ def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_defau
 
 def refuse_duplicates(ordered_pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """An ``object_pairs_hook`` for ``json.load``. Raises: ConfigError: a key is there twice."""
-    found = dict(ordered_pairs)
-    if len(found) < len(ordered_pairs):
+    values = dict(ordered_pairs)
+    if len(values) < len(ordered_pairs):
         names = [name for name, _ in ordered_pairs]
-        twice = [name for name in found if names.count(name) > 1]
+        twice = [name for name in values if names.count(name) > 1]
         raise ConfigError(
             f"Duplicate keys in DeepSpeed config: {twice}", do="keep one of each.", code="config-duplicate-key"
         )
-    return found
+    return values
 
 
 def _invalid(key: str, supported: tuple[str, ...], value: Any) -> ConfigError:

@@ -117,10 +117,10 @@ def compute_elastic_config(
         raise ElasticityIncompatibleWorldSize(
             f"{ranks} ranks do not divide by model_parallel_size {section.model_parallel_size}."
         )
-    found = shared_batch(section, ranks // section.model_parallel_size or None)
+    batch = shared_batch(section, ranks // section.model_parallel_size or None)
     if world_size or return_microbatch:
-        return found.total, list(found.ranks), found.micro
-    return found.total, list(found.ranks)
+        return batch.total, list(batch.ranks), batch.micro
+    return batch.total, list(batch.ranks)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

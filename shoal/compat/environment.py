@@ -111,7 +111,7 @@ def exported(folders: Sequence[Path]) -> dict[str, str]:
 
     Raises: ConfigError: a line that is not NAME=VALUE.
     """
-    found = {name: value for name, value in os.environ.items() if name.startswith(EXPORTED)}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(EXPORTED)}
     name = Path(file_of_variables())
     for path in [name] if name.is_absolute() else [folder / name for folder in folders]:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else [], 1):
@@ -121,5 +121,5 @@ def exported(folders: Sequence[Path]) -> dict[str, str]:
             key, equals, value = text.partition("=")
             if not equals or not key.isidentifier():
                 raise ConfigError(f"{path}, line {number}: {text!r} is not NAME=VALUE.", code="launch-variables")
-            found[key] = value
-    return found
+            variables[key] = value
+    return variables

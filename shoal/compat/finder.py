@@ -91,12 +91,12 @@ class Finder:
         if fullname != ALIAS and not fullname.startswith(ALIAS + "."):
             return None
         real = TARGET + fullname.removeprefix(ALIAS)
-        found = _ours(real)
-        if found is None:
+        real_spec = _ours(real)
+        if real_spec is None:
             return None
-        spec = ModuleSpec(fullname, cast("Loader", AliasLoader(real)), origin=found.origin)
-        spec.submodule_search_locations = found.submodule_search_locations
-        spec.has_location = found.has_location
+        spec = ModuleSpec(fullname, cast("Loader", AliasLoader(real)), origin=real_spec.origin)
+        spec.submodule_search_locations = real_spec.submodule_search_locations
+        spec.has_location = real_spec.has_location
         return spec
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:

@@ -70,15 +70,15 @@ def _mark_classes(
 ) -> list[nn.Module]:
     kinds = tuple(each for each in classes if isinstance(each, type))
     names = {each for each in classes if isinstance(each, str)}
-    found = []
+    modules = []
     for module in model.modules():
         cls = type(module)
         if isinstance(module, kinds) or names & {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}:
             set_z3_leaf_module(module, flag)
-            found.append(module)
-    if not found and raise_if_not_found:
+            modules.append(module)
+    if not modules and raise_if_not_found:
         raise _not_found("of class", [each if isinstance(each, str) else each.__name__ for each in classes], model)
-    return found
+    return modules
 
 
 def _mark_names(
@@ -88,18 +88,18 @@ def _mark_names(
     raise_if_not_found: bool,
     is_meant: Callable[[str, str], bool],
 ) -> tuple[list[nn.Module], list[str]]:
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     missing: list[str] = []
     for each in wanted:
         here = [module for name, module in model.named_modules() if name and is_meant(name, each)]
         for module in here:
             set_z3_leaf_module(module, flag)
-        found += here
+        modules += here
         if not here:
             missing.append(each)
     if missing and raise_if_not_found:
         raise _not_found("called", missing, model)
-    return found, missing
+    return modules, missing
 
 
 def _not_found(how: str, names: Sequence[str], model: nn.Module) -> ModelError:

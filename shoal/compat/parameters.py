@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -126,13 +126,16 @@ def _property(read: Callable[[Any, ParameterOwner], Any], name: str) -> property
     return property(lambda parameter: read(parameter, _owner(parameter, name)))
 
 
-def _all_gather(parameter: torch.Tensor, _: ParameterOwner) -> Callable[..., None]:
-    def all_gather(param_list: Iterable[Any] | None = None, async_op: bool = False, hierarchy: int = 0) -> None:
-        """Make the parameter whole, or those of the list, until ``partition()``. Every rank calls."""
-        for each in [parameter] if param_list is None else list(param_list):
-            _added.blocks.open(each)
+def _bound(method: Callable[..., Any]) -> Callable[[Any, ParameterOwner], Any]:
+    return lambda parameter, _: partial(method, parameter)
 
-    return all_gather
+
+def _all_gather(
+    parameter: Any, param_list: Iterable[Any] | None = None, async_op: bool = False, hierarchy: int = 0
+) -> None:
+    """Make the parameter whole, or those of the list, until ``partition()``. Every rank calls."""
+    for each in [parameter] if param_list is None else list(param_list):
+        _added.blocks.open(each)
 
 
 class _Gathered:
@@ -141,47 +144,43 @@ class _Gathered:
     def wait(self, handle_dependency: bool = True) -> None: ...
 
 
-def _all_gather_coalesced(parameter: torch.Tensor, _: ParameterOwner) -> Callable[..., _Gathered]:
-    def all_gather_coalesced(params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> _Gathered:
-        """Make the parameters of the list whole until ``partition()``. Every rank calls."""
-        for each in params:
-            _added.blocks.open(each)
-        return _Gathered()
-
-    return all_gather_coalesced
-
-
-def _partition(parameter: torch.Tensor, _: ParameterOwner) -> Callable[..., None]:
-    def partition(param_list: Iterable[Any] | None = None, hierarchy: int = 0, has_been_updated: bool = False) -> None:
-        """End what ``all_gather()`` began. ``has_been_updated``: broadcast rank 0's changes."""
-        for each in [parameter] if param_list is None else list(param_list):
-            _added.blocks.close(each, is_changed=has_been_updated)
-
-    return partition
+def _all_gather_coalesced(
+    parameter: Any, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
+) -> _Gathered:
+    """Make the parameters of the list whole until ``partition()``. Every rank calls."""
+    for each in params:
+        _added.blocks.open(each)
+    return _Gathered()
 
 
-def _convert(parameter: torch.Tensor, owner: ParameterOwner) -> Callable[[Iterable[nn.Parameter]], None]:
-    def convert_to_zero_parameters(param_list: Iterable[nn.Parameter]) -> None:
-        """Shard parameters that were made after ``zero.Init``, each in its own format. Every rank calls.
-
-        Communicates: one broadcast of each (rank 0's values count).
-        Raises: UsageError: the parameter belongs to an engine already.
-        """
-        if not isinstance(owner, ShardedAtInit):
-            raise UsageError(
-                "convert_to_zero_parameters(): the model already has an engine.",
-                do="add the parameters to the model before initialize().",
-                code="zero-init-late",
-            )
-        at_init = ShardedAtInit(owner.transfer, shard_device=owner.shard_device)
-        for each in param_list:
-            at_init.shard(each)
-
-    return convert_to_zero_parameters
+def _partition(
+    parameter: Any, param_list: Iterable[Any] | None = None, hierarchy: int = 0, has_been_updated: bool = False
+) -> None:
+    """End what ``all_gather()`` began. ``has_been_updated``: broadcast rank 0's changes."""
+    for each in [parameter] if param_list is None else list(param_list):
+        _added.blocks.close(each, is_changed=has_been_updated)
 
 
-def _partition_numel(parameter: torch.Tensor, owner: ParameterOwner) -> Callable[[], int]:
-    return lambda: -(-parameter.numel() // owner.num_shards(parameter))
+def _convert(parameter: Any, param_list: Iterable[nn.Parameter]) -> None:
+    """Shard parameters that were made after ``zero.Init``, each in its own format. Every rank calls.
+
+    Communicates: one broadcast of each (rank 0's values count).
+    Raises: UsageError: the parameter belongs to an engine already.
+    """
+    owner = _owner(parameter, "convert_to_zero_parameters")
+    if not isinstance(owner, ShardedAtInit):
+        raise UsageError(
+            "convert_to_zero_parameters(): the model already has an engine.",
+            do="add the parameters to the model before initialize().",
+            code="zero-init-late",
+        )
+    at_init = ShardedAtInit(owner.transfer, shard_device=owner.shard_device)
+    for each in param_list:
+        at_init.shard(each)
+
+
+def _partition_numel(parameter: torch.Tensor) -> int:
+    return -(-parameter.numel() // _owner(parameter, "partition_numel").num_shards(parameter))
 
 
 def _item(parameter: torch.Tensor) -> Any:
@@ -197,7 +196,7 @@ def _external_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]
     return iter(())
 
 
-_METHODS: dict[str, Callable[[Any, ParameterOwner], Any]] = {
+_METHODS: dict[str, Callable[..., Any]] = {
     "all_gather": _all_gather,
     "all_gather_coalesced": _all_gather_coalesced,
     "partition": _partition,
@@ -211,8 +210,10 @@ def add_attributes() -> None:
     CLIPPING.is_error = False
     if _added.names:
         return
-    for name, read in (_READ | _METHODS).items():
+    for name, read in _READ.items():
         _added.put(nn.Parameter, name, _property(read, name))
+    for name, method in _METHODS.items():
+        _added.put(nn.Parameter, name, _property(_bound(method), name))
     _added.put(nn.Parameter, "item", _item)
     _added.put(nn.Module, "ds_external_parameters", _external_parameters)
 

@@ -147,21 +147,21 @@ class TrainSchedule(PipeSchedule):
             start = self.stage_id if is_forward else 2 * self.stages - 1 - self.stage_id
             now = (step - start) // 2
             has_now, has_before = self._valid_micro_batch(now), self._valid_micro_batch(before)
-            found: list[PipeInstruction] = []
+            instructions: list[PipeInstruction] = []
             if is_forward and self._valid_stage(self.prev_stage):
-                found += [SendGrad(self._buffer_idx(before))] if has_before else []
-                found += [RecvActivation(self._buffer_idx(now))] if has_now else []
+                instructions += [SendGrad(self._buffer_idx(before))] if has_before else []
+                instructions += [RecvActivation(self._buffer_idx(now))] if has_now else []
             if not is_forward and self._valid_stage(self.next_stage):
-                found += [RecvGrad(self._buffer_idx(now))] if has_now else []
-                found += [SendActivation(self._buffer_idx(before))] if has_before else []
+                instructions += [RecvGrad(self._buffer_idx(now))] if has_now else []
+                instructions += [SendActivation(self._buffer_idx(before))] if has_before else []
             if has_now:
                 buffer = self._buffer_idx(now)
                 if is_forward and (self.is_first_stage or self.is_last_stage):
-                    found.append(LoadMicroBatch(buffer))
-                found.append(ForwardPass(buffer) if is_forward else BackwardPass(buffer))
+                    instructions.append(LoadMicroBatch(buffer))
+                instructions.append(ForwardPass(buffer) if is_forward else BackwardPass(buffer))
             if step == num_steps - 1:
-                found += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
-            yield found
+                instructions += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+            yield instructions
             before = now
 
     def num_pipe_buffers(self) -> int:
@@ -178,15 +178,15 @@ class InferenceSchedule(PipeSchedule):
             has_now = self._valid_micro_batch(now)
             is_even = self.stage_id % 2 == 0
             buffer = step % 2 if is_even else (step + 1) % 2
-            found: list[PipeInstruction] = []
+            instructions: list[PipeInstruction] = []
             if has_now and (self.is_first_stage or self.is_last_stage):
-                found.append(LoadMicroBatch(buffer))
+                instructions.append(LoadMicroBatch(buffer))
             sends = self._valid_stage(self.next_stage) and self._valid_micro_batch(now - 1)
             send: list[PipeInstruction] = [SendActivation(1 - buffer)] if sends else []
             receives = self._valid_stage(self.prev_stage) and has_now
             receive: list[PipeInstruction] = [RecvActivation(buffer)] if receives else []
-            found += send + receive if is_even else receive + send  # neighbours in opposite order
-            yield [*found, ForwardPass(buffer)] if has_now else found
+            instructions += send + receive if is_even else receive + send  # neighbours in opposite order
+            yield [*instructions, ForwardPass(buffer)] if has_now else instructions
 
     def num_pipe_buffers(self) -> int:
         return 2

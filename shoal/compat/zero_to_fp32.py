@@ -47,10 +47,10 @@ _DTYPES = {
 
 
 def _dtype(wanted: torch.dtype | str) -> torch.dtype:
-    found = _DTYPES.get(str(wanted).removeprefix("torch.").lower())
-    if found is None:
+    dtype = _DTYPES.get(str(wanted).removeprefix("torch.").lower())
+    if dtype is None:
         raise ValueError(f"Unsupported output dtype {wanted!r}: take one of {', '.join(_DTYPES)}")
-    return found
+    return dtype
 
 
 class _ExportedWeights:
@@ -111,13 +111,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises: CheckpointError: it is missing or damaged. Memory: the whole model in fp32.
     """
     weights = _open(checkpoint_dir, tag, exclude_frozen=exclude_frozen_parameters)
-    found: OrderedDict[str, torch.Tensor] = OrderedDict()
+    values: OrderedDict[str, torch.Tensor] = OrderedDict()
     for name in weights.tensors(MODEL):
         value = weights.read(MODEL, name)
-        found[name] = value.float() if value.is_floating_point() else value
+        values[name] = value.float() if value.is_floating_point() else value
         for other in weights.about.aliases.get(name, ()):
-            found[other] = found[name]
-    return found
+            values[other] = values[name]
+    return values
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -222,14 +222,14 @@ class _NoFileError(CheckpointError, FileNotFoundError):
 def _files(folder: Place, pattern: str) -> list[str]:
     place = Path(folder)
     names = [entry.name for entry in place.iterdir()] if place.is_dir() else []
-    found = sorted((name for name in names if re.fullmatch(pattern, name)), key=_by_number)
-    if not found:
+    matches = sorted((name for name in names if re.fullmatch(pattern, name)), key=_by_number)
+    if not matches:
         raise _NoFileError(
             f"no file {pattern.replace(chr(92), '')!r} is in {place}.",
             do="name a tag's folder of a checkpoint that was saved while Shoal had DeepSpeed's name.",
             code="checkpoint-missing",
         )
-    return [str(place / name) for name in found]
+    return [str(place / name) for name in matches]
 
 
 def _by_number(name: str) -> list[str | int]:

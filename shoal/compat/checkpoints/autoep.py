@@ -283,10 +283,10 @@ def _between(places: Iterable[FlatRange], begin: int, end: int) -> list[FlatRang
     >>> _between([FlatRange(0, 2, 10, 4), FlatRange(1, 2, 0, 4)], 3, 6)
     [FlatRange(rank=0, flat=2, start=13, numel=1), FlatRange(rank=1, flat=2, start=0, numel=2)]
     """
-    found, at = [], 0
+    ranges, at = [], 0
     for place in places:
         first, last = max(begin - at, 0), min(end - at, place.numel)
         if first < last:
-            found.append(FlatRange(place.rank, place.flat, place.start + first, last - first))
+            ranges.append(FlatRange(place.rank, place.flat, place.start + first, last - first))
         at += place.numel
-    return found
+    return ranges

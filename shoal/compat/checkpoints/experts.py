@@ -250,7 +250,7 @@ def local_names(experts: Iterable[str], ep_size: int) -> list[dict[str, str]]:
     matches = [match for match in map(_NAME.fullmatch, experts) if match is not None]
     for match in matches:
         numbers.setdefault(match["layer"], set()).add(int(match["expert"]))
-    places = {layer: {number: at for at, number in enumerate(sorted(found))} for layer, found in numbers.items()}
+    places = {layer: {number: at for at, number in enumerate(sorted(of_layer))} for layer, of_layer in numbers.items()}
     names: list[dict[str, str]] = [{} for _ in range(ep_size)]
     for match in matches:
         place = places[match["layer"]]

@@ -359,8 +359,8 @@ def _matches(names: Iterable[str], pattern: re.Pattern[str], part: int) -> list[
     return [match for match in map(pattern.fullmatch, names) if match is not None and int(match["mp"]) == part]
 
 
-def _ranks(found: dict[int | None, Path]) -> dict[int, Path]:
-    return {rank: path for rank, path in found.items() if rank is not None}
+def _ranks(paths: dict[int | None, Path]) -> dict[int, Path]:
+    return {rank: path for rank, path in paths.items() if rank is not None}
 
 
 def _check_sums(path: Path) -> None:

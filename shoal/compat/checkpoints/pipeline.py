@@ -118,7 +118,7 @@ def _named(layers: Mapping[int, Mapping[str, Any]], known: Sequence[str], folder
         if name.startswith(TIED) and name.count(".") > 1:
             _, key, rest = name.split(".", 2)
             tied.setdefault(key, set()).add(rest)
-    listed, found = set(known), {}
+    listed, names = set(known), {}
     for index, layer in sorted(layers.items()):
         tensors = {key for key, value in layer.items() if isinstance(value, torch.Tensor)}
         prefix = f"{index}."
@@ -132,8 +132,8 @@ def _named(layers: Mapping[int, Mapping[str, Any]], known: Sequence[str], folder
                     code="checkpoint-unnamed",
                 )
             prefix = f"{TIED}{keys[0]}." if keys else prefix
-        found[index] = {key: prefix + key for key in sorted(tensors, key=list(layer).index)}
-    return found
+        names[index] = {key: prefix + key for key in sorted(tensors, key=list(layer).index)}
+    return names
 
 
 def _check_all_there(known: Sequence[str], whole: Mapping[str, Any], layers: Mapping[int, Any], folder: str) -> None:

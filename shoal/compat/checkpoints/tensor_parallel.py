@@ -218,7 +218,7 @@ class TensorParallelLayout:
 
     def _by_map(self, name: str, mapped: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> PartJoin:
         shape = tuple(int(size) for size in mapped["logical_shape"])
-        blocks, found = [], 0
+        blocks, num_stored = [], 0
         for rank, part in enumerate(shapes):
             of_rank = mapped["ranks"].get(rank, mapped["ranks"].get(str(rank), {}))
             if math.prod(of_rank.get("shard_shape", ())) != math.prod(part):
@@ -238,9 +238,9 @@ class TensorParallelLayout:
                     blocks.append(PartBlock(rank, in_whole, in_part))
             if not is_inside or numel > math.prod(part):
                 raise damaged(f"the blocks of {name} on rank {rank} lie outside of its part", self._file)
-            found += numel
-        if found != math.prod(shape):
-            raise damaged(f"{found} of the {math.prod(shape)} elements of {name} are in the files", self._file)
+            num_stored += numel
+        if num_stored != math.prod(shape):
+            raise damaged(f"{num_stored} of the {math.prod(shape)} elements of {name} are in the files", self._file)
         return PartJoin(shape, self._num_parts, tuple(blocks))
 
     def _has(self, name: str, key: str) -> bool:

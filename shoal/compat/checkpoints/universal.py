@@ -183,11 +183,11 @@ def read_universal(
     return trained, state.get("loss_scaler")
 
 
-def _refuse_parts(module: ModelFile, found: NamedState) -> None:
+def _refuse_parts(module: ModelFile, trained: NamedState) -> None:
     """Raises: NotBuiltError: a parameter was not trained, and may be a part."""
     information = module.state.get("universal_checkpoint_info")
     patterns = information.get("tp_replicated_parameter_patterns") if isinstance(information, Mapping) else None
-    untrained = [name for name in module.parameters() if name not in found.group_of]
+    untrained = [name for name in module.parameters() if name not in trained.group_of]
     # Patterns are compared, not run: those that DeepSpeed's AutoTP writes are one for each name.
     split = [name for name in untrained if f"^{re.escape(name)}$" not in (patterns or ())]
     if split:

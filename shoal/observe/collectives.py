@@ -215,24 +215,17 @@ def trimmed_mean(values: Iterable[float], share: float = TRIMMED) -> float:
     return math.fsum(middle) / len(middle)
 
 
-class _Logs:
-    """The log of each world, while the world lives."""
-
-    def __init__(self) -> None:
-        self.by_world: weakref.WeakKeyDictionary[World, CollectiveLog] = weakref.WeakKeyDictionary()
-
-
-_logs = _Logs()
+_LOGS: weakref.WeakKeyDictionary[World, CollectiveLog] = weakref.WeakKeyDictionary()  # while each world lives
 
 
 def collective_log(world: World) -> CollectiveLog:
     """The one log of this rank of a world."""
-    return _logs.by_world.setdefault(world, CollectiveLog(speaks=world.rank == 0))
+    return _LOGS.setdefault(world, CollectiveLog(speaks=world.rank == 0))
 
 
 def current_log() -> CollectiveLog | None:
     """The log of the current world; None, without creating a world, if no log was created before."""
-    return _logs.by_world.get(current_world()) if _logs.by_world else None
+    return _LOGS.get(current_world()) if _LOGS else None
 
 
 class TimedCommunicator(Communicator):

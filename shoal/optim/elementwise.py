@@ -193,7 +193,7 @@ def is_known(kind: type) -> bool:
 
 
 def _first_difference(optimizer: torch.optim.Optimizer) -> str | None:
-    """What the trial found, or None. Raises what the optimizer's constructor or step raises."""
+    """What the trial shows, or None. Raises: what the optimizer's constructor or step raises."""
     tried: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         settings = settings_of(type(optimizer), group)
@@ -278,10 +278,12 @@ def _try(
         if not torch.equal(whole, result):
             difference = (whole - result).abs().max().item()
             return f"after {num_steps} steps {what} differ by up to {difference:.3g}"
-    for name, found in shapes.items():
-        of_a_dim = shape == PROBE_SHAPE and set(found) & set(shape)
-        if found != shape and (sum(n > 1 for n in found) > 1 or of_a_dim):
-            return f"for a tensor of shape {shape} it keeps {name} of shape {found}, which belongs to no one element"
+    for name, state_shape in shapes.items():
+        of_a_dim = shape == PROBE_SHAPE and set(state_shape) & set(shape)
+        if state_shape != shape and (sum(n > 1 for n in state_shape) > 1 or of_a_dim):
+            return (
+                f"for a tensor of shape {shape} it keeps {name} of shape {state_shape}, which belongs to no one element"
+            )
     return None
 
 
@@ -301,30 +303,20 @@ def _tensors_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[torch.T
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """The optimizers among an optimizer's attributes (lists, tuples and dicts included), recursively. Each once."""
-    result: dict[int, torch.optim.Optimizer] = {}
-
-    def visit(value: Any) -> None:
-        if isinstance(value, torch.optim.Optimizer):
-            if value is not optimizer and id(value) not in result:
-                result[id(value)] = value
-                search(value)
-        elif isinstance(value, list | tuple):
-            visit_all(value)
-        elif isinstance(value, Mapping):
-            visit_all(value.values())
-
-    def visit_all(values: Iterable[Any]) -> None:
-        for value in values:
-            if isinstance(value, torch.optim.Optimizer):
-                visit(value)
+    result: list[torch.optim.Optimizer] = []
 
     def search(holder: torch.optim.Optimizer) -> None:
         for name, value in vars(holder).items():
-            if name not in ("state", "param_groups", "defaults"):
-                visit(value)
+            if name in ("state", "param_groups", "defaults"):
+                continue
+            values = list(value.values()) if isinstance(value, Mapping) else value
+            for each in values if isinstance(values, list | tuple) else (values,):
+                if isinstance(each, torch.optim.Optimizer) and not any(each is one for one in (optimizer, *result)):
+                    result.append(each)
+                    search(each)
 
     search(optimizer)
-    return list(result.values())
+    return result
 
 
 def has_own_groups(optimizer: torch.optim.Optimizer) -> bool:

@@ -109,40 +109,59 @@ class Rule:
         return self.step <= 1
 
     def kernel(self) -> Kernel:
-        """torch's kernel with this step's hyperparameters."""
+        """torch's kernel with this step's hyperparameters; without ``fused`` what ``step()`` of its optimizer calls."""
         if self.kind == "Lion":
             return partial(_lion, self)
+        names = ("lr", "weight_decay", "maximize", *SETTINGS[self.kind])
+        settings: dict[str, Any] = {name: value for name, value in vars(self).items() if name in names}
+        call: Callable[..., Any]
+        if self.fused:
+            call = _FUSED[self.kind]
+            settings |= {"grad_scale": None, "found_inf": None}
+            settings |= {"is_first_step": self.is_first} if self.kind == "SGD" else {}
+        else:
+            call = _UNFUSED[self.kind]
+            settings |= {"foreach": self.foreach, "fused": False}
+            settings |= {"decoupled_weight_decay": self.kind == "AdamW"} if call is adam else {}
+        return partial(self._run, call, settings, torch.tensor(self.step if self.fused else self.step - 1))
+
+    def _run(
+        self,
+        call: Callable[..., Any],
+        settings: dict[str, Any],
+        count: torch.Tensor,
+        main: torch.Tensor,
+        gradient: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        scratch: torch.Tensor | None,
+    ) -> None:
         if not self.fused:
-            return partial(_unfused, self)
-        step = torch.tensor(self.step)
-        common: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay, "maximize": self.maximize}
-        common |= {"grad_scale": None, "found_inf": None}
-        if self.kind == "SGD":
-            call = partial(
-                torch._fused_sgd_,
-                momentum=self.momentum,
-                dampening=self.dampening,
-                nesterov=self.nesterov,
-                is_first_step=self.is_first,
-                **common,
-            )
-            return lambda main, gradient, states, scratch: call([main], [gradient], list(states))
-        if self.kind == "Adagrad":
-            adagrad = partial(torch._fused_adagrad_, lr_decay=self.lr_decay, eps=self.eps, **common)
-            return lambda main, gradient, states, scratch: adagrad([main], [gradient], [states[0]], [step])
-        adam = partial(
-            torch._fused_adamw_ if self.kind == "AdamW" else torch._fused_adam_,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            eps=self.eps,
-            amsgrad=self.amsgrad,
-            **common,
-        )
-        return lambda main, gradient, states, scratch: adam(
-            [main], [gradient], [states[0]], [states[1]], list(states[2:]), [step]
-        )
+            count = count.clone()  # the function counts this step
+        match self.kind:
+            case "SGD":
+                lists: list[list[Any]] = [list(states) or ([] if self.fused else [None])]
+            case "Adagrad":
+                lists = [[states[0]], [count]]
+            case _:
+                lists = [[states[0]], [states[1]], list(states[2:]), [count]]
+        call([main], [gradient], *lists, **settings)
 
 
+_FUSED: dict[RuleName, Callable[..., Any]] = {
+    "Adam": torch._fused_adam_,
+    "AdamW": torch._fused_adamw_,
+    "Adagrad": torch._fused_adagrad_,
+    "SGD": torch._fused_sgd_,
+}
+_UNFUSED: dict[RuleName, Callable[..., Any]] = {"Adam": adam, "AdamW": adam, "Adagrad": adagrad, "SGD": sgd}
+
+# The hyperparameters of each kind's kernel, in addition to those that all have.
+SETTINGS: dict[RuleName, tuple[str, ...]] = {
+    "Adam": ("beta1", "beta2", "eps", "amsgrad"),
+    "AdamW": ("beta1", "beta2", "eps", "amsgrad"),
+    "Adagrad": ("eps", "lr_decay"),
+    "SGD": ("momentum", "dampening", "nesterov"),
+}
 NUMBERS: dict[RuleName, tuple[str, ...]] = {
     "Adam": ("lr", "eps", "weight_decay"),
     "AdamW": ("lr", "eps", "weight_decay"),
@@ -175,52 +194,6 @@ def _lion(
     direction.mul_(rule.lr)
     main.sub_(direction)
     average.mul_(rule.beta2).add_(gradient, alpha=1 - rule.beta2)
-
-
-def _unfused(
-    rule: Rule,
-    main: torch.Tensor,
-    gradient: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    scratch: torch.Tensor | None,
-) -> None:
-    """What ``step()`` of torch's optimizer calls without ``fused=True``."""
-    common: dict[str, Any] = {
-        "lr": rule.lr,
-        "weight_decay": rule.weight_decay,
-        "maximize": rule.maximize,
-        "foreach": rule.foreach,
-        "fused": False,
-    }
-    if rule.kind == "SGD":
-        sgd(
-            [main],
-            [gradient],
-            list(states) or [None],
-            momentum=rule.momentum,
-            dampening=rule.dampening,
-            nesterov=rule.nesterov,
-            **common,
-        )
-        return
-    before = torch.tensor(rule.step - 1)  # the function counts this step
-    if rule.kind == "Adagrad":
-        adagrad([main], [gradient], [states[0]], [before], lr_decay=rule.lr_decay, eps=rule.eps, **common)
-        return
-    adam(
-        [main],
-        [gradient],
-        [states[0]],
-        [states[1]],
-        list(states[2:]),
-        [before],
-        decoupled_weight_decay=rule.kind == "AdamW",
-        amsgrad=rule.amsgrad,
-        beta1=rule.beta1,
-        beta2=rule.beta2,
-        eps=rule.eps,
-        **common,
-    )
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> RuleName | None:

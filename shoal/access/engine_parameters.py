@@ -119,6 +119,7 @@ class EngineParameters(ParameterOwner):
     def load(self, parameter: nn.Parameter, read: Callable[[int, int], torch.Tensor]) -> None:
         home = self._home_of(parameter)
         buffer, part = home.group.buffer, home.part
+        self._before()
         self._make_writable(parameter, home.group)
         value = None
         if not buffer.is_sharded:
@@ -130,7 +131,6 @@ class EngineParameters(ParameterOwner):
         if value is None:
             return
         if home.group.is_trained:
-            self._before()
             self._set_main(home, value)
         elif buffer.is_sharded:
             with buffer.storage.resident():
@@ -179,9 +179,10 @@ class EngineParameters(ParameterOwner):
         return self._home_of(parameter)
 
     def _make_writable(self, parameter: torch.Tensor, group: ParameterGroup) -> None:
-        """Release what a forward left gathered of the parameter's unit, and wait until no peer reads its shard."""
+        """Release what a forward left gathered of the unit, and wait until no peer, and no save, reads the values."""
         self._sharded.deferred.wait()
         self._sharded.release_kept([self._sharded.unit_of[id(parameter)]])
+        group.wait_for_readers()
         group.buffer.comm.drain()
 
     def _full(self, home: _Home, owned: torch.Tensor | None) -> torch.Tensor:

@@ -32,7 +32,7 @@ from shoal.running.step import ShardedStep
 from shoal.sharding.axes import Axes
 from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.layout import ParameterSpec, Ranges
-from shoal.sharding.param_group import ParameterGroup
+from shoal.sharding.param_group import ParameterGroup, is_elementwise
 from shoal.sharding.placement import Tier
 
 
@@ -213,7 +213,7 @@ class LocalShards:
         parts: dict[str, list[torch.Tensor]] = {}
         for part, segment in group.ranges_of(index):
             for key, value in self.step.optimizer.state.get(part.param, {}).items():
-                if is_elementwise(value, part.param):
+                if is_elementwise(value, part.param.numel()):
                     parts.setdefault(key, []).append(value[segment.start : segment.stop])
         return parts
 
@@ -257,7 +257,7 @@ class LocalShards:
             for index, slot in enumerate(group.buffer.layout.specs):
                 for part, _ in group.ranges_of(index):
                     for key, value in self.step.optimizer.state.get(part.param, {}).items():
-                        if is_elementwise(value, part.param):
+                        if is_elementwise(value, part.param.numel()):
                             continue
                         if self.step.is_whole_tensor and key == "steps":
                             members = [i for i, s in enumerate(group.buffer.layout.specs) if s.group == part.group]
@@ -275,11 +275,6 @@ class LocalShards:
                             )
                         result.setdefault(slot.name, {})[key] = value
         return result
-
-
-def is_elementwise(value: Any, parameter: nn.Parameter) -> bool:
-    """True if it has one element per element of the part."""
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == parameter.numel()
 
 
 def named_parameters_of(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:

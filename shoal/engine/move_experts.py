@@ -128,10 +128,8 @@ def _tensors(group: ParameterGroup) -> Iterator[tuple[int, torch.Tensor]]:
         return
     if group.has_own_main:
         yield buffer.begin, group.main
-    for part in group.ranges:
-        for _, value in sorted(group.state_of(part).items()):
-            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == part.param.numel():
-                yield buffer.begin + part.start, value.view(-1)
+    for part, _, value in sorted(group.elementwise_state(), key=lambda each: (each[0].start, each[1])):
+        yield buffer.begin + part.start, value
 
 
 def _exchange(

@@ -207,10 +207,6 @@ _KINDS: dict[str, type[ShoalError]] = {kind.__name__: kind for kind in (TierErro
 
 def _agree(comm: Communicator, problem: ShoalError | None) -> None:
     """Raises: the problem of the first rank that has one, on every rank."""
-    if comm.size == 1:
-        if problem is not None:
-            raise problem
-        return
     words: Any = None
     if problem is not None:
         kind = next((name for name, kind in _KINDS.items() if isinstance(problem, kind)), TierError.__name__)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from shoal.comm.protocol import Communicator
 from shoal.device import Device, MemoryReading
 from shoal.running.runtime import ShardedModel
@@ -244,10 +242,8 @@ def _communicators(sharded: ShardedModel) -> list[Communicator]:
 def _optimizer_bytes(group: ParameterGroup) -> tuple[int, int, int]:
     """Bytes of state of one element per element, the number of such states, and their item size."""
     held, keys, size = 0, set(), 4
-    for part in group.ranges:
-        for key, value in group.state_of(part).items():
-            if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == part.param.numel():
-                held += value.nbytes
-                keys.add(key)
-                size = value.element_size()
+    for _, key, value in group.elementwise_state():
+        held += value.nbytes
+        keys.add(key)
+        size = value.element_size()
     return held, len(keys), size

@@ -163,10 +163,8 @@ class DiskOptimizerState:
 
     def _fields_of(self, group: ParameterGroup) -> tuple[Field, ...]:
         fields: dict[str, torch.dtype] = {MAIN: group.main.dtype} if group.has_own_main else {}
-        for part in group.ranges:
-            for key, value in group.state_of(part).items():
-                if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == part.param.numel():
-                    fields.setdefault(key, value.dtype)
+        for _, key, value in group.elementwise_state():
+            fields.setdefault(key, value.dtype)
         return tuple(fields.items())
 
     def _resize(self, group: ParameterGroup, stored: _Stored) -> torch.Tensor | None:
@@ -186,24 +184,19 @@ class DiskOptimizerState:
         views = _views(group.owned_numel, stored.fields, stored.disk.memory)
         if MAIN in views and not _is_same_range(views[MAIN], group.main):
             views[MAIN].copy_(group.main)
-        for part in group.ranges:
-            for key, value in group.state_of(part).items():
-                if key in views and isinstance(value, torch.Tensor) and value.dim() == 1:
-                    target = views[key][part.start : part.stop]
-                    if not _is_same_range(target, value):
-                        target.copy_(value)
+        for part, key, value in group.elementwise_state():
+            target = views[key][part.start : part.stop]
+            if not _is_same_range(target, value):
+                target.copy_(value)
 
     def _point(self, group: ParameterGroup, flats: dict[str, torch.Tensor]) -> None:
         if MAIN in flats:
             group.main = flats[MAIN]
-        for part in group.ranges:
-            if MAIN in flats:
-                part.param.data = group.main[part.start : part.stop]
-            assert group.optimizer is not None
-            state = group.optimizer.state.get(part.param, {})
-            for key, value in list(state.items()):
-                if key in flats and isinstance(value, torch.Tensor) and value.dim() == 1:
-                    state[key] = flats[key][part.start : part.stop]
+        for part in group.ranges if MAIN in flats else ():
+            part.param.data = group.main[part.start : part.stop]
+        for part, key, _ in group.elementwise_state():
+            if key in flats:
+                group.state_of(part)[key] = flats[key][part.start : part.stop]
 
 
 @dataclass

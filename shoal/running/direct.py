@@ -22,7 +22,7 @@ from shoal.errors import OptimizerError
 from shoal.optim.elementwise import inner_optimizers
 from shoal.running.import_state import has_parameter_shape
 from shoal.running.step import Gather, HasGrad, ShardedStep
-from shoal.sharding.param_group import ParameterGroup, ParameterRange
+from shoal.sharding.param_group import ParameterGroup, ParameterRange, is_elementwise
 from shoal.sharding.unit import Unit
 
 logger = logging.getLogger("shoal")
@@ -140,7 +140,9 @@ class DirectStep(ShardedStep):
                 holder.state.pop(parameter, None)
             if held:
                 holder.state[target] = {
-                    key: value.view(target.shape) if _is_flat(value, part) and key not in self._others else value
+                    key: value.view(target.shape)
+                    if is_elementwise(value, part.param.numel()) and key not in self._others
+                    else value
                     for key, value in held.items()
                 }
             else:
@@ -208,10 +210,6 @@ def _scaled(gradient: torch.Tensor, dtype: torch.dtype, gradient_scale: float) -
 def _flat(value: torch.Tensor) -> torch.Tensor:
     """SGD's momentum of a sparse gradient begins as a sparse tensor; from here on it is a dense one."""
     return (value.to_dense() if value.is_sparse else value).reshape(-1)
-
-
-def _is_flat(value: Any, part: ParameterRange) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == part.param.numel()
 
 
 def _is_same(found: Mapping[str, Any], left: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from shoal.errors import OptimizerError, UsageError
 from shoal.optim.loss_scale import LossScale
 from shoal.running.step import ShardedStep
-from shoal.sharding.param_group import ParameterGroup
+from shoal.sharding.param_group import ParameterGroup, is_elementwise
 
 
 class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
@@ -56,7 +56,7 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
         found: dict[str, Any] = {}
         for owned, segment in group.ranges_of(slot):
             for key, value in self._step.optimizer.state.get(owned.param, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == owned.param.numel():
+                if is_elementwise(value, owned.param.numel()):
                     part = value[segment.start : segment.stop]
                     parts[key].append(part if group.disk is None else part.clone())
                 else:

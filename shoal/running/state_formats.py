@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from shoal.sharding.param_group import is_elementwise
+
 
 def in_fp32(optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """For each parameter one in fp32 that has its optimizer state, in fp32; the parameter itself where it is fp32.
@@ -48,5 +50,4 @@ def _move_state(
 
 def _cast(value: Any, numel: int, dtype: torch.dtype) -> Any:
     """An entry of the state; in ``dtype`` where it has one floating-point number for each element of its range."""
-    is_elementwise = isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
-    return value.to(dtype) if is_elementwise and value.is_floating_point() else value
+    return value.to(dtype) if is_elementwise(value, numel) and value.is_floating_point() else value

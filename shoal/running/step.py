@@ -23,7 +23,7 @@ from shoal.offload.cpu_optimizer import CpuOptimizer
 from shoal.optim.host import TRIAL_NUMEL, HostStep
 from shoal.optim.whole import OwnedRange, ParameterPart, WholeTensorOptimizer
 from shoal.running.state_formats import in_fp32, round_back
-from shoal.sharding.param_group import ParameterGroup, ParameterRange
+from shoal.sharding.param_group import ParameterGroup, ParameterRange, is_elementwise
 from shoal.sharding.placement import Tier
 from shoal.sharding.unit import Unit
 
@@ -526,13 +526,9 @@ def _label(scalars: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> tup
     return sorted((key, repr(number)) for key, number in numbers.items()), sorted(dtypes.items(), key=str)
 
 
-def _is_elementwise(value: Any, numel: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
-
-
 def _cut(value: Any, numel: int, low: int, high: int) -> Any:
     """The part of one state entry that belongs to ``[low, high)`` of its range."""
-    if _is_elementwise(value, numel) and numel != 1:
+    if is_elementwise(value, numel) and numel != 1:
         return value[low:high]
     if isinstance(value, torch.Tensor):
         if value.numel() == 1:

@@ -13,7 +13,7 @@ reads as NaN, refuses writes).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,6 +39,11 @@ class ParameterRange:
     start: int  # in the owned range
     stop: int
     segments: tuple[Segment, ...]
+
+
+def is_elementwise(value: Any, numel: int) -> bool:
+    """True if an entry of the optimizer state of a range has one element for each of the range's ``numel``."""
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
 
 
 class Updates(Protocol):
@@ -272,9 +277,16 @@ class ParameterGroup:
 
     # optimizer state
 
-    def state_of(self, part: ParameterRange) -> Mapping[str, Any]:
+    def state_of(self, part: ParameterRange) -> dict[str, Any]:
         """The optimizer state of one range; empty before the first step."""
         return {} if self.optimizer is None else self.optimizer.state.get(part.param, {})
+
+    def elementwise_state(self) -> Iterator[tuple[ParameterRange, str, torch.Tensor]]:
+        """The states of one element per element of a range: the range, the key and the values, of all ranges."""
+        for part in self.ranges:
+            for key, value in list(self.state_of(part).items()):
+                if is_elementwise(value, part.param.numel()):
+                    yield part, key, value
 
     def ranges_of(self, slot: int) -> Iterator[tuple[ParameterRange, Segment]]:
         """The ranges that hold a part of one parameter, with that part."""

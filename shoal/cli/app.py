@@ -78,7 +78,7 @@ def run(
     """Start a script on several local ranks, one process each."""
     from shoal.launch import LocalJob, run_local
     from shoal.launch.environment import LOG_LEVEL
-    from shoal.launch.script import check_script, misplaced_ranks
+    from shoal.launch.local import check_script, misplaced_ranks
 
     given = args or []
     if as_deepspeed:

@@ -32,7 +32,7 @@ from shoal.compat.absent import not_built
 from shoal.compat.environment import file_of_variables, for_local_children, showing, visible_devices
 from shoal.errors import ConfigError, ShoalError
 from shoal.launch import LocalJob, RemoteJob, run_local, run_remote
-from shoal.launch.script import check_script
+from shoal.launch.local import check_script
 
 DEEPSPEED_ENVIRONMENT_NAME = file_of_variables()
 DEFAULT_HOSTFILE = "/job/hostfile"

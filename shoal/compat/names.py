@@ -97,9 +97,9 @@ accelerator.abstract_accelerator = shoal.compat.accelerator: DeepSpeedAccelerato
 accelerator.real_accelerator = shoal.compat.accelerator: DeepSpeedAccelerator SUPPORTED_ACCELERATOR_LIST get_accelerator
         is_current_accelerator_supported set_accelerator
 checkpoint = shoal.compat.checkpoint_reader: DeepSpeedCheckpoint SubparamShape {_CHECKPOINT_FILES}
-    shoal.compat.constants: {_CHECKPOINT_CONSTANTS}
+    shoal.compat.small_functions: {_CHECKPOINT_CONSTANTS}
     .checkpoint.universal_checkpoint: enable_universal_checkpoint
-checkpoint.constants = shoal.compat.constants: {_CHECKPOINT_CONSTANTS}
+checkpoint.constants = shoal.compat.small_functions: {_CHECKPOINT_CONSTANTS}
 checkpoint.deepspeed_checkpoint = shoal.compat.checkpoint_reader: ARGS_KEY CHECKPOINT_INFO_KEY DeepSpeedCheckpoint
         EMBEDDING_LAYER_INDEX FINAL_LAYER_NORM_INDEX ITERATION_KEY
 checkpoint.ds_to_universal = shoal.compat.checkpoint_reader: main=make_folder parse_arguments
@@ -108,7 +108,8 @@ checkpoint.utils = shoal.compat.checkpoint_reader: clone_tensors_for_torch_save 
 comm = {_COLLECTIVES}
 comm.comm = {_COLLECTIVES}
 comm.reduce_op = torch.distributed: ReduceOp
-constants = shoal.compat.constants: CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout
+constants = shoal.compat.small_functions: CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT
+        default_pg_timeout
 elasticity = .elasticity: config
     .elasticity.config: ElasticityConfig ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize
     .elasticity.elastic_agent: DSElasticAgent
@@ -120,7 +121,7 @@ env_report = shoal.compat.about: cli_main main report
 git_version_info = shoal.compat.about: compatible_ops=__compatible_ops__ git_branch git_hash installed_ops torch_info
         version
 launcher
-launcher.constants = shoal.compat.constants: IMPI_LAUNCHER MPICH_LAUNCHER MVAPICH_LAUNCHER OPENMPI_LAUNCHER
+launcher.constants = shoal.compat.small_functions: IMPI_LAUNCHER MPICH_LAUNCHER MVAPICH_LAUNCHER OPENMPI_LAUNCHER
         PDSH_LAUNCHER PDSH_MAX_FAN_OUT SLURM_LAUNCHER
 launcher.runner = shoal.compat.launching: DEEPSPEED_ENVIRONMENT_NAME fetch_hostfile main parse_args
         parse_inclusion_exclusion parse_resource_filter DLTS_HOSTFILE=DEFAULT_HOSTFILE _parse_hostfile=parse_hostfile
@@ -190,7 +191,7 @@ runtime.config_utils = shoal.compat.config_models: DeepSpeedConfigModel
     shoal.compat.config: get_scalar_param get_dict_param=get_scalar_param get_list_param=get_scalar_param
         dict_raise_error_on_duplicate_keys=refuse_duplicates
 runtime.constants = shoal.compat.config_models: BFLOAT16
-    shoal.compat.constants: OPTIMIZER_PARAMS ROUTE_ENCODE ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN SCHEDULER_PARAMS
+    shoal.compat.small_functions: OPTIMIZER_PARAMS ROUTE_ENCODE ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN SCHEDULER_PARAMS
 runtime.data_pipeline
 runtime.data_pipeline.config = shoal.compat.config: get_data_efficiency_config get_data_efficiency_enabled
 runtime.data_pipeline.curriculum_scheduler = shoal.data.curriculum: CurriculumScheduler
@@ -239,7 +240,7 @@ runtime.sequence_parallel.parallel_state_sp = shoal.compat.sequence_parallel: in
 runtime.sequence_parallel.ulysses_sp = shoal.compat.sequence_parallel: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter
     shoal.compat.sequence_tiling: SequenceTiledCompute TiledMLP TiledFusedLogitsLoss sequence_tiled_compute
 runtime.sparse_tensor = shoal.compat.sparse_tensor: SparseTensor
-runtime.swap_tensor = shoal.compat.constants: MIN_SWAPPABLE_BYTES
+runtime.swap_tensor = shoal.compat.small_functions: MIN_SWAPPABLE_BYTES
 runtime.utils = shoal.compat.accelerator: get_accelerator
     shoal.compat.small_functions: DummyOptim call_to_str clip_grad_norm_ copy_to_device empty_cache
         ensure_directory_exists get_global_norm get_grad_norm get_only_unique_item is_model_parallel_parameter

@@ -1,4 +1,7 @@
-"""Functions and classes of DeepSpeed's helper modules that are a few lines each."""
+"""Constants, functions and classes of DeepSpeed's helper modules that are a few lines each.
+
+Constants whose value is their name are in ``names``.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import cache
 from itertools import accumulate
 from operator import attrgetter
@@ -31,6 +35,33 @@ from shoal.pipeline.costs import balance
 from shoal.running.parameter_owner import OWNERS
 from shoal.text import format_bytes
 from shoal.zero import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+# deepspeed.constants
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+default_pg_timeout = timedelta(minutes=30)
+CROSS_RANK, CROSS_SIZE, LOCAL_RANK = "CROSS_RANK", "CROSS_SIZE", "LOCAL_RANK"
+
+# deepspeed.launcher.constants
+PDSH_LAUNCHER, OPENMPI_LAUNCHER, MPICH_LAUNCHER = "pdsh", "openmpi", "mpich"
+IMPI_LAUNCHER, SLURM_LAUNCHER, MVAPICH_LAUNCHER = "impi", "slurm", "mvapich"
+PDSH_MAX_FAN_OUT = 1024
+
+# deepspeed.runtime.swap_tensor: the smallest tensor that DeepSpeed moves. Shoal's disk tier takes any size.
+MIN_SWAPPABLE_BYTES = 1 << 20
+
+# deepspeed.runtime.constants
+ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT, ROUTE_ENCODE = "train", "eval", "predict", "encode"
+OPTIMIZER_PARAMS = SCHEDULER_PARAMS = "params"
+
+# deepspeed.checkpoint.constants: keys, and parts of the names of files. Those of AutoEP are not here.
+CHECKPOINT_PARALLEL_DIMS = "checkpoint_parallel_dimensions"
+CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE = "pp_degree", "tp_degree"
+MODEL_FILE_PREFIX, MODEL_FILE_SUFFIX = "mp_rank_", "_model_states.pt"
+ZERO_FILE_PREFIX, OPTIM_FILE_SUFFIX = "zero_pp_rank_", "_optim_states.pt"
+BF16_ZERO_FILE_PREFIX, FP16_ZERO_FILE_PREFIX = "bf16_zero_pp_rank_", "fp16_zero_pp_rank_"
+LAYER_FILE_PREFIX = "layer_"
+FP32_WEIGHT_KEY = "fp32"
+UNIVERSAL_CHECKPOINT_VERSION_KEY, UNIVERSAL_CHECKPOINT_VERSION_VALUE = "universal_checkpoint_version", 0.4
 
 # deepspeed.runtime.compiler
 

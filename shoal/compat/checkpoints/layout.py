@@ -308,22 +308,16 @@ def spread(group: int, shapes: Mapping[str, tuple[int, ...]], num_ranks: int, su
         layout = FlatLayout(group, {name: shapes[name] for name in members}, num_ranks, [0] * len(members))
         layout.paddings = [0] * num_ranks
         for name in members:
-            layout.pieces += spread_one(name, math.prod(shapes[name]), num_ranks)
+            numel = math.prod(shapes[name])
+            part = -(-numel // num_ranks)
+            for rank in range(num_ranks):
+                length = max(0, min(part, numel - rank * part))
+                if length:
+                    layout.pieces.append(FlatPiece(rank, name, rank * part, length))
+                if length < part:
+                    layout.pieces.append(FlatPiece(rank, None, 0, part - length))
         layouts.append(layout)
     return layouts
-
-
-def spread_one(name: str, numel: int, num_ranks: int) -> list[FlatPiece]:
-    """Stage 3: one parameter's parts."""
-    part = -(-numel // num_ranks)
-    pieces = []
-    for rank in range(num_ranks):
-        length = max(0, min(part, numel - rank * part))
-        if length:
-            pieces.append(FlatPiece(rank, name, rank * part, length))
-        if length < part:
-            pieces.append(FlatPiece(rank, None, 0, part - length))
-    return pieces
 
 
 def _sub_groups(shapes: Mapping[str, tuple[int, ...]], num_ranks: int, size: int) -> Sequence[list[str]]:

@@ -13,7 +13,6 @@ each tensor is read once.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -35,7 +34,6 @@ from shoal.compat.checkpoints.layout import (
     partitioned,
     settings_of,
     spread,
-    spread_one,
 )
 from shoal.compat.checkpoints.model_file import RESERVED
 from shoal.errors import CheckpointError, NotBuiltError
@@ -338,8 +336,7 @@ class DeepSpeedFiles:
         if self._settings.stage < 3:
             return self._deferred(name, is_parameter=True)
         info = self._weights[name]
-        layout = FlatLayout(0, {name: info.shape}, self._settings.num_ranks, [0], [0] * self._settings.num_ranks)
-        layout.pieces += spread_one(name, math.prod(info.shape), self._settings.num_ranks)
+        (layout,) = spread(0, {name: info.shape}, self._settings.num_ranks, sub_group_size=1)
         return self._deferred_flat(_FlatTensor(MODEL, layout, pads=False, dtype=self._dtype_of(info)), rank)
 
     def _flat(self, kind: str, layout: FlatLayout, rank: int) -> DeferredTensor:

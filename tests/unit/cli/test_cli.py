@@ -18,7 +18,7 @@ from shoal.cli.job import TrainJob, describe_shape, effective_config, read_confi
 from shoal.cli.start import start
 from shoal.cli.usage import exit_code_of
 from shoal.errors import CheckpointError, ConfigError, ModelError, UsageError
-from shoal.launch.script import misplaced_ranks
+from shoal.launch.local import misplaced_ranks
 from tests.helpers.places import EXAMPLES
 
 

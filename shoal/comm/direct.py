@@ -39,6 +39,8 @@ from shoal.comm.protocol import (
     FinishedWork,
     Verbs,
     Work,
+    calls_differ,
+    closed_error,
     exchange_of,
     own_range,
     split_mismatch,
@@ -60,7 +62,7 @@ class Stage(Enum):
 class DirectWork:
     """One call: see the module."""
 
-    __slots__ = ("_comm", "call", "first", "is_private", "number", "result", "second", "seen", "stage")
+    __slots__ = ("call", "comm", "first", "is_private", "number", "result", "second", "seen", "stage")
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class DirectWork:
         first: Callable[[list[torch.Tensor]], None] | None,
         second: Callable[[list[torch.Tensor]], None] | None,
     ) -> None:
-        self._comm = comm
+        self.comm = comm
         self.number = number
         self.call = call
         self.result = result
@@ -83,17 +85,13 @@ class DirectWork:
 
     def wait(self) -> torch.Tensor:
         if self.stage is not Stage.FINISHED:
-            self._comm.finish(self)
+            self.comm.finish(self)
         return self.result
 
     def drain(self) -> None:
         self.wait()
         if not self.is_private:
-            self._comm.await_readers(self)
-
-    @property
-    def comm(self) -> DirectCommunicator:
-        return self._comm
+            self.comm.await_readers(self)
 
 
 class Pending:
@@ -104,7 +102,7 @@ class Pending:
         self.first_error = first_error
 
     def advance(self, waited: DirectWork | None = None) -> bool:
-        """Do the next step of a work that is ready, preferably of ``waited``. Returns: was there one?"""
+        """Do the next step of a work that is ready, preferably of ``waited``. Returns: True if there was one."""
         if waited is not None and waited.stage is not Stage.FINISHED and waited.comm.advance(waited):
             return True
         # In the order of issue: of two works that add to one tensor, the earlier goes first.
@@ -300,10 +298,7 @@ class DirectCommunicator(Backend):
             what: its numel and dtype are compared with the peers'.
         """
         if self._is_closed:
-            raise CommError(
-                f"{call.verb} {call.label!r} on axis {self.axis!r}: the communicator is closed",
-                do="issue no collective after close().",
-            )
+            raise closed_error(self.axis, call.verb, call.label)
         number = self._next
         self._next += 1
         op = "send" if call.verb == "recv" else call.verb
@@ -333,7 +328,7 @@ class DirectCommunicator(Backend):
         return result
 
     def advance(self, work: DirectWork) -> bool:
-        """Do the next step of ``work`` if its peers are ready for it. Returns: was there one?"""
+        """Do the next step of ``work`` if its peers are ready for it. Returns: True if there was one."""
         group = self._group
         number = work.number
         if work.stage is Stage.POSTED:
@@ -449,18 +444,8 @@ class DirectCommunicator(Backend):
         for peer in range(self.size):
             theirs = None if peer == self.rank else self._group.mismatch(peer, work.number, work.call)
             if theirs is not None:
-                raise CommError(
-                    f"the ranks of axis {self.axis!r} disagree about call {work.number}: rank "
-                    f"{self._own_coordinate} on the axis issued {work.call}, rank {self._coordinates[peer]} issued "
-                    f"{theirs}",
-                    do="make every rank issue the same collectives in the same order; look for a branch that depends "
-                    "on the rank or on the data.",
-                    code="comm-mismatch",
-                )
-
-    @property
-    def _own_coordinate(self) -> int:
-        return self._coordinates[self.rank]
+                mine, other = self._coordinates[self.rank], self._coordinates[peer]
+                raise calls_differ(self.axis, f" about call {work.number}", (mine, work.call), (other, theirs))
 
     def _waiting(self, work: DirectWork, missing: list[int], waits: str) -> str:
         """A sentence on a wait: which rank waits where, for which ranks, and what every rank issued last."""
@@ -469,7 +454,7 @@ class DirectCommunicator(Backend):
         ranks = [self._coordinates[peer] for peer in missing]
         waited_for = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}" if ranks else "its peers to read it"
         return (
-            f"rank {self._own_coordinate} on axis {self.axis!r} {waits} in {work.call} (call {work.number}) for"
+            f"rank {self._coordinates[self.rank]} on axis {self.axis!r} {waits} in {work.call} (call {work.number}) for"
             f" {waited_for}. Last issued on this axis: {lines}"
         )
 

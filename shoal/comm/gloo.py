@@ -27,7 +27,17 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.failure import FailureReports, FirstError
-from shoal.comm.protocol import Backend, Call, Verbs, Work, own_range, split_mismatch, split_parts
+from shoal.comm.protocol import (
+    Backend,
+    Call,
+    Verbs,
+    Work,
+    calls_differ,
+    closed_error,
+    own_range,
+    split_mismatch,
+    split_parts,
+)  # fmt: skip
 from shoal.comm.sums import RankOrderedSum, is_same_memory
 from shoal.comm.waiting import WaitWatch
 from shoal.errors import CommError
@@ -61,8 +71,8 @@ class GlooWork:
     """One call: its receives and sends under way, and what to do when they have arrived."""
 
     __slots__ = (
-        "_check_header", "_comm", "_first", "_is_finished", "_last", "_received", "_result", "data_tag", "header_tag",
-        "headers", "sends", "what",
+        "_comm", "_data_tag", "_first", "_header_tag", "_last", "_received", "_result", "check_header", "headers",
+        "is_finished", "sends", "what",
     )  # fmt: skip
 
     def __init__(self, comm: GlooCommunicator, what: str, number: int, result: torch.Tensor, is_send: bool) -> None:
@@ -72,29 +82,32 @@ class GlooWork:
         # and data of calls that differ never meet; the headers, whose tag is the number alone, then show both calls.
         checksum = zlib.crc32(f"{number} {what}".encode())
         if is_send:
-            self.header_tag = 8 * (number & (_TAG_MASK >> 1)) + 3
-            self.data_tag = 8 * (checksum & (_TAG_MASK >> 1)) + 6
+            self._header_tag = 8 * (number & (_TAG_MASK >> 1)) + 3
+            self._data_tag = 8 * (checksum & (_TAG_MASK >> 1)) + 6
         else:
-            self.header_tag = 4 * (number & _TAG_MASK)
-            self.data_tag = 4 * (checksum & _TAG_MASK)
+            self._header_tag = 4 * (number & _TAG_MASK)
+            self._data_tag = 4 * (checksum & _TAG_MASK)
         self._result = result
-        self._first: tuple[list[Any], Callable[[], None]] | None = None
+        self._first: tuple[list[Any], Callable[[], object]] | None = None
         self._received: list[Any] = []
-        self._last: Callable[[], None] | None = None
-        self._is_finished = False
-        self._check_header: Callable[[int, torch.Tensor], None] | None = None
+        self._last: Callable[[], object] | None = None
+        self.is_finished = False
+        self.check_header: Callable[[int, torch.Tensor], None] | None = None  # gets a peer and its inline bytes
         self.headers: list[tuple[int, Any, torch.Tensor]] = []  # peer, receive, the call that it issued
         self.sends: list[tuple[Any, torch.Tensor]] = []
 
-    def check_headers_by(self, check: Callable[[int, torch.Tensor], None]) -> None:
-        """Call ``check(peer, the inline bytes of its header)`` before the data is waited for."""
-        self._check_header = check
+    def tag(self, part: int) -> int:
+        """Of the header (0), or of the data of a round."""
+        return self._data_tag + part if part else self._header_tag
+
+    def tag_with_numel(self, tensor: torch.Tensor) -> int:
+        return 4 * (zlib.crc32(f"{self._data_tag} {tensor.numel()}".encode()) & _TAG_MASK) + 1
 
     def first_then(self, receives: list[Any], then: Callable[[], None]) -> None:
         """Do ``then`` once ``receives`` are there, before the rest."""
         self._first = (receives, then)
 
-    def finally_do(self, receives: list[Any], then: Callable[[], None] | None) -> None:
+    def finally_do(self, receives: list[Any], then: Callable[[], object] | None) -> None:
         self._received = receives
         self._last = then
 
@@ -108,14 +121,14 @@ class GlooWork:
             first[1]()
 
     def wait(self) -> torch.Tensor:
-        if not self._is_finished:
+        if not self.is_finished:
             self._comm.first_error.check()
             try:
                 self._finish()
             except CommError as error:
                 self._comm.first_error.keep(error)
                 raise
-            self._is_finished = True
+            self.is_finished = True
         return self._result
 
     def drain(self) -> None:
@@ -136,25 +149,15 @@ class GlooWork:
         self._received = []
         self._last = None
 
-    @property
-    def is_finished(self) -> bool:
-        return self._is_finished
-
     def _compare(self) -> None:
         """Compare the calls in the peers' headers, which arrive before the data, with this one."""
         for peer, receive, header in self.headers:
             self._comm.await_all([receive], self, peer)
             theirs = header[:_TEXT_BYTES].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
             if theirs.encode() != self.what.encode()[:_TEXT_BYTES]:
-                raise CommError(
-                    f"the ranks of axis {self._comm.axis!r} disagree: rank {self._comm.rank} on the axis issued "
-                    f"{self.what}, rank {peer} issued {theirs}",
-                    do="make every rank issue the same collectives in the same order; look for a branch that depends "
-                    "on the rank or on the data.",
-                    code="comm-mismatch",
-                )
-            if self._check_header is not None:
-                self._check_header(peer, header[_TEXT_BYTES:])
+                raise calls_differ(self._comm.axis, "", (self._comm.rank, self.what), (peer, theirs))
+            if self.check_header is not None:
+                self.check_header(peer, header[_TEXT_BYTES:])
         self.headers = []
 
 
@@ -188,9 +191,9 @@ class GlooCommunicator(Backend):
         full, shard = call.result, call.sent
         own = own_range(full, self.rank, self.size)
         work = self._begin("all_gather", call, full)
-        receives = [self._receive(work, own_range(full, peer, self.size), peer, 1) for peer in self._peers]
+        receives = [self._receive(work, own_range(full, peer, self.size), peer, work.tag(1)) for peer in self._peers]
         for peer in self._peers:
-            self._send(work, shard, peer, 1)
+            self._send(work, shard, peer, work.tag(1))
 
         def keep() -> None:
             if not is_same_memory(own, shard):
@@ -216,13 +219,13 @@ class GlooCommunicator(Backend):
         own = own_range(full, self.rank, self.size)
         receives, parts = self._exchange_ranges(work, full)
         # A peer's sum comes after it has received this rank's part of it, so the part is sent before it is overwritten.
-        sums = [self._receive(work, own_range(full, peer, self.size), peer, 2) for peer in self._peers]
+        sums = [self._receive(work, own_range(full, peer, self.size), peer, work.tag(2)) for peer in self._peers]
 
         def reduce() -> None:
             self._sum(parts, own, scale=call.scale)
             self._keep_landing(parts)
             for peer in self._peers:
-                self._send(work, own, peer, 2)
+                self._send(work, own, peer, work.tag(2))
 
         work.first_then(receives, reduce)
         work.finally_do(sums, None)
@@ -241,31 +244,29 @@ class GlooCommunicator(Backend):
             if sent != parts[peer].numel():
                 raise split_mismatch(self.axis, call.label, self.rank, peer, sent, parts[peer].numel())
 
-        work.check_headers_by(check)
+        work.check_header = check
         # The tag has the number of elements too: parts of different sizes must not meet.
-        receives = [
-            self._receive_tagged(work, parts[peer], peer, _tag_with_numel(work, parts[peer])) for peer in self._peers
-        ]
+        receives = [self._receive(work, parts[peer], peer, work.tag_with_numel(parts[peer])) for peer in self._peers]
         for peer in self._peers:
-            self._send_tagged(work, sources[peer], peer, _tag_with_numel(work, sources[peer]))
-        work.finally_do(receives, lambda: _copy(sources[self.rank], parts[self.rank]))
+            self._send(work, sources[peer], peer, work.tag_with_numel(sources[peer]))
+        work.finally_do(receives, lambda: parts[self.rank].copy_(sources[self.rank]))
         return work
 
     def _message(self, call: Call) -> Work:
         work = self._begin("send", call, call.result, is_sender=call.verb == "send")
         if call.verb == "send":
-            self._send(work, call.result, call.peer, 1)
+            self._send(work, call.result, call.peer, work.tag(1))
         else:
-            work.finally_do([self._receive(work, call.result, call.peer, 1)], None)
+            work.finally_do([self._receive(work, call.result, call.peer, work.tag(1))], None)
         return work
 
     def _broadcast(self, call: Call) -> Work:
         work = self._begin(f"broadcast from {call.peer}", call, call.result)
         if self.rank == call.peer:
             for peer in self._peers:
-                self._send(work, call.result, peer, 1)
+                self._send(work, call.result, peer, work.tag(1))
         else:
-            work.finally_do([self._receive(work, call.result, call.peer, 1)], None)
+            work.finally_do([self._receive(work, call.result, call.peer, work.tag(1))], None)
         return work
 
     def _exchange(self, call: Call) -> Work:
@@ -282,9 +283,9 @@ class GlooCommunicator(Backend):
             work.finally_do([], unpack)
             return work
         work = self._begin("exchange", call, vector)
-        receives = [self._receive(work, result[peer], peer, 1) for peer in self._peers]
+        receives = [self._receive(work, result[peer], peer, work.tag(1)) for peer in self._peers]
         for peer in self._peers:
-            self._send(work, mine, peer, 1)
+            self._send(work, mine, peer, work.tag(1))
         work.finally_do(receives, None)
         return work
 
@@ -361,10 +362,7 @@ class GlooCommunicator(Backend):
         label = call.label
         if self._group is None:
             self.first_error.check()
-            raise CommError(
-                f"{op} {label!r} on axis {self.axis!r}: the communicator is closed",
-                do="issue no collective after close().",
-            )
+            raise closed_error(self.axis, op, label)
         self.first_error.check()
         if len(self._sending) >= _OPEN_SENDS:
             self._sending = [work for work in self._sending if work.sends]
@@ -386,14 +384,14 @@ class GlooCommunicator(Backend):
         for peer in peers:
             if not is_sender:
                 theirs = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-                work.headers.append((peer, self._receive(work, theirs, peer, 0), theirs))
+                work.headers.append((peer, self._receive(work, theirs, peer, work.tag(0)), theirs))
             if is_sender is not False:
                 header = mine
                 if inline is not None:
                     extra = inline(peer)
                     header = mine.clone()
                     header[_TEXT_BYTES : _TEXT_BYTES + extra.numel()] = extra
-                self._send(work, header, peer, 0)
+                self._send(work, header, peer, work.tag(0))
         self._sending.append(work)
         return work
 
@@ -408,22 +406,16 @@ class GlooCommunicator(Backend):
         parts = [
             own if peer == self.rank else kept.pop() if kept else torch.empty_like(own) for peer in range(self.size)
         ]
-        receives = [self._receive(work, parts[peer], peer, 1) for peer in self._peers]
+        receives = [self._receive(work, parts[peer], peer, work.tag(1)) for peer in self._peers]
         for peer in self._peers:
-            self._send(work, own_range(full, peer, self.size), peer, 1)
+            self._send(work, own_range(full, peer, self.size), peer, work.tag(1))
         return receives, parts
 
     def _keep_landing(self, parts: list[torch.Tensor]) -> None:
         own = parts[self.rank]
         self._landing[own.numel(), own.dtype] += [part for part in parts if part is not own]
 
-    def _send(self, work: GlooWork, tensor: torch.Tensor, peer: int, part: int) -> None:
-        self._send_tagged(work, tensor, peer, _tag(work, part))
-
-    def _receive(self, work: GlooWork, tensor: torch.Tensor, peer: int, part: int) -> Any:
-        return self._receive_tagged(work, tensor, peer, _tag(work, part))
-
-    def _send_tagged(self, work: GlooWork, tensor: torch.Tensor, peer: int, tag: int) -> None:
+    def _send(self, work: GlooWork, tensor: torch.Tensor, peer: int, tag: int) -> None:
         if tensor.numel() and self._group is not None:
             tensor = tensor.detach()
             try:
@@ -431,7 +423,7 @@ class GlooCommunicator(Backend):
             except RuntimeError as error:
                 raise self._explained(error, work) from error
 
-    def _receive_tagged(self, work: GlooWork, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+    def _receive(self, work: GlooWork, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         if tensor.numel() == 0 or self._group is None:
             return None
         try:
@@ -444,15 +436,3 @@ class GlooCommunicator(Backend):
         explained = self._failures.explain(error, what)
         self.first_error.keep(explained)
         return explained
-
-
-def _tag(work: GlooWork, part: int) -> int:
-    return work.data_tag + part if part else work.header_tag
-
-
-def _tag_with_numel(work: GlooWork, tensor: torch.Tensor) -> int:
-    return 4 * (zlib.crc32(f"{work.data_tag} {tensor.numel()}".encode()) & _TAG_MASK) + 1
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)

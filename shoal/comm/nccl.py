@@ -18,7 +18,8 @@ CPU tensors (offloaded state, control messages) go over Gloo.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -211,9 +212,22 @@ class NcclCommunicator(Backend):
         self._group = None
         self._factors.clear()
 
-    def explained(self, what: str) -> _Explained:
-        """Turns NCCL's error inside the block into the failure that caused it."""
-        return _Explained(self._failures, self._first_error, what)
+    @contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        """Turn NCCL's error inside the block into the failure that caused it."""
+        self._first_error.check()
+        try:
+            yield
+        except CommError:
+            raise
+        except RuntimeError as error:
+            # An aborted group raises what NCCL says; the reason is the failure that the watch has found.
+            self._first_error.check()
+            if not isinstance(error, dist.DistError):
+                raise
+            cause = self._failures.explain(error, what)
+            self._first_error.keep(cause)
+            raise cause from error
 
     def _factor(self, after: float, full: torch.Tensor) -> torch.Tensor | None:
         """``after`` as a tensor of one element: unlike a number it makes a 16-bit product an fp32 one."""
@@ -224,22 +238,3 @@ class NcclCommunicator(Backend):
             factor = torch.full((1,), after, dtype=torch.float32, device=full.device)
             self._factors[after, full.device] = factor
         return factor
-
-
-class _Explained:
-    def __init__(self, failures: FailureReports, first_error: FirstError, what: str) -> None:
-        self._failures = failures
-        self._first_error = first_error
-        self._what = what
-
-    def __enter__(self) -> None:
-        self._first_error.check()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # An aborted group raises what NCCL says; the reason is the failure that the watch has found.
-        if isinstance(error, RuntimeError) and not isinstance(error, CommError):
-            self._first_error.check()
-            if isinstance(error, dist.DistError):
-                cause = self._failures.explain(error, self._what)
-                self._first_error.keep(cause)
-                raise cause from error

@@ -459,6 +459,23 @@ def check_peer(op: str, peer: int, rank: int, size: int, *, label: str) -> None:
         )
 
 
+def closed_error(axis: str, op: str, label: str) -> CommError:
+    return CommError(
+        f"{op} {label!r} on axis {axis!r}: the communicator is closed", do="issue no collective after close()."
+    )
+
+
+def calls_differ(axis: str, about: str, mine: tuple[int, object], theirs: tuple[int, object]) -> CommError:
+    """The error of two ranks, each with the call that it issued."""
+    return CommError(
+        f"the ranks of axis {axis!r} disagree{about}: rank {mine[0]} on the axis issued {mine[1]}, rank {theirs[0]} "
+        f"issued {theirs[1]}",
+        do="make every rank issue the same collectives in the same order; look for a branch that depends on the rank "
+        "or on the data.",
+        code="comm-mismatch",
+    )
+
+
 def split_mismatch(axis: str, label: str, rank: int, peer: int, sent: int, expected: int) -> CommError:
     """The error of two ranks whose split sizes of one all_to_all differ."""
     return CommError(

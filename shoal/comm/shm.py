@@ -128,7 +128,7 @@ class LocalPeers:
         self._store.set(f"process/{rank}", json.dumps(asdict(self._handle)))
         self._handles: dict[int, FileHandle] = {rank: self._handle}
         self._processes: dict[int, memoryview] = {}  # rank -> its words
-        self._asleep = WakeWord(self._words, _ASLEEP_WORD)
+        self.asleep = WakeWord(self._words, _ASLEEP_WORD)  # on which this rank waits until a peer has posted
         self.wake_words: dict[int, WakeWord] = {}  # by rank, of the others
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
         self._dead: set[int] = set()
@@ -211,14 +211,6 @@ class LocalPeers:
             self._words[1] = 1
             for word in self.wake_words.values():
                 word.wake()
-
-    def prepare_sleep(self) -> None:
-        """Peers that post something from now on end, or prevent, the next ``sleep``."""
-        self._asleep.prepare()
-
-    def sleep(self) -> None:
-        """Block until a peer has posted something, for at most ``_SLEEP_SECONDS``."""
-        self._asleep.sleep(_SLEEP_SECONDS)
 
     def pid(self, rank: int) -> int:
         return self._handles[rank].pid
@@ -333,14 +325,14 @@ class SharedMemoryGroup:
         return bool(self._words[peer][at + mark] > number)
 
     def ticket(self) -> int:
-        self._local_peers.prepare_sleep()
+        self._local_peers.asleep.prepare()
         return 0
 
     def pause(self, ticket: int, attempt: int) -> None:
         if attempt < _SPINS:
             os.sched_yield()
         else:
-            self._local_peers.sleep()
+            self._local_peers.asleep.sleep(_SLEEP_SECONDS)
 
     def check(self, missing: Sequence[int]) -> None:
         self._local_peers.raise_failure()

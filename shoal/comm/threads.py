@@ -83,8 +83,7 @@ class ThreadWorld:
             if self.failure is None:
                 self.failure = (rank, text)
                 self.error = error
-            self.generation += 1
-            self.changed.notify_all()
+            self.notify()
 
     def last_calls(self, rank: int) -> str:
         """What ``rank`` issued last on each axis."""
@@ -138,8 +137,7 @@ class ThreadGroup:
             calls.calls[self.rank] = call
             group.last[self.rank] = call
             group.num_issued[self.rank] = number + 1
-            self._world.generation += 1
-            self._world.changed.notify_all()
+            self._world.notify()
 
     def has_posted(self, peer: int, number: int) -> bool:
         calls = self._group.rounds.get(number)
@@ -168,8 +166,7 @@ class ThreadGroup:
                 calls.num_done += 1
                 if calls.num_done == self.size:
                     del self._group.rounds[number]
-            self._world.generation += 1
-            self._world.changed.notify_all()
+            self._world.notify()
 
     def has_marked(self, peer: int, number: int, mark: Mark) -> bool:
         calls = self._group.rounds.get(number)

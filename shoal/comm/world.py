@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
@@ -358,7 +358,7 @@ def init_distributed(
     else:
         address = launch.address or "127.0.0.1"
         arguments["init_method"] = f"tcp://{address}:{launch.port or distributed_port}"
-    with _waits_aloud(launch):
+    with _logs_a_long_start(launch):
         dist.init_process_group(backend, **arguments)
     world = _adopt(timeout, owns_group=True)
     if verbose and world.rank == 0:
@@ -367,7 +367,7 @@ def init_distributed(
 
 
 @contextmanager
-def _waits_aloud(launch: Launch) -> Iterator[None]:
+def _logs_a_long_start(launch: Launch) -> Iterator[None]:
     """Log which ranks this one waits for, where the others do not come within some seconds."""
     if launch.world_size == 1:
         yield
@@ -399,11 +399,8 @@ def fake_world(size: int, rank: int = 0, device: torch.device | None = None) -> 
     if not 0 <= rank < size:
         raise UsageError(f"a fake world of {size} ranks has no rank {rank}", do=f"use a rank from 0 to {size - 1}.")
     world = World(rank, size, rank, device or torch.device("cpu"), "fake", FakeTransport(rank))
-    with fake_process_group(size, rank), use_world(world):
-        try:
-            yield world
-        finally:
-            world.close()
+    with fake_process_group(size, rank), use_world(world), closing(world):
+        yield world
 
 
 @contextmanager
@@ -411,11 +408,8 @@ def fake_stage_world(size: int, rank: int, stages: FakeStages) -> Iterator[World
     """A dry run as rank ``rank``, which stands for its pipeline stage. Inside ``fake_process_group``."""
     world = World(rank, size, rank, torch.device("cpu"), "fake", FakeStageTransport(rank, size, stages))
     world.stages = stages
-    with use_world(world):
-        try:
-            yield world
-        finally:
-            world.close()
+    with use_world(world), closing(world):
+        yield world
 
 
 @contextmanager

@@ -247,7 +247,7 @@ runtime.utils = shoal.compat.accelerator: get_accelerator
         mask_nan_or_inf_with_val_inplace move_to_device noop_decorator partition_balanced prefix_sum_inc
         see_memory_usage
     shoal.compat.partitioned_tensor: PartitionedTensor
-    shoal.pipeline.costs: partition_uniform=uniform
+    shoal.parallel.sequence.chunks: partition_uniform=cuts
     shoal.pipeline.module: set_random_seed
 runtime.zero = shoal.compat.parameters: ZeroParamStatus
     shoal.compat.zero_init: DeepSpeedTensorOverride Init MiCS_Init=Init ZeroParamType unwrap_model_for_generation

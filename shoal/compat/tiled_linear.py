@@ -18,7 +18,7 @@ from torch import nn
 
 from shoal.access.gathered import GatheredParameters
 from shoal.errors import ModelError
-from shoal.pipeline.costs import uniform
+from shoal.parallel.sequence.chunks import cuts
 
 
 class TiledLinear(nn.Module):
@@ -50,8 +50,8 @@ class TiledLinear(nn.Module):
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
-        self.in_parts = uniform(in_features, in_splits)
-        self.out_parts = uniform(out_features, out_splits)
+        self.in_parts = cuts(in_features, in_splits)
+        self.out_parts = cuts(out_features, out_splits)
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(

@@ -100,7 +100,7 @@ def recompute_blocks(
             means the outermost that fit; None: the blocks that the model names (``_no_split_modules``), else the
             children of its largest list of alike modules.
         blocks: names of blocks, in place of that list's, of a model that is one stage of a pipeline.
-        every: of the modules found, in order, the first of each ``every``. Fewer recomputed ones cost memory and save
+        every: of these modules, in order, the first of each ``every``. Fewer recomputed ones cost memory and save
             time.
 
     Raises: ModelError: no module matches. UsageError: ``every`` is below 1.
@@ -108,8 +108,8 @@ def recompute_blocks(
     if every < 1:
         raise UsageError(f"every = {every}: it must be at least 1.", do="use 1 or more.")
     if classes is None:
-        found = find_blocks(model, blocks)
-        if not found:
+        matches = find_blocks(model, blocks)
+        if not matches:
             raise ModelError(
                 f"{type(model).__name__} has no list of modules of one class that could be recomputed one by one.",
                 do="name what is to be recomputed: a class, or modules as model.named_modules() does.",
@@ -117,8 +117,8 @@ def recompute_blocks(
             )
     else:
         wanted = [classes] if isinstance(classes, str | type) else list(classes)
-        found = find_modules(model, wanted, where="activation_checkpointing.modules", purpose="recomputed")
-    return RecomputedBlocks(dict(list(found.items())[::every]), recompute)
+        matches = find_modules(model, wanted, where="activation_checkpointing.modules", purpose="recomputed")
+    return RecomputedBlocks(dict(list(matches.items())[::every]), recompute)
 
 
 def find_modules(
@@ -133,8 +133,8 @@ def find_modules(
     Raises: ModelError: one of ``wanted`` matches no module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
-    found = {name for each in wanted for name in _matching(each, modules, where, purpose)}
-    return {name: module for name, module in modules.items() if name in found}
+    names = {name for each in wanted for name in _matching(each, modules, where, purpose)}
+    return {name: module for name, module in modules.items() if name in names}
 
 
 def matches_a_module(model: nn.Module, wanted: str) -> bool:
@@ -145,12 +145,11 @@ def matches_a_module(model: nn.Module, wanted: str) -> bool:
 
 def _matching(wanted: str | type[nn.Module], modules: dict[str, nn.Module], where: str, purpose: str) -> list[str]:
     if isinstance(wanted, type):
-        found = [name for name, module in modules.items() if isinstance(module, wanted)]
+        matches = [name for name, module in modules.items() if isinstance(module, wanted)]
     else:
-        found = [name for name, module in modules.items() if type(module).__name__ == wanted]
-        if not found:
-            found = outermost(fnmatch.filter(modules, wanted))
-    if not found:
+        matches = [name for name, module in modules.items() if type(module).__name__ == wanted]
+        matches = matches or outermost(fnmatch.filter(modules, wanted))
+    if not matches:
         text = wanted if isinstance(wanted, str) else wanted.__name__
         names = [type(module).__name__ for module in modules.values()]
         raise ModelError(
@@ -160,7 +159,7 @@ def _matching(wanted: str | type[nn.Module], modules: dict[str, nn.Module], wher
             do="name a class of the model, or modules as model.named_modules() does: " + ", ".join(sorted(set(names))),
             code="recompute-no-match",
         )
-    return found
+    return matches
 
 
 def find_blocks(model: nn.Module, known: Sequence[str] = ()) -> dict[str, nn.Module]:

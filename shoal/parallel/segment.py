@@ -291,7 +291,7 @@ class Recompute:
         def call(*inputs: torch.Tensor) -> Any:
             arguments = given.pop() if given else _map(_copied, before)
             args, values = _map(lambda leaf: inputs[leaf.index] if isinstance(leaf, _Slot) else leaf, arguments)
-            with use_recompute(self), _inside():
+            with use_recompute(self), _set(_is_inside, True):
                 return function(*args, **dict(zip(names, values, strict=True)))
 
         around: list[tuple[MakeContext, MakeContext]] = []
@@ -315,11 +315,8 @@ class Recompute:
 @contextmanager
 def use_recompute(recompute: Recompute) -> Iterator[Recompute]:
     """Make ``recompute`` the current one inside the block, for this thread."""
-    token = _scoped.set(recompute)
-    try:
+    with _set(_scoped, recompute):
         yield recompute
-    finally:
-        _scoped.reset(token)
 
 
 def scoped_recompute() -> Recompute | None:
@@ -328,12 +325,12 @@ def scoped_recompute() -> Recompute | None:
 
 
 @contextmanager
-def _inside() -> Iterator[None]:
-    token = _is_inside.set(True)
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _is_inside.reset(token)
+        variable.reset(token)
 
 
 class _Entered(AbstractContextManager[None]):

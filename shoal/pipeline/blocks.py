@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import nn
 
 from shoal.errors import ModelError
+from shoal.parallel.tensor.plan import join
 from shoal.source import syntax_tree
 
 Side = Literal["first", "last", "both", "every"]  # the stages that run it: stage 0, the last one, these two, all
@@ -31,7 +32,7 @@ class ModelBlocks:
     names: tuple[str, ...]
 
     def name(self, block: int) -> str:
-        return joined(self.container, self.names[block])
+        return join(self.container, self.names[block])
 
     @property
     def ancestors(self) -> list[tuple[str, str]]:
@@ -51,10 +52,6 @@ class OutsideBlocks:
 def cut_error(what: str, do: str, *, where: str = "pipeline") -> ModelError:
     """The error of a model that cannot be cut, or not so."""
     return ModelError(what, where=where, do=do, code="pipeline-cut")
-
-
-def joined(parent: str, child: str) -> str:
-    return f"{parent}.{child}" if parent else child
 
 
 def find_blocks(model: nn.Module) -> ModelBlocks:
@@ -104,9 +101,9 @@ def split_at(model: nn.Module, split_points: Sequence[str]) -> tuple[ModelBlocks
     names = [name for name, child in container._modules.items() if child is not None]
     if not is_list(container):
         uses = _uses(type(container), "forward", frozenset())
-        names = [name for name in names if _has_parameters(modules[joined(containers[0], name)])]
+        names = [name for name in names if _has_parameters(modules[join(containers[0], name)])]
         names.sort(key=lambda name: min(uses.get(name, [(0, 0)])))
-        if any(_is_uncalled(modules[joined(containers[0], name)]) for name in names):
+        if any(_is_uncalled(modules[join(containers[0], name)]) for name in names):
             raise error(f"{containers[0]!r} has lists of modules beside {list(split_points)}.")
     points = [name.rpartition(".")[2] for name in split_points]
     starts = (0, *(names.index(point) if point in names else 0 for point in points))
@@ -136,7 +133,7 @@ def find_outside(
     def add(parent: nn.Module, parent_name: str, side_of: Callable[[str], Side]) -> None:
         members: dict[str, Any] = {**parent._parameters, **parent._modules}
         for name, member in members.items():
-            full = joined(parent_name, name)
+            full = join(parent_name, name)
             if member is None or not _has_parameters(member) or full in path:
                 continue
             known.add(full)
@@ -152,7 +149,7 @@ def find_outside(
             else:
                 modules[full] = side
 
-    path = {joined(parent_name, name) for parent_name, name in blocks.ancestors}
+    path = {join(parent_name, name) for parent_name, name in blocks.ancestors}
     path |= {blocks.name(at) for at in range(len(blocks.names))}
     add(model.get_submodule(blocks.container), blocks.container, partial(_always, "first"))
     for parent_name, on_path in blocks.ancestors:

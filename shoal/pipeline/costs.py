@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from shoal.device import Device
 from shoal.errors import UsageError
 from shoal.parallel.saved_tensors import counting_saved
+from shoal.parallel.sequence.chunks import cuts
 from shoal.pipeline.blocks import find_blocks, find_outside, is_cache
 from shoal.pipeline.layers import LayerOutline, TiedLayerSpec, build, type_name
 
@@ -29,16 +30,6 @@ Costs = Sequence[float] | Sequence[Sequence[float]]
 
 METHODS = ("parameters", "uniform", "type:REGEX", "memory", "time")
 _OPTIMIZER_STATES = 2  # Adam's
-
-
-def uniform(num_layers: int, num_stages: int) -> list[int]:
-    """Where each stage begins, and the end: the first stages have one layer more.
-
-    >>> uniform(10, 4)
-    [0, 3, 6, 8, 10]
-    """
-    size, longer = divmod(num_layers, num_stages)
-    return [stage * size + min(stage, longer) for stage in range(num_stages + 1)]
 
 
 def balance(costs: Costs, num_stages: int) -> list[int]:
@@ -125,7 +116,7 @@ def stage_bounds(
     kind = kind.lower()
     costs: Costs
     if kind == "uniform":
-        return uniform(len(layers), num_stages)
+        return cuts(len(layers), num_stages)
     if kind == "parameters":
         costs = [layer.numel for layer in outlines]
     elif kind == "type" and pattern:
@@ -141,7 +132,7 @@ def stage_bounds(
         costs = _costs_of(kind, measured, num_stages, virtual_stages, checkpoint_interval)
     else:
         raise _wrong(f"partition_method={method!r} is not known.", f"use one of {', '.join(METHODS)}.")
-    return balance(costs, num_stages) if any(tree_leaves(costs)) else uniform(len(layers), num_stages)
+    return balance(costs, num_stages) if any(tree_leaves(costs)) else cuts(len(layers), num_stages)
 
 
 def partition_costs(

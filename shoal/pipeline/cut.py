@@ -21,7 +21,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import UsageError
+from shoal.parallel.sequence.chunks import cuts
 from shoal.parallel.tensor.hooks import running_from
+from shoal.parallel.tensor.plan import join
 from shoal.pipeline.blocks import (
     ModelBlocks,
     OutsideBlocks,
@@ -30,10 +32,9 @@ from shoal.pipeline.blocks import (
     find_blocks,
     find_outside,
     is_list,
-    joined,
     split_at,
 )
-from shoal.pipeline.costs import balance, uniform
+from shoal.pipeline.costs import balance
 from shoal.pipeline.left_behind import Learnt
 from shoal.pipeline.one_forward import EndOfStage, OneForward, RecordedModule, RunningBlocks
 from shoal.pipeline.stage import StageModule
@@ -109,7 +110,7 @@ def _bounds(
             )
         return bounds
     if partition == "uniform":
-        return tuple(uniform(count, num_stages))
+        return tuple(cuts(count, num_stages))
     costs: list[Any]
     if isinstance(partition, str):
         costs = [float(_numel([model.get_submodule(blocks.name(block))])) for block in range(count)]
@@ -425,10 +426,10 @@ def _shell(module: nn.Module, name: str, names: set[str]) -> nn.Module | None:
         return module
     shell = nn.Module()
     for key, parameter in module._parameters.items():
-        if joined(name, key) in names:
+        if join(name, key) in names:
             shell.register_parameter(key, parameter)
     for key, child in module._modules.items():
-        part = None if child is None else _shell(child, joined(name, key), names)
+        part = None if child is None else _shell(child, join(name, key), names)
         if part is not None:
             shell.add_module(key, part)
     return shell

@@ -91,7 +91,6 @@ UNREACHED = {
     "shoal/memory/disk.py super().wait()": "of a transfer that ``finish`` has ended",
     "shoal/checkpoint/blocks.py self.block(number)": "not a wait: a block of a file",
     "shoal/checkpoint/reader.py reader.block(number)": "not a wait: a block of a file",
-    "shoal/pipeline/blocks.py joined(": "not a wait: joins names",
     "shoal/checkpoint/load.py axes.drain()": _HOST,
     "shoal/engine/sharding.py self._axes.drain()": _HOST,
     "shoal/engine/offload_states.py self._axes.drain()": _HOST,

@@ -126,7 +126,7 @@ class LayerNames:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """A layer that was found.
+    """A layer of experts in the model.
 
     Args:
         routing: of Shoal's router in place of the model's; None: the model's own stays.
@@ -365,10 +365,10 @@ def prepare_experts(
         return []
     preset = preset_of(model, section)
     layers = [] if preset is None else list(find_layers(model, preset, section))
-    found = {f"{layer.name}.{layer.names.experts}": layer.experts for layer in layers}
+    experts = {f"{layer.name}.{layer.names.experts}": layer.experts for layer in layers}
     if section.preset_model is None and section.moe_layer_pattern is None:
-        found.update((name, module) for name, module in model.named_modules() if is_stack(module))
-    if not found:
+        experts.update((name, module) for name, module in model.named_modules() if is_stack(module))
+    if not experts:
         if any(True for _ in modules_with_experts(model)):
             _check_named(model, preset, section)
             return []  # the model's layers are Shoal's already
@@ -383,7 +383,7 @@ def prepare_experts(
             " stay.",
             code="expert-parallel-preset",
         )
-    for name, module in found.items():
+    for name, module in experts.items():
         check_experts(name, module, comm)
     score_before = section.score_apply == "pre"
     dispatch = partial(run_experts, score_before=score_before, overlap=section.overlap, may_drop=False)
@@ -394,7 +394,7 @@ def prepare_experts(
         if layer.returns_logits is not None:
             made = {"layer_names": layer.names, "returns_logits": layer.returns_logits, "dispatch": dispatch}
             extend(layer.block, ExpertParallelBlock, **made)
-    for module in found.values():
+    for module in experts.values():
         is_before = section.score_apply == "auto" and getattr(module, "score_before", False)
         use_experts(
             module,
@@ -402,7 +402,7 @@ def prepare_experts(
             partial(dispatch, score_before=True) if is_before else dispatch,
             is_gathered_if_used=section.gather_if_used,
         )
-    return list(found)
+    return list(experts)
 
 
 def _add_biases(model: nn.Module) -> None:

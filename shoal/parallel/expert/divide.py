@@ -72,13 +72,13 @@ def divide(
             " a Hugging Face model.",
             code="expert-parallel-model",
         )
-    rename, found, parts = global_names(model), {}, parts or {}
+    rename, specs, parts = global_names(model), {}, parts or {}
     for prefix, module, held in divided:
         for name, parameter in module.named_parameters():
             local = f"{prefix}.{name}"
             part = parts.get(local) or ParameterSpec.whole(local, tuple(parameter.shape))
             if held.stack is None:
-                found[local] = replace(part, name=rename(local))
+                specs[local] = replace(part, name=rename(local))
                 continue
             num_rows = held.num_experts * held.stack.rows
             is_divided = parameter.shape[:1] == (num_rows // size,)  # by an engine that had the model before
@@ -89,11 +89,11 @@ def divide(
                     code="expert-parallel-model",
                 )
             ranges = as_ranges(held.ids, unit=held.stack.rows)
-            found[local] = ParameterSpec.part(local, (num_rows, *part.global_shape[1:]), (ranges, *part.local[1:]))
+            specs[local] = ParameterSpec.part(local, (num_rows, *part.global_shape[1:]), (ranges, *part.local[1:]))
             if not is_divided:
                 own = ParameterSpec.along(local, (num_rows, *parameter.shape[1:]), 0, ranges)
                 keep_part(parameter, own)
-    return found
+    return specs
 
 
 def _check_alike(layers: Sequence[tuple[str, nn.Module, ExpertsHeld]], comm: Communicator) -> None:
@@ -136,7 +136,7 @@ def split_stacks(model: nn.Module, comm: Communicator) -> dict[str, ParameterSpe
     Returns: by name, the part of each parameter that is split.
     Raises: ModelError: nothing says which dims are split, or they do not divide.
     """
-    found: dict[str, ParameterSpec] = {}
+    specs: dict[str, ParameterSpec] = {}
     for prefix, module, held in modules_with_experts(model):
         if held.stack is None:
             continue
@@ -159,9 +159,9 @@ def split_stacks(model: nn.Module, comm: Communicator) -> dict[str, ParameterSpe
             blocks = (size,) if split.is_interleaved else (size // split.fused,) * split.fused
             ranges = even_ranges(blocks, comm.size, comm.rank)
             spec = ParameterSpec.along(f"{prefix}.{name}", shape, split.dim, ranges)
-            found[spec.name] = spec
+            specs[spec.name] = spec
             keep_part(parameters[name], spec)
-    return found
+    return specs
 
 
 def complete_plan(model: nn.Module, plan: Plan) -> dict[str, str]:

@@ -12,6 +12,7 @@ additions, so results are the same in every run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -229,10 +230,7 @@ def sum_rows(rows: Tensor, row_of: Tensor, weights: Tensor | None, out: Tensor) 
 
 def _sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype in which values of ``dtypes`` are summed."""
-    widest = torch.float32
-    for dtype in dtypes:
-        widest = torch.promote_types(widest, dtype)
-    return widest
+    return reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def _blocks(out: Tensor) -> Iterator[slice]:

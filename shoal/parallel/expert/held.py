@@ -384,17 +384,17 @@ def experts_if_used(model: nn.Module) -> dict[str, ExpertsIfUsed]:
 
     Those that compute parameters from others before their forward (weight norm) need them.
     """
-    found: dict[str, ExpertsIfUsed] = {}
+    experts: dict[str, ExpertsIfUsed] = {}
     for name, module, held in modules_with_experts(model):
         if held.stack is None and isinstance(module, nn.ModuleList):
             for place, expert in enumerate(module):
                 if _needs_no_parameters(expert):
-                    found[f"{name}.{place}"] = ExpertsIfUsed(held, f"{name}.{place}", place)
+                    experts[f"{name}.{place}"] = ExpertsIfUsed(held, f"{name}.{place}", place)
         elif held.stack and held.stack.compute_name is not None and _needs_no_parameters(module):
             num_rows = held.num_local * held.stack.rows
             if all(parameter.shape[:1] == (num_rows,) for parameter in module.parameters()):
-                found[name] = ExpertsIfUsed(held, ".".join(filter(None, (name, held.stack.compute_name))))
-    return found
+                experts[name] = ExpertsIfUsed(held, ".".join(filter(None, (name, held.stack.compute_name))))
+    return experts
 
 
 def _needs_no_parameters(experts: nn.Module) -> bool:

@@ -192,7 +192,7 @@ class Band(NamedTuple):
 
 
 def cuts(length: int, parts: int) -> list[int]:
-    """The ends of ``parts`` nearly equal parts of ``length`` positions; the first parts are the longer ones.
+    """Where each of ``parts`` nearly equal parts of ``length`` elements begins, and the end; longer ones come first.
 
     >>> cuts(7, 3)
     [0, 3, 5, 7]

@@ -230,7 +230,7 @@ def dense_heads(tensor: Tensor) -> Tensor:
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of sums of tensors like this: fp32, or fp64 for fp64."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def accumulated(tensor: Tensor) -> Tensor:

@@ -365,7 +365,7 @@ def early(blocks: Any, hidden: Tensor) -> Tensor:
     return blocks[0](hidden)
 
 
-FILE = "test_pipeline_cut.py"
+FILE = "test_cut.py"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from shoal.errors import UsageError
-from shoal.pipeline.costs import balance, measure, uniform
+from shoal.parallel.sequence.chunks import cuts
+from shoal.pipeline.costs import balance, measure
 from shoal.pipeline.layers import LayerSpec, TiedLayerSpec, outline
 from shoal.pipeline.module import PipelineModule
 from tests.helpers.fake_clock import FakeClock
@@ -58,7 +59,7 @@ def test_the_largest_cost_is_the_smallest_of_all_splits() -> None:
 
 
 def test_methods_of_deepspeed() -> None:
-    assert uniform(5, 2) == [0, 3, 5]
+    assert cuts(5, 2) == [0, 3, 5]
     assert bounds(gpt(), 4, "uniform") == [0, 4, 8, 12, 16]
     assert bounds(gpt(), 4, "parameters") == [0, 3, 8, 13, 16]
     assert bounds(gpt(), 4, "Type:linear") == [0, 5, 8, 11, 16]

@@ -14,9 +14,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.foreign import register
+from shoal.checkpoint import foreign
 from shoal.compat.checkpoints import DEEPSPEED
 from shoal.errors import ShoalError
+from shoal.running import foreign_names
 from shoal.version import __version__
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from shoal import parallel as parallel
     from shoal.checkpoint.loading_hf import load_hf
     from shoal.comm.world import init_distributed
-    from shoal.compat.engine import DeepSpeedEngine as Engine
-    from shoal.compat.initialize import initialize
     from shoal.config import add_config_arguments
+    from shoal.engine.engine import Engine
+    from shoal.engine.entry import initialize
     from shoal.engine.parts.part import Part
     from shoal.parallel import recompute as checkpointing
     from shoal.parallel.sequence.attention import attention
@@ -65,11 +66,12 @@ __all__ = [
     "zero",
 ]
 
-register(DEEPSPEED)
+foreign.register(DEEPSPEED)
+foreign_names.register("shoal.compat.native_names:advise")
 
 _MODULES = {
-    "DeepSpeedEngine": "shoal.compat.engine",
     "Documents": "shoal.parallel.sequence.chunks",
+    "Engine": "shoal.engine.engine",
     "LayerSpec": "shoal.pipeline.layers",
     "Part": "shoal.engine.parts.part",
     "PipelineModule": "shoal.pipeline.module",
@@ -81,23 +83,24 @@ _MODULES = {
     "dry_run": "shoal.simulation.dry_run",
     "dry_run_pipeline": "shoal.simulation.dry_run",
     "init_distributed": "shoal.comm.world",
-    "initialize": "shoal.compat.initialize",
+    "initialize": "shoal.engine.entry",
     "load_hf": "shoal.checkpoint.loading_hf",
     "sequence_parallel": "shoal.parallel.sequence.context",
 }
-_RENAMED = {"Engine": "DeepSpeedEngine", "checkpointing": "parallel.recompute"}
-_PARTS = ("comm", "data", "errors", "models", "optim", "parallel", "parallel.recompute", "zero")
+_PARTS = {
+    **{name: f"shoal.{name}" for name in ("comm", "data", "errors", "models", "optim", "parallel", "zero")},
+    "checkpointing": "shoal.parallel.recompute",
+}
 
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for one of these
 
     def __getattr__(name: str) -> Any:
         """Import a part at its first use (PEP 562)."""
-        original = _RENAMED.get(name, name)
-        if original in _PARTS:
-            return import_module(f"shoal.{original}")
-        if original in _MODULES:
-            return vars(import_module(_MODULES[original]))[original]
+        if name in _PARTS:
+            return import_module(_PARTS[name])
+        if name in _MODULES:
+            return vars(import_module(_MODULES[name]))[name]
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 
 

@@ -34,6 +34,17 @@ def ranks() -> Callable[..., Any]:
     return run_ranks
 
 
+@pytest.fixture
+def deepspeed_classes() -> Iterator[None]:
+    """``shoal.initialize`` makes engines with all of DeepSpeed's names, as after ``import deepspeed``."""
+    from shoal.compat.entry import CLASSES, use_classes
+    from shoal.engine.entry import EngineClasses
+
+    use_classes(CLASSES)
+    yield
+    use_classes(EngineClasses())
+
+
 @pytest.fixture(scope="session")
 def _gloo_pools() -> Iterator[GlooPools]:
     pools = GlooPools()

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.data import default_collate
@@ -46,6 +46,7 @@ from shoal.data import (
     tokenize,
 )
 from shoal.device import Device
+from shoal.engine.engine import Engine
 from shoal.engine.parts.save_on_signal import StopSignal
 from shoal.engine.pipeline import PipelineEngine
 from shoal.errors import NonFiniteError, ShoalError
@@ -58,9 +59,6 @@ from shoal.pipeline.simulate import simulate
 from shoal.pipeline.timeline import svg
 from shoal.sharding.table import HEADERS
 from shoal.text import format_bytes, format_count
-
-if TYPE_CHECKING:
-    from shoal.compat.engine import DeepSpeedEngine as Engine
 
 _VALIDATION_FRACTION = 0.05
 _VALIDATION_SEQUENCES = 64

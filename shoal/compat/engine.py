@@ -1,7 +1,7 @@
-"""The engine under DeepSpeed's names: what its clients ask for besides ``forward`` and ``step``.
+"""The engine with all of DeepSpeed's names: what its clients ask for in addition to ``forward`` and ``step``.
 
-``shoal.Engine`` and ``deepspeed.DeepSpeedEngine`` are this class, whichever ``initialize`` makes it. After
-``deepspeed.initialize`` it also behaves as DeepSpeed does where the two differ (``follows_deepspeed``).
+``deepspeed.initialize`` makes it, which also has it behave as DeepSpeed does where the two differ
+(``follows_deepspeed``). After ``import deepspeed`` ``shoal.initialize`` makes it too, without that.
 """
 
 from __future__ import annotations
@@ -18,28 +18,23 @@ from torch.utils.data import DataLoader
 
 from shoal.comm.world import process_group
 from shoal.compat.engine_gradients import DeepSpeedGradients
-from shoal.compat.engine_names import DERIVED, PATHS, model_dtype, refuse, refuse_pipeline_call, value_at
+from shoal.compat.engine_names import DERIVED, PATHS, model_dtype, refuse, value_at
 from shoal.compat.hook_switch import ParameterOffload
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer
 from shoal.config import Config
-from shoal.data import Loader
-from shoal.data.curriculum import CurriculumScheduler
-from shoal.engine.parts.experts import ExpertBalance
-from shoal.engine.parts.sequence import SequenceRanks
+from shoal.engine.entry import loader_of
 from shoal.engine.pipeline import PipelineEngine
 from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.settings import dtype_of
 from shoal.models.layer_drop import ProgressiveLayerDrop
 from shoal.observe.flops_profiler import FlopsProfiler
-from shoal.observe.monitor import Monitor
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.layer import MOELayer, TopKGate
-from shoal.parallel.sequence.context import SequenceContext
 from shoal.running.optimizer import ShardedOptimizer
 
 
 class DeepSpeedEngine(DeepSpeedGradients):
-    """An engine with DeepSpeed's names, and those of Shoal's techniques (``sequence_context``, ``expert_load``).
+    """An engine with DeepSpeed's names.
 
     The methods that return a value of the config are in ``engine_names``.
     """
@@ -61,20 +56,11 @@ class DeepSpeedEngine(DeepSpeedGradients):
         zero_offload_param = zero_offload_optimizer = zero_cpu_offload = dynamic_loss_scale = _reads_config
         zero_gather_16bit_weights_on_model_save = scheduler_name = scheduler_params = _reads_config
 
-        # The class of a model in pipeline stages has them: ``initialize`` decides that by the config.
-        def train_batch(self, *args: Any, **kwargs: Any) -> Any: ...
-
-        def eval_batch(self, *args: Any, **kwargs: Any) -> Any: ...
-
     else:
 
         def __getattr__(self, name: str) -> Any:
             refuse(name)
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                refuse_pipeline_call(name)
-                raise
+            return super().__getattr__(name)
 
     @property
     def optimizer(self) -> Any:
@@ -145,13 +131,13 @@ class DeepSpeedEngine(DeepSpeedGradients):
     def _config(self) -> Config:
         return self.properties.config
 
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch; the accumulation steps stay."""
+        self.accumulation.micro_batch = micro_batch_size
+
     def get_batch_info(self) -> tuple[int, int, int]:
         """Global batch, micro-batch, accumulation steps."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank's number among the data-parallel ones."""
-        return self.axes.batch.rank
 
     def get_model_parallel_rank(self) -> int:
         """This rank's number among those that hold different parts of the layers."""
@@ -224,11 +210,6 @@ class DeepSpeedEngine(DeepSpeedGradients):
         return {parameter: name for name, parameter in self.module.named_parameters()}
 
     @property
-    def monitor(self) -> Monitor:
-        """Writes values by step: ``monitor.write_events([(name, value, samples)])``. Rank 0 writes."""
-        return self._progress.monitor if self._progress.monitor is not None else Monitor()
-
-    @property
     def flops_profiler(self) -> FlopsProfiler | None:
         """The ``FlopsProfiler`` of the config's section; None without it."""
         return self.timers.profiler if isinstance(self.timers, ProfilingTimers) else None
@@ -280,22 +261,6 @@ class DeepSpeedEngine(DeepSpeedGradients):
             for size in sizes
         }
 
-    def expert_load(self) -> dict[str, list[int]]:
-        """The tokens that each expert got in the last step, by layer: of all micro-batches and ranks. Every rank calls.
-
-        Communicates: one all-reduce of a number for each expert. Order: blocks the host.
-        """
-        balance = self.part(ExpertBalance)
-        return {} if balance is None else balance.load()
-
-    # sequences
-
-    @property
-    def sequence_context(self) -> SequenceContext | None:
-        """How sequences are spread over ``sp`` and ``cp`` ranks; None without them."""
-        ranks = self.part(SequenceRanks)
-        return None if ranks is None else ranks.context
-
     # data
 
     def deepspeed_io(
@@ -321,20 +286,11 @@ class DeepSpeedEngine(DeepSpeedGradients):
             "collate_fn": collate_fn,
             "num_workers": num_local_io_workers or 0,
             "pin_memory": pin_memory,
-            "drop_last": self._config.dataloader_drop_last,
         }
-        if data_sampler is not None:
-            return DataLoader(dataset, batch_size=batch_size, sampler=data_sampler, **common)
-        return Loader(
-            dataset,
-            batch_size,
-            rank=self.axes.batch.rank,
-            world_size=self.axes.batch.size,
-            seed=self._config.data.seed or 0,
-            shuffle=route == "train",
-            fills_last=self._config.elasticity.enabled,
-            **common,
-        )
+        if data_sampler is None:
+            return loader_of(self, dataset, batch_size, shuffle=route == "train", **common)
+        is_last_dropped = self._config.dataloader_drop_last
+        return DataLoader(dataset, batch_size=batch_size, sampler=data_sampler, drop_last=is_last_dropped, **common)
 
     # weights
 
@@ -358,27 +314,6 @@ class DeepSpeedEngine(DeepSpeedGradients):
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
         """The schedule of ``progressive_layer_drop`` in the config; None without it."""
         return self.run_state.curriculum.layer_drop
-
-    def get_pld_theta(self) -> float | None:
-        """The share of layers that the next training forward keeps; None without the section."""
-        return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
-
-    @property
-    def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
-        """The schedule of ``curriculum_learning`` in the config; None without it."""
-        return self.run_state.curriculum.scheduler
-
-    def set_custom_curriculum_learning_schedule(
-        self, schedule_func_dict: Mapping[str, Callable[[int], int]] | Callable[[int], int]
-    ) -> None:
-        """The function of a curriculum whose ``schedule_type`` is ``custom``; before the first forward.
-
-        Args:
-            schedule_func_dict: by ``curriculum_type``, or the function alone: from a step, counted from 1, to a length.
-
-        Raises: UsageError: the config has no such curriculum, or its function is not among them.
-        """
-        self.run_state.curriculum.set_custom_schedule(schedule_func_dict)
 
 
 class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):

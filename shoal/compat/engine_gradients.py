@@ -49,13 +49,6 @@ class DeepSpeedGradients(Engine):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Reduce the backward passes of the block once, when it ends. One block for each step, at every stage.
-
-        Raises: AssertedUsageError: under ``import deepspeed``, where DeepSpeed asserts: with
-            ``managed_gradient_accumulation: false``, and inside another block or ``no_sync()``.
-        Communicates: at the end of the block what one backward pass does.
-        Memory: as ``no_sync``.
-        """
         if not self.accumulation.is_managed:
             self._refuse(
                 "coalesce_grad_reduction is not supported with managed_gradient_accumulation=False",
@@ -63,11 +56,8 @@ class DeepSpeedGradients(Engine):
             )
         if self._is_in_block:
             self._refuse("coalesce_grad_reduction cannot be nested inside another no_sync context", "enter one block.")
-        with super().no_sync():
+        with super().coalesce_grad_reduction():
             yield
-        if not self._is_in_block and self.accumulation.has_backward:
-            self.sharded.finish_backward()
-            self.sharded.reducer.reduce_unsynced(at_step=self.accumulation.begin_pass())
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         if self._is_in_block:
@@ -117,7 +107,7 @@ class DeepSpeedGradients(Engine):
         self._is_averaging = bool(value)
         plan = self.plan.precision.gradient
         pre, post = (plan.pre_scale, plan.post_scale) if value else (1.0, 1.0)
-        for group in self.trained_groups:
+        for group in self.sharding.groups:
             group.gradient.policy = replace(group.gradient.policy, pre_scale=pre, post_scale=post)
 
     @property

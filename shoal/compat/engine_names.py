@@ -13,7 +13,7 @@ import torch
 
 from shoal.config import Config
 from shoal.engine.settings import DTYPES
-from shoal.errors import NotBuiltError
+from shoal.running.foreign_names import AbsentError
 
 # What the path in the configuration begins with, what the method begins with: what both end with.
 _ALIKE = {
@@ -176,28 +176,11 @@ _INSTEAD = {
 }
 NOT_HERE = {name: do for do, names in _INSTEAD.items() for name in names.split()}
 
-_PIPELINE_CALLS = {"train_batch", "eval_batch", "set_dataloader", "set_dataiterator", "set_batch_fn"}
-
-
-class AbsentError(NotBuiltError, AttributeError):
-    """A name of DeepSpeed's that Shoal does not have: ``hasattr`` says so, and using it says what to take instead."""
-
 
 def refuse(name: str) -> None:
     """Raises: AbsentError: DeepSpeed's engine has the name, and Shoal's does not."""
     if name in NOT_HERE:
         raise AbsentError(f"DeepSpeed's engine.{name} is not here.", do=f"{NOT_HERE[name]}.", code="engine-absent")
-
-
-def refuse_pipeline_call(name: str) -> None:
-    """Raises: AbsentError: the name is that of a method of the engine of a model in pipeline stages."""
-    if name in _PIPELINE_CALLS:
-        raise AbsentError(
-            f"engine.{name}() needs a model in pipeline stages.",
-            do="call loss = engine(batch); engine.backward(loss); engine.step(), or make pipeline stages: a"
-            ' shoal.PipelineModule, or "pipeline": {"stages": n} in the config.',
-            code="engine-absent",
-        )
 
 
 def value_at(config: Config, path: str) -> Any:

@@ -1,4 +1,4 @@
-"""``deepspeed.initialize``: Shoal's, after which an engine does as DeepSpeed's does; and ``tp_model_init``."""
+"""``deepspeed.initialize``: Shoal's, with an engine that has DeepSpeed's names and does as DeepSpeed's does."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shoal.comm.environment import read_launch
 from shoal.comm.world import current_world, init_distributed, process_group
 from shoal.compat.assertions import be_assertion
 from shoal.compat.checkpoint_files import prepare
-from shoal.compat.engine import DeepSpeedEngine as Engine
+from shoal.compat.engine import DeepSpeedEngine, DeepSpeedPipelineEngine
 from shoal.compat.engine_names import value_at
-from shoal.compat.given_mesh import TP_SIZES
-from shoal.compat.initialize import initialize as shoal_initialize
 from shoal.compat.leaf_modules import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer, take_class
 from shoal.compat.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, mark
 from shoal.compat.timer import ThroughputTimer
+from shoal.engine.engine import Engine
+from shoal.engine.entry import TP_SIZES, USED, EngineClasses, start
 from shoal.engine.log import say_on_rank_0
 from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
 from shoal.running.parameter_owner import OWNERS
@@ -40,6 +40,14 @@ class AssertedConfigError(ConfigError, AssertionError):
 
 class RefusedFormatsError(ConfigError, NotImplementedError):
     """A ConfigError where DeepSpeed raises NotImplementedError."""
+
+
+CLASSES = EngineClasses(DeepSpeedEngine, DeepSpeedPipelineEngine)
+
+
+def use_classes(classes: EngineClasses) -> None:
+    """From now on ``shoal.initialize`` makes engines of these classes: ``CLASSES``, or Shoal's own."""
+    USED.engine, USED.pipeline = classes.engine, classes.pipeline
 
 
 def initialize(
@@ -57,7 +65,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | pathlib.Path | dict[str, Any] | None = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """``shoal.initialize``, after which torch.distributed is initialised, were it for one rank: scripts ask it.
+    """``shoal.initialize``, with torch.distributed initialised even for one rank, since scripts ask it.
 
     Returns: engine; optimizer (at stage 3 without one: what gathers and releases parameters); data loader; schedule.
     Raises: what shoal.initialize raises; of the config, the model and the optimizer as AssertionErrors too, since
@@ -74,24 +82,24 @@ def initialize(
     if isinstance(model, nn.Module):
         _take_over(model)
     try:
-        engine, _, loader, schedule = shoal_initialize(
+        started, _, loader, schedule = start(
+            CLASSES,
+            model,
+            config if config is not None else config_params,
             args=args,
-            model=model,
+            port=distributed_port if dist_init_required else None,
+            mpu=mpu,
+            mesh_param=mesh_param,
+            training_data=training_data,
+            collate_fn=collate_fn,
             optimizer=optimizer,
             model_parameters=model_parameters,
-            training_data=training_data,
             lr_scheduler=lr_scheduler,
-            distributed_port=distributed_port,
-            mpu=mpu,
-            dist_init_required=dist_init_required,
-            collate_fn=collate_fn,
-            config=config,
-            mesh_param=mesh_param,
-            config_params=config_params,
         )
     except (ConfigError, ModelError, OptimizerError) as error:
         be_assertion(error)
         raise
+    engine = cast(DeepSpeedEngine, started)
     try:
         _refuse_what_deepspeed_refuses(engine, optimizer)
     except ConfigError:
@@ -139,13 +147,13 @@ def _round_masters(engine: Engine) -> None:
     Shoal by its own name begins with the model's values.
     """
     with torch.no_grad():
-        for group in engine.trained_groups:
+        for group in engine.sharding.groups:
             if group.has_own_main:
                 with group.resident(), group.buffer.storage.resident():
                     group.main.copy_(group.owned_parameters)
 
 
-def _refuse_what_deepspeed_refuses(engine: Engine, optimizer: Any) -> None:
+def _refuse_what_deepspeed_refuses(engine: DeepSpeedEngine, optimizer: Any) -> None:
     """Raises: AssertedConfigError, RefusedFormatsError: what works in Shoal and is asked for in vain under DeepSpeed's
     name.
     """

@@ -56,7 +56,7 @@ class AliasLoader:
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the import machinery has put the alias's in its place
         if self.real == TARGET:
-            _add_attributes()
+            _behave_as_deepspeed()
             _announce()
 
     # What ``python -m deepspeed.x`` and tools that read sources ask for.
@@ -155,10 +155,8 @@ def uninstall() -> None:
         if _installed.finder in sys.meta_path:
             sys.meta_path.remove(_installed.finder)
         _installed.finder = None
-        if "shoal.compat.parameters" in sys.modules:
-            from shoal.compat.parameters import remove_attributes
-
-            remove_attributes()
+        if TARGET in sys.modules:
+            _behave_as_shoal()
         for name in [name for name in list(sys.modules) if name == ALIAS or name.startswith(ALIAS + ".")]:
             del sys.modules[name]
     restore(_installed.environment)
@@ -183,10 +181,22 @@ def _warn_if_late() -> None:
         )
 
 
-def _add_attributes() -> None:
+def _behave_as_deepspeed() -> None:
+    """Give torch's classes DeepSpeed's attributes, and the engines of ``shoal.initialize`` all of DeepSpeed's names."""
+    from shoal.compat.entry import CLASSES, use_classes
     from shoal.compat.parameters import add_attributes
 
     add_attributes()
+    use_classes(CLASSES)
+
+
+def _behave_as_shoal() -> None:
+    from shoal.compat.entry import use_classes
+    from shoal.compat.parameters import remove_attributes
+    from shoal.engine.entry import EngineClasses
+
+    remove_attributes()
+    use_classes(EngineClasses())
 
 
 def _announce() -> None:

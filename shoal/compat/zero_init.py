@@ -25,8 +25,9 @@ from torch.overrides import TorchFunctionMode
 from shoal.access.init import Init as ShardingInit
 from shoal.build.materialize import widen
 from shoal.comm.world import current_world, init_distributed
-from shoal.compat.engine import DeepSpeedEngine
 from shoal.compat.environment import launched_ranks
+from shoal.compat.hook_switch import ParameterOffload
+from shoal.engine.engine import Engine
 from shoal.engine.settings import wide_buffers_of
 from shoal.errors import UsageError
 from shoal.zero import GatheredParameters
@@ -174,11 +175,11 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
     Communicates: an all_gather per unit, once.
     Memory: all parameters, on every rank.
     """
-    if not isinstance(model, DeepSpeedEngine):
+    if not isinstance(model, Engine):
         with GatheredParameters(model.parameters()):
             yield model
         return
-    offload = model.parameter_offload
+    offload = ParameterOffload(model.sharded.model, model.sharded.switch, model.sharded.order)
     with GatheredParameters(model.module.parameters()):
         for hook in (*offload.forward_hooks, *offload.backward_hooks):
             hook.remove()

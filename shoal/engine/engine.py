@@ -23,14 +23,17 @@ from shoal.engine.progress import Progress, StepNumbers
 from shoal.engine.run_state import RunState
 from shoal.engine.settings import Properties
 from shoal.engine.sharding import Sharding
-from shoal.engine.state import EngineState
+from shoal.engine.shortcuts import PartShortcuts
 from shoal.engine.weights import Weights
 from shoal.errors import NoOptimizerError, NotBuiltError, ShoalError, UsageError
 from shoal.observe.timers import StepTimers
+from shoal.running.foreign_names import AbsentError, refuse_foreign_name
 from shoal.running.optimizer import ShardedOptimizer
 from shoal.running.parameter_owner import OWNERS
 from shoal.running.status import GlobalStatus
 from shoal.text import did_you_mean
+
+_PIPELINE_CALLS = ("train_batch", "eval_batch", "set_dataloader", "set_dataiterator", "set_batch_fn")
 
 
 @cache
@@ -39,7 +42,7 @@ def _hint(engine: type, name: str) -> str:
     return did_you_mean(name, [known for known in dir(engine) if not known.startswith("_")], limit=1)
 
 
-class Engine(EngineState):
+class Engine(PartShortcuts):
     """A model that trains under one plan.
 
     Made by ``shoal.initialize``. ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``; or
@@ -113,7 +116,13 @@ class Engine(EngineState):
         for parameter in self.module.parameters():
             OWNERS.put(parameter, self.access)
 
-    if not TYPE_CHECKING:  # a type checker would take every misspelt name for an attribute of the model
+    if TYPE_CHECKING:
+        # The class of a model in pipeline stages has them: ``initialize`` decides that by the config.
+        def train_batch(self, *args: Any, **kwargs: Any) -> Any: ...
+
+        def eval_batch(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    else:  # a type checker would take every misspelt name for an attribute of the model
 
         def __getattr__(self, name: str) -> Any:
             try:
@@ -127,6 +136,14 @@ class Engine(EngineState):
             except AttributeError as error:
                 if hasattr(type(module), name):  # a property of the model raised it
                     raise
+                if name in _PIPELINE_CALLS:
+                    raise AbsentError(
+                        f"engine.{name}() needs a model in pipeline stages.",
+                        do="call loss = engine(batch); engine.backward(loss); engine.step(), or make pipeline stages: a"
+                        ' shoal.PipelineModule, or "pipeline": {"stages": n} in the config.',
+                        code="engine-absent",
+                    ) from None
+                refuse_foreign_name(type(self), name)
                 hint = _hint(type(self), name)
                 text = f"the engine and its model ({type(module).__name__}) have no attribute {name!r}{hint}"
                 raise AttributeError(text, name=name, obj=self) from error
@@ -216,8 +233,7 @@ class Engine(EngineState):
                 of one number. The step divides by those of all its micro-batches, over all ranks. Without it, and with
                 ``scale_wrt_gas=False``, the script has divided by them, as Transformers' Trainer does.
 
-        Returns: the loss as it was given; under ``import deepspeed`` divided by the accumulation
-            steps, as in DeepSpeed.
+        Returns: the loss as it was given; of ``deepspeed.initialize``'s engine divided by the accumulation steps.
         Raises: UsageError: no optimizer, a loss that is not one differentiable number, or ``num_tokens`` that does not
             fit ``loss_reduction``.
         Communicates: at most 2 Psi bytes per rank (stages 0 to 2, at the boundary) or the gathers and reduce-scatters
@@ -252,8 +268,8 @@ class Engine(EngineState):
     def no_sync(self) -> Iterator[None]:
         """Accumulate without communication, at every stage.
 
-        Raises: AssertedUsageError: under ``import deepspeed``, where DeepSpeed asserts: stages 2 and 3, and one block
-        inside another.
+        Raises: AssertedUsageError: of ``deepspeed.initialize``'s engine, where DeepSpeed asserts: stages 2 and 3, and
+        one block inside another.
         Memory: at stages 2 and 3 each rank holds its unsharded gradients until the next backward outside of the block.
         """
         reducer = self.sharded.reducer
@@ -262,6 +278,21 @@ class Engine(EngineState):
             yield
         finally:
             reducer.is_syncing = was_syncing
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Reduce the backward passes of the block once, when it ends. One block for each step, at every stage.
+
+        Raises: AssertedUsageError: of ``deepspeed.initialize``'s engine, where DeepSpeed asserts: with
+        ``managed_gradient_accumulation: false``, and inside another block or ``no_sync()``.
+        Communicates: at the end of the block what one backward pass does.
+        Memory: as ``no_sync``.
+        """
+        with Engine.no_sync(self):
+            yield
+        if self.sharded.reducer.is_syncing and self.accumulation.has_backward:
+            self.sharded.finish_backward()
+            self.sharded.reducer.reduce_unsynced(at_step=self.accumulation.begin_pass())
 
     # step
 

@@ -15,15 +15,16 @@ from shoal.engine.accumulation import Accumulation
 from shoal.engine.checkpointing import Checkpointing
 from shoal.engine.offload_states import Offloaded, OffloadStates
 from shoal.engine.parts.part import Part, PartCalls
+from shoal.engine.progress import Progress
 from shoal.engine.run_state import RunState
 from shoal.engine.settings import Plan, Properties
 from shoal.engine.sharding import Sharding
 from shoal.engine.weights import Weights
 from shoal.errors import OutOfMemoryError, UsageError
 from shoal.observe.ledger import Ledger
+from shoal.observe.monitor import Monitor
 from shoal.running.optimizer import ShardedOptimizer
 from shoal.sharding.axes import Axes
-from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
 
 AnyPart = TypeVar("AnyPart", bound=Part)
@@ -50,6 +51,7 @@ class EngineState(nn.Module):
     _calls: PartCalls
     _offload_states: OffloadStates
     _norm: float | None
+    _progress: Progress
     _was_step_applied: bool
     _is_destroyed: bool
 
@@ -81,6 +83,10 @@ class EngineState(nn.Module):
     def dp_world_size(self) -> int:
         """Data-parallel ranks, which have different samples."""
         return self.axes.batch.size
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's number among the data-parallel ones."""
+        return self.axes.batch.rank
 
     @property
     def device(self) -> torch.device:
@@ -148,16 +154,6 @@ class EngineState(nn.Module):
     def skipped_steps(self, value: int) -> None:
         self.accumulation.counters.skipped_steps = value
 
-    @property
-    def is_watched(self) -> bool:
-        """True if changes that ``GatheredParameters`` would lose raise an error."""
-        return bool(self.properties.config.zero_optimization.enable_sanity_checks)
-
-    @property
-    def trained_groups(self) -> list[ParameterGroup]:
-        """Every parameter group that is trained, in unit order."""
-        return self.sharding.groups
-
     def train_batch_size(self) -> int:
         """Samples of one step, over all ranks."""
         return self.accumulation.global_batch
@@ -177,10 +173,6 @@ class EngineState(nn.Module):
         step.
         """
         self.accumulation.set_global_batch(train_batch_size)
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch; the accumulation steps stay."""
-        self.accumulation.micro_batch = micro_batch_size
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
@@ -206,6 +198,11 @@ class EngineState(nn.Module):
     def loss_scale(self) -> float:
         """The factor of losses under fp16; 1 otherwise."""
         return 1.0 if self.accumulation.loss_scale is None else self.accumulation.loss_scale.scale
+
+    @property
+    def monitor(self) -> Monitor:
+        """Writes values by step: ``monitor.write_events([(name, value, samples)])``. Rank 0 writes."""
+        return self._progress.monitor if self._progress.monitor is not None else Monitor()
 
     def memory_report(self) -> Ledger:
         """Bytes by kind, tier and unit, and the allocator's figures."""

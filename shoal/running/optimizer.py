@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shoal.errors import OptimizerError, UsageError
 from shoal.optim.loss_scale import LossScale
+from shoal.running.foreign_names import refuse_foreign_name
 from shoal.running.step import ShardedStep
 from shoal.sharding.param_group import ParameterGroup, is_elementwise
 
@@ -136,6 +137,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._state = StateByParameter(step)
         self._status = LastStep(loss_scale)
         self._local_gradient = local_gradient
+
+    if not TYPE_CHECKING:  # a type checker would take every misspelt name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            refuse_foreign_name(type(self), name)
+            return super().__getattribute__(name)  # raises what has led here
 
     def let_go(self) -> None:
         """The wrapped optimizer is its own again, and keeps nothing of the engine alive."""

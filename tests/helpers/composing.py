@@ -193,7 +193,7 @@ class _Player:
             client = torch.optim.AdamW(groups, lr=0.05, foreach=self.case.optimizer == "client foreach", fused=False)
         engine, *_ = shoal.initialize(model=self.model, optimizer=client, config=self.settings)
         self.played.owners += [weakref.ref(o) for o in (engine, engine.sharded, engine.sharding.step)]
-        self.played.owners += [weakref.ref(group) for group in engine.trained_groups]
+        self.played.owners += [weakref.ref(group) for group in engine.sharding.groups]
         return engine
 
     def note(self, label: str, value: Any) -> None:

@@ -129,7 +129,7 @@ def test_only_comm_and_launch_name_torch_distributed() -> None:
     # and reduce_scatter_coalesced() are given one of torch's groups, initialize() a DeviceMesh.
     # torch.distributed.pipelining computes orders of actions, and splits a backward, without a group.
     pipelining = ("shoal/pipeline/schedule.py", "shoal/pipeline/run.py")
-    given = ("shoal/compat/partitioned_tensor.py", "shoal/compat/given_mesh.py")
+    given = ("shoal/compat/partitioned_tensor.py", "shoal/engine/entry.py")
     of_groups = ("shoal/compat/groups.py", *given)
     of_torch = ("shoal/compat/collectives.py", *of_groups)
     allowed = ("shoal/comm/", "shoal/launch/", "shoal/checkpoint/formats/dcp", *pipelining, *of_torch)

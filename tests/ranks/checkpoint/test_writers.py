@@ -129,7 +129,7 @@ def test_what_changes_right_after_an_asynchronous_save_returns_is_not_in_it(tmp_
         everything = (*shards.model(), *shards.optimizer())
         for part in (part for shard in everything if not shard.is_private for part in shard.parts):
             part.fill_(123.0)
-        for group in engine.trained_groups:
+        for group in engine.sharding.groups:
             group.wait_for_readers()  # as every caller that changes state
         for part in (part for shard in everything if shard.is_private for part in shard.parts):
             part.fill_(123.0)

@@ -157,7 +157,7 @@ def test_initialize_inside_an_open_context_keeps_what_code_has_changed_and_casts
             with torch.no_grad():
                 model.head.weight.fill_(0.25)
             engine = start_with(model, config(3, bf16={"enabled": True}), sgd)
-            main_parameters = [group.main.dtype for group in engine.trained_groups]
+            main_parameters = [group.main.dtype for group in engine.sharding.groups]
             later = nn.Linear(2, 2)
             assert OWNERS.get(later.weight) is not None
         weight = engine.module_state_dict()["head.weight"]

@@ -74,7 +74,7 @@ def test_under_torch_autocast_gradients_of_linear_modules_are_reduced_in_its_dty
             sections = {"torch_autocast": section, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
             engine, *_ = shoal.initialize(model=make(Plain), config=config(2, **sections))
             numels: dict[torch.dtype, int] = {}
-            for group in engine.trained_groups:
+            for group in engine.sharding.groups:
                 dtype = group.gradient.policy.reduce_dtype or group.buffer.dtype
                 held = sum(slot.numel for slot in group.buffer.layout.specs)
                 numels[dtype] = numels.get(dtype, 0) + held
@@ -332,7 +332,7 @@ def test_bf16_gradients_accumulate_in_fp32_unless_the_file_says_otherwise() -> N
             sections["data_types"] = {"grad_accum_dtype": dtype}
         engine = start(Plain, config(2, **sections), adamw)
         run_steps(engine, 1)
-        found = {group.gradient.memory().dtype for group in engine.trained_groups}
+        found = {group.gradient.memory().dtype for group in engine.sharding.groups}
         engine.destroy()
         return found
 
@@ -388,7 +388,7 @@ def test_many_tiny_gradients_are_not_lost_in_bf16(how: str, world: int) -> None:
         for _ in range(2):
             add_up(engine, how)
         value = float(engine.access.full_parameter(model.weight)[0])
-        dtypes = [group.gradient.dtype for group in engine.trained_groups]
+        dtypes = [group.gradient.dtype for group in engine.sharding.groups]
         engine.destroy()
         return value, dtypes
 
@@ -406,7 +406,7 @@ def test_unsynced_gradients_are_in_the_ledger_until_they_are_reduced(stage: int)
             with engine.no_sync() if is_quiet else contextlib.nullcontext():
                 micro_step(engine, index)
             held.append(engine.memory_report().by_kind()["gradient"])
-        whole = sum(group.buffer.layout.numel * 4 for group in engine.trained_groups)
+        whole = sum(group.buffer.layout.numel * 4 for group in engine.sharding.groups)
         engine.destroy()
         return [number - held[0] - (whole if index == 2 else 0) for index, number in enumerate(held)]
 
@@ -420,7 +420,7 @@ def test_16_bit_accumulators_stay_so_without_fp32_main_parameters() -> None:
         run_steps(engine, 1)
         with engine.no_sync():
             run_steps(engine, 1, first=2)
-        found = {group.gradient.dtype for group in engine.trained_groups}
+        found = {group.gradient.dtype for group in engine.sharding.groups}
         engine.destroy()
         return found
 

@@ -135,7 +135,7 @@ def storages(engine: shoal.Engine) -> list[StorageWeakRef]:
     buffers = [group.buffer for group in engine.sharded.groups]
     tensors = [b.shard if b.is_sharded else b.full for b in buffers]
     assert engine.optimizer is not None
-    for state in engine.trained_groups:
+    for state in engine.sharding.groups:
         tensors.append(state.main)
         if not isinstance(state.gradient, OffloadedGradient):  # which takes a staging buffer when it is asked
             tensors.append(state.gradient.memory())

@@ -352,7 +352,7 @@ def accumulates(settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list
     """
     engine, *_ = shoal.initialize(model=copy.deepcopy(MODEL), config=settings)
     cpu, sent, norms = engine.sharding.step.cpu_optimizer, [], []
-    gradients = [group.gradient for group in engine.trained_groups]
+    gradients = [group.gradient for group in engine.sharding.groups]
     is_managed = settings.get("managed_gradient_accumulation", True)
     if cpu is not None:
         plain = cpu._copy

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shoal.compat.given_mesh import given_degrees
+from shoal.engine.entry import given_degrees
 from shoal.config import load
 from shoal.config.ranks import mesh_of
 from shoal.errors import ConfigError

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from shoal.comm.world import fake_world
-from shoal.compat.given_mesh import given_degrees
+from shoal.engine.entry import given_degrees
 from shoal.errors import ConfigError
 from shoal.mesh import Mesh
 from shoal.pipeline.module import PipelineModule

@@ -1,0 +1,255 @@
+"""``shoal.initialize``: from what a script gives to an engine, an optimizer, a loader and a schedule."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shoal.access.init import suspended
+from shoal.comm.world import current_world, init_distributed
+from shoal.data import Loader
+from shoal.engine.engine import Engine
+from shoal.engine.initialize import check_model
+from shoal.engine.initialize import initialize as initialize_engine
+from shoal.engine.parts.part import Part, check_parts
+from shoal.engine.pipeline import PipelineEngine
+from shoal.errors import ConfigError
+from shoal.running.optimizer import ShardedOptimizer
+
+MaybeNone: TypeAlias = Any  # not checked for None, as typeshed does: the config decides whether there is one
+Initialized: TypeAlias = tuple[Engine, ShardedOptimizer | MaybeNone, Loader | MaybeNone, Any]
+
+
+@dataclass
+class EngineClasses:
+    """The classes that ``initialize`` makes an engine of."""
+
+    engine: type[Engine] = Engine
+    pipeline: type[PipelineEngine] = PipelineEngine
+
+
+USED = EngineClasses()  # by ``initialize``; ``import deepspeed`` sets those of ``shoal.compat``
+TP_SIZES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # by ``deepspeed.tp_model_init``
+
+# By axis, the names of Megatron's parallel_state, of DeepSpeed's grids and of its sequence parallelism; the first that
+# there is counts. The ``model_parallel`` ranks of a grid are those of all its pipeline stages.
+_MPU_NAMES: Mapping[str, tuple[str, ...]] = {
+    "tp": ("slice_parallel", "tensor_model_parallel", "model_parallel"),
+    "pp": ("pipeline_model_parallel", "pipe_parallel"),
+    "sp": ("sequence_parallel",),
+    "cp": ("context_parallel",),
+}
+# The names of a DeviceMesh's dims, in the order in which they may stand.
+_DIM_NAMES: Mapping[str, tuple[str, ...]] = {
+    "pp": ("pp",),
+    "dp_replicate": ("dp_replicate",),
+    "dp_shard": ("dp_shard", "dp", "data_parallel", "fsdp"),
+    "cp": ("cp",),
+    "sp": ("sp", "sequence_parallel"),
+    "tp": ("tp",),
+}
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | pathlib.Path | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | pathlib.Path | dict[str, Any] | None = None,
+    *,
+    parts: Sequence[Part] = (),
+) -> Initialized:
+    """Shard a model for training. DeepSpeed's signature, and ``parts``; DeepSpeed's return values.
+
+    Args:
+        model: any module; on the device, on CPU, on the meta device or built under ``zero.Init``.
+        optimizer: any elementwise torch optimizer over the model's parameters, or a callable that takes them; None:
+            from the config.
+        model_parameters: parameters or groups for the config's optimizer; None: all that require a gradient.
+        training_data: a dataset; a loader of this rank's micro-batches is returned.
+        lr_scheduler: a torch schedule, or a callable that takes the optimizer; None: from the config.
+        mpu: an object with Megatron's ``get_tensor_model_parallel_world_size()`` and the like: the degrees of the mesh.
+        mesh_param: a torch DeviceMesh, or (data-parallel ranks, sequence-parallel ranks).
+        config: a path, a dict, JSON text or base64; ``config_params`` and ``args.deepspeed_config`` are other places
+            for it.
+        parts: what joins the steps of the engine: objects of classes derived from ``shoal.Part``, the same on every
+            rank.
+
+    Returns: engine, optimizer (None without one), data loader, schedule.
+    Raises: ConfigError, ModelError, OptimizerError, UsageError: before anything is sharded.
+    Communicates: the model's values are broadcast from rank 0.
+    """
+    return start(
+        USED,
+        model,
+        config if config is not None else config_params,
+        args=args,
+        port=distributed_port if dist_init_required else None,
+        mpu=mpu,
+        mesh_param=mesh_param,
+        training_data=training_data,
+        collate_fn=collate_fn,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+        parts=parts,
+    )
+
+
+def start(
+    classes: EngineClasses,
+    model: nn.Module | None,
+    config: str | pathlib.Path | dict[str, Any] | None,
+    *,
+    args: Any,
+    port: int | None,
+    mpu: Any,
+    mesh_param: Any,
+    training_data: Any,
+    collate_fn: Callable[..., Any] | None,
+    parts: Sequence[Part] = (),
+    **given: Any,
+) -> Initialized:
+    """``initialize``, with an engine of these classes.
+
+    Args:
+        port: of the process group that is created; None: the process group is left as it is.
+        given: optimizer, parameters and schedule.
+    """
+    with suspended():  # ``zero.Init`` contexts in which the script builds its model
+        check_model(model)
+        assert model is not None
+        check_parts(parts)
+        if port is not None:
+            init_distributed(distributed_port=port)
+        world = current_world()
+        if config is None and not any(getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")):
+            raise ConfigError(
+                "no config was given.",
+                do="pass config= (a path or a dict), or --deepspeed_config with shoal.add_config_arguments(parser).",
+                code="config-missing",
+            )
+        engine = initialize_engine(
+            classes.engine,
+            model,
+            config,
+            world,
+            args=args,
+            degrees=given_degrees(model, mpu, mesh_param, world.size),
+            pipeline_class=classes.pipeline,
+            parts=parts,
+            **given,
+        )
+        if mpu is not None:
+            vars(engine)["mpu"] = mpu  # where clients look for it
+        if training_data is not None:
+            micro_batch = engine.train_micro_batch_size_per_gpu()
+            engine.training_dataloader = loader_of(engine, training_data, micro_batch, collate_fn=collate_fn)
+        return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def loader_of(engine: Engine, dataset: Any, batch_size: int, *, shuffle: bool = True, **options: Any) -> Loader:
+    """A loader whose batches are this rank's part of the data, from a position at which any number of ranks can resume.
+
+    Args:
+        options: of torch's ``DataLoader``.
+    """
+    settings, ranks = engine.properties.config, engine.axes.batch
+    return Loader(
+        dataset,
+        batch_size,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        seed=settings.data.seed or 0,
+        shuffle=shuffle,
+        drop_last=settings.dataloader_drop_last,
+        fills_last=settings.elasticity.enabled,
+        **options,
+    )
+
+
+def given_degrees(model: nn.Module, mpu: Any, mesh_param: Any, num_ranks: int) -> dict[str, int]:
+    """The degree of each axis above 1 that ``initialize`` was given in code. ``mpu`` and ``mesh_param`` go first.
+
+    Args:
+        mesh_param: DeepSpeed's (data-parallel ranks, sequence-parallel ranks), or a DeviceMesh.
+
+    Raises: ConfigError: they do not multiply to the number of ranks, or order ranks otherwise than Shoal does.
+    """
+    tp = TP_SIZES.get(model, 1)
+    return {**({"tp": tp} if tp > 1 else {}), **_of_mesh(mpu, mesh_param, num_ranks)}
+
+
+def _of_mesh(mpu: Any, mesh_param: Any, num_ranks: int) -> dict[str, int]:
+    if mpu is not None:
+        return _of_mpu(mpu, num_ranks)
+    if isinstance(mesh_param, DeviceMesh):
+        return _of_device_mesh(mesh_param, num_ranks)
+    if mesh_param is None:
+        return {}
+    data, sequence = (int(degree) for degree in mesh_param)
+    if data * sequence != num_ranks:
+        raise _misfit(f"mesh_param = {tuple(mesh_param)!r}", data * sequence, num_ranks)
+    return {"sp": sequence} if sequence > 1 else {}
+
+
+def _of_mpu(mpu: Any, num_ranks: int) -> dict[str, int]:
+    degrees: dict[str, int] = {}
+    for axis, names in _MPU_NAMES.items():
+        readers = [getattr(mpu, f"get_{name}_world_size", None) for name in names]
+        sizes = [int(read()) for read in readers if read is not None]
+        if sizes and sizes[0] > 1:
+            degrees[axis] = sizes[0]
+    product = 1
+    for degree in degrees.values():
+        product *= degree
+    read_data = getattr(mpu, "get_data_parallel_world_size", None)
+    data = num_ranks // product if read_data is None else int(read_data())
+    if product * data != num_ranks:
+        parts = " x ".join(f"{axis} {degree}" for axis, degree in {**degrees, "data-parallel": data}.items())
+        raise _misfit(f"the mpu's {parts}", product * data, num_ranks)
+    return degrees
+
+
+def _of_device_mesh(mesh: DeviceMesh, num_ranks: int) -> dict[str, int]:
+    names = mesh.mesh_dim_names or ()
+    axes = [next((axis for axis, known in _DIM_NAMES.items() if name in known), name) for name in names]
+    order = list(_DIM_NAMES)
+    unknown = [axis for axis in axes if axis not in order]
+    if unknown or not axes or axes != sorted(axes, key=order.index):
+        raise ConfigError(
+            f"a DeviceMesh with the dims {names!r}.",
+            do=f"name its dims from these, in this order: {', '.join(order)}.",
+            code="mesh",
+        )
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != list(range(num_ranks)):
+        raise ConfigError(
+            f"a DeviceMesh of {len(ranks)} ranks, {ranks[:8]}{' ...' if len(ranks) > 8 else ''}, in {num_ranks} ranks.",
+            do=f"make it with init_device_mesh, over all {num_ranks} ranks in order.",
+            code="mesh",
+        )
+    return {axis: size for axis, size in zip(axes, mesh.mesh.shape, strict=True) if size > 1 or axis == "dp_replicate"}
+
+
+def _misfit(what: str, product: int, num_ranks: int) -> ConfigError:
+    return ConfigError(
+        f"{what} = {product} ranks, and there are {num_ranks}.",
+        do=f"start {product} ranks, or make the degrees multiply to {num_ranks}.",
+        code="mesh",
+    )

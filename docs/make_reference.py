@@ -91,9 +91,12 @@ def page() -> str:
     parts += ["## The engine\n", *entry("shoal.Engine", engine, 3, signature=False)]
     parts += table(engine, ENGINE_ATTRIBUTES, ENGINE_INSIDE)
     parts += methods(engine)
-    parts += ["### DeepSpeed's names\n", said(shoal.Engine), *methods(shoal.Engine, without=set(dir(engine)))]
-    optimizer = importlib.import_module("shoal.compat.optimizer").DeepSpeedShardedOptimizer
+    theirs = importlib.import_module("shoal.compat.engine").DeepSpeedEngine
+    parts += ["### DeepSpeed's names\n", said(theirs), *methods(theirs, without=set(dir(engine)))]
+    optimizer = importlib.import_module("shoal.running.optimizer").ShardedOptimizer
     parts += ["## The optimizer\n", *entry("ShardedOptimizer", optimizer, 3, signature=False), *methods(optimizer)]
+    theirs = importlib.import_module("shoal.compat.optimizer").DeepSpeedShardedOptimizer
+    parts += ["### DeepSpeed's names of the optimizer\n", said(theirs), *methods(theirs, without=set(dir(optimizer)))]
     parts += ["## shoal.zero\n"]
     for name in shoal.zero.__all__:
         parts += entry(f"shoal.zero.{name}", getattr(shoal.zero, name), 3)

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,29 +18,33 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shoal.comm.world import process_group
-from shoal.compat.engine_gradients import DeepSpeedGradients
 from shoal.compat.engine_names import DERIVED, PATHS, model_dtype, refuse, value_at
 from shoal.compat.hook_switch import ParameterOffload
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer
+from shoal.compat.sparse_tensor import SparseRows, gather_lengths, gather_parts
 from shoal.config import Config
+from shoal.engine.accumulation import NumTokens
+from shoal.engine.engine import Engine
 from shoal.engine.entry import loader_of
 from shoal.engine.pipeline import PipelineEngine
-from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.settings import dtype_of
+from shoal.errors import AssertedUsageError, NotBuiltError
 from shoal.models.layer_drop import ProgressiveLayerDrop
-from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.layer import MOELayer, TopKGate
 from shoal.running.optimizer import ShardedOptimizer
 
 
-class DeepSpeedEngine(DeepSpeedGradients):
-    """An engine with DeepSpeed's names.
+class DeepSpeedEngine(Engine):
+    """An engine with all of DeepSpeed's names: ``deepspeed.DeepSpeedEngine``.
 
-    The methods that return a value of the config are in ``engine_names``.
+    ``deepspeed.initialize`` makes it; after ``import deepspeed`` ``shoal.initialize`` too. It has the names of
+    ``shoal.Engine``, these, and getters of the config, which are in ``engine_names``.
     """
 
     optimizer_class = DeepSpeedShardedOptimizer
+    follows_deepspeed = False  # as after deepspeed.initialize
+    _is_averaging = True
 
     # Of parts that Shoal does not have: the values of a DeepSpeed engine without them.
     mpu: Any = None
@@ -209,11 +214,6 @@ class DeepSpeedEngine(DeepSpeedGradients):
         """The name of each parameter."""
         return {parameter: name for name, parameter in self.module.named_parameters()}
 
-    @property
-    def flops_profiler(self) -> FlopsProfiler | None:
-        """The ``FlopsProfiler`` of the config's section; None without it."""
-        return self.timers.profiler if isinstance(self.timers, ProfilingTimers) else None
-
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of the last step by phase, under DeepSpeed's names, with ``wall_clock_breakdown``."""
         names = {"fwd": "forward", "bwd": "backward", "bwd_allreduce": "reduce", "step": "step"}
@@ -314,6 +314,157 @@ class DeepSpeedEngine(DeepSpeedGradients):
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
         """The schedule of ``progressive_layer_drop`` in the config; None without it."""
         return self.run_state.curriculum.layer_drop
+
+    # how gradients are accumulated and reduced
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        num_tokens: NumTokens | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        loss = super().backward(loss, retain_graph, scale_wrt_gas, num_tokens, **kwargs)
+        is_averaged = self.follows_deepspeed and scale_wrt_gas and num_tokens is None
+        num_micro = self.gradient_accumulation_steps()
+        return loss / num_micro if is_averaged and num_micro > 1 else loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        stage = self.zero_optimization_stage()
+        if stage > 1:
+            self._refuse_as_deepspeed(
+                f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}",
+                "use coalesce_grad_reduction(), or import shoal: under its own name no_sync() works at every stage.",
+            )
+        if self._is_in_block:
+            self._refuse_as_deepspeed("no_sync context manager reentry is unsupported", "enter it once.")
+        with super().no_sync():
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        if not self.accumulation.is_managed:
+            self._refuse_as_deepspeed(
+                "coalesce_grad_reduction is not supported with managed_gradient_accumulation=False",
+                "leave the block out: step() reduces what no backward pass has reduced.",
+            )
+        if self._is_in_block:
+            self._refuse_as_deepspeed(
+                "coalesce_grad_reduction cannot be nested inside another no_sync context", "enter one block."
+            )
+        with super().coalesce_grad_reduction():
+            yield
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        if self._is_in_block:
+            self._refuse_as_deepspeed(
+                "It is illegal to call Engine.step() inside no_sync context manager", "step after the block."
+            )
+        super().step(lr_kwargs)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        if not self.accumulation.is_managed:
+            self._refuse_as_deepspeed(
+                "set_gradient_accumulation_boundary() is not supported with managed_gradient_accumulation=False",
+                "leave the call out: every step() is a boundary.",
+            )
+        super().set_gradient_accumulation_boundary(is_boundary)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True if the optimizer steps after the current micro-batch.
+
+        False under DeepSpeed's name with ``managed_gradient_accumulation: false``: only ``step()`` is a boundary.
+        """
+        is_unmanaged = self.follows_deepspeed and not self.accumulation.is_managed
+        return not is_unmanaged and super().is_gradient_accumulation_boundary()
+
+    @property
+    def _is_in_block(self) -> bool:
+        """True if the script calls from inside ``no_sync()`` or ``coalesce_grad_reduction()``."""
+        return not self.sharded.reducer.is_syncing
+
+    def _refuse_as_deepspeed(self, problem: str, do: str) -> None:
+        """Raises: AssertedUsageError: after ``deepspeed.initialize``."""
+        if self.follows_deepspeed:
+            raise AssertedUsageError(f"{problem}, as DeepSpeed says.", do=do, code="no-sync-deepspeed")
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """End a backward pass that is open. Gradients are reduced during backward, or by ``step()``."""
+        self._check_alive()
+        self.sharded.finish_backward()
+
+    @property
+    def gradient_average(self) -> bool:
+        """True if gradients are the mean over the ranks, as the configuration has it. Set to false: their sum, from
+        the next backward pass on. Set it on every rank alike.
+        """
+        return self._is_averaging
+
+    @gradient_average.setter
+    def gradient_average(self, value: bool) -> None:
+        self._is_averaging = bool(value)
+        plan = self.plan.precision.gradient
+        pre, post = (plan.pre_scale, plan.post_scale) if value else (1.0, 1.0)
+        for group in self.sharding.groups:
+            group.gradient.policy = replace(group.gradient.policy, pre_scale=pre, post_scale=post)
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Names of the weights whose gradients are reduced as sparse gradients."""
+        return set(self.sharded.sparse_names)
+
+    def all_gather_scalar(self, value: torch.Tensor, dp_group: Any = None) -> list[torch.Tensor]:
+        """The tensors of all ranks, of one shape and dtype. Every rank calls.
+
+        Raises: NotBuiltError: ``dp_group`` is not that of all data-parallel ranks.
+        """
+        lengths = [1] * self._size_of(dp_group)
+        return [part[0] for part in gather_parts(self.axes.batch, value.unsqueeze(0), lengths)]
+
+    def sparse_all_gather(self, value: torch.Tensor, dp_group: Any = None) -> list[torch.Tensor]:
+        """The tensors of all ranks, whose first dimensions may differ. Every rank calls.
+
+        Raises: NotBuiltError: as ``all_gather_scalar``.
+        Communicates: 8 bytes for the lengths, and one all_gather of the longest.
+        """
+        self._size_of(dp_group)
+        return gather_parts(self.axes.batch, value, gather_lengths(self.axes.batch, value))
+
+    def sparse_allreduce(
+        self, sparse: SparseRows, dp_group: Any = None, dp_world_size: float | None = None
+    ) -> SparseRows:
+        """Give a ``SparseTensor`` the rows of all ranks, divided by their number unless ``gradient_average`` is false.
+
+        Returns: ``sparse``. Communicates: twice ``sparse_all_gather``.
+        """
+        size = self._size_of(dp_group) if dp_world_size is None else dp_world_size
+        values = sparse.values / size if self._is_averaging else sparse.values
+        sparse.indices = torch.cat(self.sparse_all_gather(sparse.indices, dp_group))
+        sparse.values = torch.cat(self.sparse_all_gather(values, dp_group))
+        return sparse
+
+    def sparse_allreduce_bucket(
+        self, bucket: Sequence[SparseRows], dp_group: Any = None, dp_world_size: float | None = None
+    ) -> list[SparseRows]:
+        """``sparse_allreduce`` of each."""
+        return [self.sparse_allreduce(sparse, dp_group, dp_world_size) for sparse in bucket]
+
+    def sparse_allreduce_no_retain(
+        self, bucket: Sequence[SparseRows], dp_group: Any = None, dp_world_size: float | None = None
+    ) -> None:
+        """``sparse_allreduce`` of each; the results replace the gradients that the tensors were made from."""
+        for sparse in self.sparse_allreduce_bucket(bucket, dp_group, dp_world_size):
+            sparse.orig_dense_tensor.data = sparse.to_coo_tensor()
+
+    def _size_of(self, dp_group: Any) -> int:
+        if dp_group is not None and dp_group is not self.data_parallel_group:
+            raise NotBuiltError(
+                f"a group of {dp_group!r} is not the group of all data-parallel ranks.",
+                do="leave dp_group out, or pass engine.data_parallel_group.",
+            )
+        return self.axes.batch.size
 
 
 class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):

@@ -157,7 +157,7 @@ _INSTEAD = {
     "print, or call deepspeed.log_dist(), on the ranks that you choose": "log_for_device",
     "steps_per_print prints the throughput": "tput_log",
     "call see_memory_usage(), or set memory_breakdown": "mem_status",
-    "engine.deepspeed_io() takes either kind of dataset": "is_map_style_dataset is_iterable_style_dataset",
+    "initialize(training_data=...) takes either kind of dataset": "is_map_style_dataset is_iterable_style_dataset",
     "parameters lie in buckets at offsets of Shoal's own": "zero_parameter_alignment",
     "get_global_grad_norm() has the norm of each step": "zero_compute_grad_norm",
     "load_checkpoint() reads experts with the rest": "load_moe_state_dict",

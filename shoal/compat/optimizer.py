@@ -65,7 +65,7 @@ class LossScaler:
 
 
 class DeepSpeedShardedOptimizer(DeepSpeedOptimizer, ShardedOptimizer):
-    """The sharded optimizer with DeepSpeed's names."""
+    """The sharded optimizer with DeepSpeed's names: that of a ``DeepSpeedEngine``."""
 
     @property
     def cur_scale(self) -> float:

@@ -15,14 +15,17 @@ from shoal.engine.accumulation import Accumulation
 from shoal.engine.checkpointing import Checkpointing
 from shoal.engine.offload_states import Offloaded, OffloadStates
 from shoal.engine.parts.part import Part, PartCalls
+from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.progress import Progress
 from shoal.engine.run_state import RunState
 from shoal.engine.settings import Plan, Properties
 from shoal.engine.sharding import Sharding
 from shoal.engine.weights import Weights
 from shoal.errors import OutOfMemoryError, UsageError
+from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.ledger import Ledger
 from shoal.observe.monitor import Monitor
+from shoal.observe.timers import StepTimers
 from shoal.running.optimizer import ShardedOptimizer
 from shoal.sharding.axes import Axes
 from shoal.sharding.placement import Tier
@@ -46,6 +49,7 @@ class EngineState(nn.Module):
     axes: Axes
     parts: tuple[Part, ...]
     sharded_optimizer: ShardedOptimizer | None
+    timers: StepTimers
     weights: Weights
     checkpointing: Checkpointing
     _calls: PartCalls
@@ -203,6 +207,11 @@ class EngineState(nn.Module):
     def monitor(self) -> Monitor:
         """Writes values by step: ``monitor.write_events([(name, value, samples)])``. Rank 0 writes."""
         return self._progress.monitor if self._progress.monitor is not None else Monitor()
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        """The ``FlopsProfiler`` of the config's section; None without it."""
+        return self.timers.profiler if isinstance(self.timers, ProfilingTimers) else None
 
     def memory_report(self) -> Ledger:
         """Bytes by kind, tier and unit, and the allocator's figures."""

@@ -16,6 +16,8 @@ from shoal.errors import UsageError
 from tests.helpers.models import Plain
 from tests.helpers.training import BF16, STAGES, adamw, batch, config, make, sgd, start
 
+pytestmark = pytest.mark.usefixtures("deepspeed_classes")
+
 
 def under_deepspeeds_name(stage: int, **sections: Any) -> Any:
     engine = start(Plain, config(stage, **sections), sgd)

@@ -14,14 +14,17 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.compat.engine import DeepSpeedEngine
 from shoal.compat.engine_names import DERIVED, NOT_HERE, PATHS
 from shoal.compat.optimizer import BF16_Optimizer, DeepSpeedOptimizer, DeepSpeedZeroOptimizer
 from shoal.errors import NotBuiltError, UsageError
 from tests.helpers.models import Plain
 from tests.helpers.training import STAGES, adamw, batch, config, make, run_steps, sgd, start, start_with
 
+pytestmark = pytest.mark.usefixtures("deepspeed_classes")
 
-def alone(stage: int, **sections: Any) -> shoal.Engine:
+
+def alone(stage: int, **sections: Any) -> DeepSpeedEngine:
     return start(Plain, config(stage, **sections), adamw)
 
 
@@ -168,7 +171,7 @@ def test_a_model_is_initialized_again_after_its_engine_was_destroyed(stage: int)
     run_ranks(2, twice)
 
 
-def remove_hooks(engine: shoal.Engine) -> None:
+def remove_hooks(engine: DeepSpeedEngine) -> None:
     """As TRL does it around ``generate``."""
     offload = engine.optimizer.parameter_offload
     for hook in (*offload.forward_hooks, *offload.backward_hooks):
@@ -177,7 +180,7 @@ def remove_hooks(engine: shoal.Engine) -> None:
     offload.backward_hooks = []
 
 
-def add_hooks(engine: shoal.Engine) -> None:
+def add_hooks(engine: DeepSpeedEngine) -> None:
     offload = engine.optimizer.parameter_offload
     if not offload.param_coordinator.is_invalid_trace():
         offload.param_coordinator._invalidate_trace()
@@ -316,7 +319,7 @@ def test_the_engine_is_a_module_whose_state_names_begin_with_module() -> None:
 # What DeepSpeed asserts, where `import deepspeed` is Shoal
 
 
-def lent(stage: int, **sections: Any) -> shoal.Engine:
+def lent(stage: int, **sections: Any) -> DeepSpeedEngine:
     engine = start(Plain, config(stage, **sections), adamw)
     engine.follows_deepspeed = True
     return engine

@@ -66,7 +66,8 @@ def train(stage: int, ranks: int, folder: Path, count: int, *, loads: bool = Fal
         losses, seen = steps(engine, count)
         if saves:
             engine.save_checkpoint(folder)
-        sizes = engine.get_batch_info()
+        micro_batch, num_micro = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        sizes = engine.train_batch_size(), micro_batch, num_micro
         engine.destroy()
         return losses, seen, sizes
 

@@ -234,6 +234,7 @@ def test_a_function_for_a_schedule_that_takes_none_is_refused() -> None:
     engine.destroy()
 
 
+@pytest.mark.usefixtures("deepspeed_classes")
 def test_the_engine_answers_in_deepspeeds_words() -> None:
     engine = one(config(0, **DROP, **LENGTHS), make(Shortened))
     assert engine.pld_enabled() and engine.curriculum_enabled_legacy()

@@ -100,6 +100,7 @@ def test_a_gpt_has_the_flops_of_its_formula(tmp_path: Path) -> None:
     assert run_ranks(2, job)[0] * 2 * 3 == shape.flops_per_token() * 2 * 8
 
 
+@pytest.mark.usefixtures("deepspeed_classes")
 def test_the_step_may_go_by_its_short_name(tmp_path: Path) -> None:
     path = tmp_path / "profile.txt"
 

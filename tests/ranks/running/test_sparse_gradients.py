@@ -142,6 +142,7 @@ def test_what_is_sent_are_indices_and_rows_of_the_most_that_a_rank_has() -> None
         assert sum(nbytes for _, nbytes in dense) < TABLE_NBYTES * 2
 
 
+@pytest.mark.usefixtures("deepspeed_classes")
 def test_what_deepspeeds_engine_has_for_rows() -> None:
     class Rows:
         def __init__(self, gradient: torch.Tensor) -> None:

@@ -202,6 +202,7 @@ def test_what_a_script_keeps_of_a_gradient_stays_as_it_was() -> None:
     run_ranks(2, job)
 
 
+@pytest.mark.usefixtures("deepspeed_classes")
 def test_gradient_average_false_gives_the_sum_over_the_ranks() -> None:
     def job(optimizer: Any) -> None:
         rank, own = current_world().rank, copy.deepcopy(model)

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import shoal
 from shoal.compat import about, environment, finder
+from shoal.compat.engine import DeepSpeedEngine
 from shoal.errors import UsageError
 
 ROOT = Path(shoal.__file__).resolve().parent.parent
@@ -53,7 +54,7 @@ def test_both_names_are_one_module_and_one_class() -> None:
 
     assert deepspeed is shoal.compat.deepspeed
     assert deepspeed.runtime.engine is ours
-    assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine is shoal.Engine
+    assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine is DeepSpeedEngine
 
 
 @pytest.mark.usefixtures("deepspeed_alias")
@@ -91,7 +92,7 @@ def test_the_version_passes_the_bounds_that_clients_set() -> None:
 @pytest.mark.usefixtures("deepspeed_alias")
 def test_a_pickle_that_names_deepspeeds_engine_resolves_to_ours() -> None:
     text = b"cdeepspeed.runtime.engine\nDeepSpeedEngine\n."
-    assert pickle.load(io.BytesIO(text)) is shoal.Engine  # noqa: S301 - the bytes are the line above
+    assert pickle.load(io.BytesIO(text)) is DeepSpeedEngine  # noqa: S301 - the bytes are the line above
 
 
 def test_nothing_is_lent_before_and_after() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shoal.engine.entry import given_degrees
 from shoal.config import load
 from shoal.config.ranks import mesh_of
+from shoal.engine.entry import given_degrees
 from shoal.errors import ConfigError
 
 MODEL = nn.Linear(1, 1)

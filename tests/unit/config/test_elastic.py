@@ -238,6 +238,7 @@ def deepspeed_alias() -> Iterator[None]:
     finder.uninstall()
 
 
+@pytest.mark.usefixtures("deepspeed_classes")
 def test_the_engine_trains_with_the_batch_that_was_chosen() -> None:
     model = torch.nn.Linear(2, 2)
     config = {"elasticity": SMALL, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}

@@ -62,6 +62,7 @@ def test_timers_that_are_off_measure_nothing() -> None:
     assert (found("fwd").elapsed(), found("data").elapsed(), found.end_step()) == (0.0, 0.0, {})
 
 
+@pytest.mark.usefixtures("deepspeed_classes")
 @pytest.mark.parametrize("is_on", [True, False])
 def test_an_engine_logs_the_times_of_its_phases(is_on: bool) -> None:
     settings = {

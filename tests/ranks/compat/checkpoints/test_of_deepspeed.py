@@ -101,6 +101,7 @@ def test_one_rank_goes_on_with_what_two_saved(tmp_path: Path) -> None:
 # Which one
 
 
+@pytest.mark.usefixtures("deepspeed_classes")
 def test_what_shoal_saved_since_is_newer(tmp_path: Path) -> None:
     shutil.copytree(MADE / "stage2-fp32" / "checkpoint", tmp_path, dirs_exist_ok=True)
 

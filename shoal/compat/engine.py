@@ -196,7 +196,7 @@ class DeepSpeedEngine(Engine):
     @property
     def communication_data_type(self) -> torch.dtype:
         """The reduce dtype of gradients in the config; without one, the parameters' dtype."""
-        wanted = dtype_of(self._config.communication_data_type, "communication_data_type")
+        wanted = dtype_of(self._config.communication_data_type)
         return wanted or model_dtype(self._config)
 
     @property

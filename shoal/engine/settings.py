@@ -76,17 +76,9 @@ class Properties:
         return f"rank {self.rank}, step {step}"
 
 
-def dtype_of(name: str | None, where: str) -> torch.dtype | None:
-    """A dtype by its name in the file.
-
-    Raises: ConfigError: no such name.
-    """
-    if name is None:
-        return None
-    try:
-        return DTYPES[str(name).lower().removeprefix("torch.")]
-    except KeyError:
-        raise ConfigError(f"{where} = {name!r}: expected one of {', '.join(sorted(DTYPES))}.", code="dtype") from None
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """The dtype that a configuration names; None: it names none."""
+    return None if name is None else DTYPES[name]
 
 
 def plan_of(config: Config, num_ranks: int) -> Plan:
@@ -101,15 +93,13 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
             "fp16.enabled and bf16.enabled are both true.", do="enable one of them.", code="precision-conflict"
         )
     compute = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else None
-    autocast = dtype_of(config.torch_autocast.dtype, "torch_autocast.dtype") or torch.bfloat16
+    autocast = dtype_of(config.torch_autocast.dtype) or torch.bfloat16
     has_main = has_main_parameters(config)
     gas = config.gradient_accumulation_steps
-    accumulate = dtype_of(config.data_types.grad_accum_dtype, "data_types.grad_accum_dtype")
+    accumulate = dtype_of(config.data_types.grad_accum_dtype)
     if accumulate is None and compute is not None and gas > 1 and has_main:
         accumulate = torch.float32
-    wire = dtype_of(config.communication_data_type, "communication_data_type") or dtype_of(
-        config.precision.reduce_dtype, "precision.reduce_dtype"
-    )
+    wire = dtype_of(config.communication_data_type or config.precision.reduce_dtype)
     mesh = mesh_of(config, num_ranks)
     num_averaged = mesh.size("loss")
     pre, post = _scales(config, num_averaged)
@@ -143,14 +133,14 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
             state_tier=_state_tier(config),
             state_ratio=float(zero.offload_optimizer.ratio),
             max_host_numel=int(zero.offload_param.max_in_cpu),
-            pins_parameters=bool(zero.offload_param.pin_memory) if zero.offload_param is not None else True,
-            pins_state=bool(zero.offload_optimizer.pin_memory) if zero.offload_optimizer is not None else True,
+            pins_parameters=bool(zero.offload_param.pin_memory),
+            pins_state=bool(zero.offload_optimizer.pin_memory),
         ),
         precision=Precision(
             parameter=compute,
             main=torch.float32 if has_main else None,
             state=state_dtype_of(config),
-            buffer=dtype_of(config.data_types.buffer_dtype, "data_types.buffer_dtype"),
+            buffer=dtype_of(config.data_types.buffer_dtype),
             fp32_buffers=wide_buffers_of(config),
             gradient=GradientPolicy(accumulate, wire, pre, post),
         ),
@@ -181,7 +171,7 @@ def state_dtype_of(config: Config) -> torch.dtype | None:
     wanted = config.precision.state_dtype
     if wanted is None:  # as in DeepSpeed, whose CPU optimizers have fp32 moments with 16-bit main parameters
         wanted = "bf16" if config.bf16.bf16_optimizer_states else "fp32"
-    return None if wanted == main else dtype_of(wanted, "precision.state_dtype")
+    return None if wanted == main else dtype_of(wanted)
 
 
 def wide_buffers_of(config: Config) -> tuple[str, ...] | None:

@@ -19,7 +19,7 @@ from shoal.build.settings import Precision, ZeroSettings
 from shoal.device import host_empty
 from shoal.errors import ModelError, OptimizerError
 from shoal.memory.stream_copies import StreamCopies, copies_of
-from shoal.offload.disk_state import Disks
+from shoal.offload.disk_state import Disks, DiskStorage
 from shoal.offload.policy import Decide, Tiers
 from shoal.running.order import UnitOrder
 from shoal.running.runtime import ShardedModel
@@ -28,15 +28,14 @@ from shoal.sharding.buffer import Axis, FlatBuffer
 from shoal.sharding.gradient import Gradient
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.memory_model import UnitMemory
-from shoal.sharding.offloaded_gradient import OffloadedGradient
+from shoal.sharding.offloaded_gradient import MAX_SHARDS, OffloadedGradient, ShardBuffers
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import SHARD, Placement, Tier
 from shoal.sharding.shown_gradient import ShownGradient
 from shoal.sharding.sparse_gradient import SparseGradient
 from shoal.sharding.sparse_sum import SparseSum
 from shoal.sharding.staging import StagingBuffers
-from shoal.sharding.storage import DeviceStorage, DiskStorage, HostStorage, ShardStorage
-from shoal.sharding.table import Table
+from shoal.sharding.storage import DeviceStorage, HostStorage, ShardStorage
 from shoal.sharding.unit import IfUsed, LiveNumel, Unit
 from shoal.streams import name_memory
 from shoal.text import counted, listed
@@ -136,7 +135,7 @@ def build(
     materializer = Materializer(model, device, axes, plan.spec_of, is_sharded=is_sharded, whole=whole)
     copies = copies_of(device) if any(on.parameter is not Tier.DEVICE for on in tiers) else None
     staging = {g.axes.shard: StagingBuffers(g.axes.comms[g.axes.shard], device) for g in groups_planned}
-    builder = _Builder(plan, device, staging, materializer, disks, copies, sparse is not None)
+    builder = _Builder(plan, device, staging, materializer, disks, {}, copies, sparse is not None)
     filled_last = [max(materializer.positions[name] for name in unit.spec.parameters) for unit in units]
     built: dict[int, Unit] = {}
     live = LiveNumel()
@@ -155,11 +154,10 @@ def build(
     materializer.finish(buffer_formats(model, precision.parameter, precision.buffer, precision.fp32_buffers))
     return ShardedModel(
         model,
-        Table.of(group.row for group in groups_planned),
         [built[index] for index in range(len(units))],
         {unit.spec.name: [modules[name] for name in unit.spec.modules] for unit in units},
         axes,
-        tuple(staging.values()),
+        (*staging.values(), *builder.shards.values()),
         UnitOrder(
             live,
             prefetch_numel=settings.prefetch_numel,
@@ -191,6 +189,7 @@ class _Builder:
     staging: Mapping[str, StagingBuffers]  # by the axis that shards
     materializer: Materializer
     disks: Disks
+    shards: dict[str, ShardBuffers]  # of offloaded gradients, by the axis that shards
     copies: StreamCopies | None  # of offloaded parameters, to the device
     has_direct_step: bool  # the optimizer steps the model's own parameters
 
@@ -292,13 +291,15 @@ class _Builder:
             axes[planned.axes.shard] = SparseSum(buffer.comm, *layout.specs[0].shape)
         is_alone = buffer.comm.size == 1 and len(axes) == 1
         is_offloaded = is_state_offloaded or buffer.is_offloaded
-        kind: type[Gradient] = Gradient
+        kind: Callable[..., Gradient] = Gradient
         if planned.keeps_rows:
             kind = SparseGradient
         elif self.has_direct_step or (is_alone and planned.axes.data is self.plan.axes.data and not is_offloaded):
             kind = ShownGradient
         elif is_state_offloaded and planned.row.is_gradient_sharded and not is_alone:
-            kind = OffloadedGradient
+            comm = buffer.comm
+            shards = self.shards.setdefault(planned.axes.shard, ShardBuffers(self.device, MAX_SHARDS + (comm.size > 1)))
+            kind = partial(OffloadedGradient, shards=shards)
         return kind(buffer, parameters, planned.row, policy, axes, staging, sum_dtype)
 
     def _fill(self, buffer: FlatBuffer, planned: GroupPlan, parameters: Sequence[nn.Parameter]) -> torch.Tensor:

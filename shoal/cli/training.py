@@ -53,11 +53,11 @@ from shoal.errors import NonFiniteError, ShoalError
 from shoal.models import GPT, GPTConfig
 from shoal.observe.expert_load import load_events
 from shoal.observe.monitor import CsvWriter, JsonLinesWriter, Monitor, TensorBoardWriter
+from shoal.observe.placement_table import HEADERS, Table
 from shoal.observe.report import METRICS_FILE, RunRecord, write_report
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.pipeline.simulate import simulate
 from shoal.pipeline.timeline import svg
-from shoal.sharding.table import HEADERS
 from shoal.text import format_bytes, format_count
 
 _VALIDATION_FRACTION = 0.05
@@ -475,7 +475,7 @@ class _Run:
             },
             ledger=self.ledger.rows(),
             allocator=f"{reading.source}: {format_bytes(reading.allocated)} now, {format_bytes(reading.peak)} at most",
-            placement=[HEADERS, *self.engine.sharded.table.merged()],
+            placement=[HEADERS, *Table.of(group.row for group in self.engine.sharded.groups).merged()],
             pipeline=self._drawn_schedule(),
             prompt=prompt,
             sample=sample,

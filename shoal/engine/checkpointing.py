@@ -33,6 +33,7 @@ from shoal.engine.sharding import Sharding
 from shoal.engine.weights import Weights
 from shoal.errors import CheckpointError, CommError, UsageError
 from shoal.memory.host import PAGE
+from shoal.observe.placement_table import Table
 from shoal.running.optimizer import ShardedOptimizer
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,150}")
@@ -223,7 +224,7 @@ class Checkpointing:
                 "stage": self._properties.stage,
                 **{axis: axes.comms[axis].size for axis in ("pp", "tp", "sp", "cp", "ep") if axis in axes.comms},
             },
-            table=self._sharding.model.table.as_dict(),
+            table=Table.of(group.row for group in self._sharding.model.groups).as_dict(),
             config=lambda: _plain(settings.effective()),
             groups=groups,
             optimizer=type(optimizer.optimizer).__name__ if optimizer is not None else None,

@@ -29,8 +29,9 @@ from shoal.engine.settings import plan_of
 from shoal.errors import UsageError
 from shoal.parallel.saved_tensors import counting_saved
 from shoal.sharding.memory_model import ADAM_STATES
+from shoal.sharding.offloaded_gradient import MAX_SHARDS
 from shoal.sharding.placement import Tier
-from shoal.sharding.staging import MAX_BUFFERS_ON_ACCELERATOR, MAX_SHARDS
+from shoal.sharding.staging import MAX_BUFFERS_ON_ACCELERATOR
 
 KINDS = ("parameter", "gradient", "master", "optimizer state", "gathered", "buffers")
 _ONE_STATE = ("adagrad", "lion")  # per element; others keep Adam's two, SGD its momentum

@@ -68,6 +68,7 @@ from shoal.launch.environment import heap_is_set, schedulers_elasticity
 from shoal.mesh import Mesh, factor_axis
 from shoal.observe.collectives import TimedCommunicator, collective_log
 from shoal.observe.monitor import Monitor, make_monitor
+from shoal.observe.placement_table import Table
 from shoal.observe.timers import StepTimers
 from shoal.optim.host_rules import host_note
 from shoal.parallel.expert.apply import prepare_experts
@@ -444,7 +445,7 @@ def _report(engine: Engine, notes: list[str]) -> None:
     if settings.dump_state:
         say_on_rank_0(rank, f"effective config:\n{json.dumps(settings.effective(), indent=2, default=str)}")
     if rank == 0:
-        ledger, table = engine.memory_report(), engine.sharded.table
+        ledger, table = engine.memory_report(), Table.of(group.row for group in engine.sharded.groups)
         stage = engine.properties.plan.zero.stage
         logger.info("ZeRO-%d on %s; %s", stage, _ranks_text(engine.axes.mesh), table.summary())
         logger.info("memory of rank 0: %s", ledger.summary())

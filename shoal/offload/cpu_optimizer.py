@@ -34,9 +34,8 @@ from shoal.memory.stream_copies import CopyDone, copies_of
 from shoal.optim.host import HostStep
 from shoal.optim.host_rules import Rule, RuleName, kind_of
 from shoal.sharding.gradient_norm import sum_of_squares
-from shoal.sharding.offloaded_gradient import OffloadedGradient
+from shoal.sharding.offloaded_gradient import MAX_SHARDS, OffloadedGradient
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
-from shoal.sharding.staging import MAX_SHARDS
 from shoal.streams import name_memory, simulation
 
 _Result = TypeVar("_Result")

@@ -1,4 +1,6 @@
-"""Optimizer state on a disk: fetched for a group's update, stored after it, while the next group's is being read.
+"""What is stored on a disk: shards of parameters, read before a use, and the state of the optimizer.
+
+Optimizer state is fetched for a group's update and stored after it, while the next group's is being read.
 
     step     | group 0    | group 1    | group 2    |
     reads    | 1 ...      | 2 ...      |            |
@@ -22,7 +24,7 @@ from shoal.memory.host import PAGE, round_up
 from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
-from shoal.sharding.storage import ShardStorage, placeholder
+from shoal.sharding.storage import ByteRanges, ShardStorage, placeholder
 
 MAIN = "master"
 _AHEAD = 1  # groups whose state is read before their turn
@@ -36,6 +38,55 @@ class _Stored:
 
     disk: DiskBuffer
     fields: tuple[Field, ...] = ()
+
+
+class DiskStorage(ShardStorage):
+    """A shard on a disk. In memory, and zero, until ``unpin()`` is called for the first time."""
+
+    tier = Tier.DISK
+
+    def __init__(self, store: DiskStore, label: str, numel: int, dtype: torch.dtype) -> None:
+        self._store = store
+        self._numel, self._dtype = numel, dtype
+        self._nbytes = numel * dtype.itemsize
+        self._buffer = store.allocate(label, self._nbytes)
+        self._buffer.pin_count = 1
+        self._is_changed = False  # since it was read
+        super().__init__(self._in_memory())
+
+    def _in_memory(self) -> torch.Tensor:
+        if self._buffer.memory is None:  # this rank owns nothing
+            return torch.empty(0, dtype=self._dtype)
+        return self._buffer.memory[: self._nbytes].view(self._dtype)
+
+    def start_fetch(self, ranges: ByteRanges | None = None) -> None:
+        self._store.start_fetch(self._buffer, ranges)
+
+    def fetch(self, ranges: ByteRanges | None = None) -> None:
+        self._store.fetch(self._buffer, ranges)
+
+    def can_fetch_ahead(self) -> bool:
+        return self._store.can_fetch_ahead(self._nbytes)
+
+    def pin(self, *, is_overwritten: bool = False, ranges: ByteRanges | None = None) -> None:
+        if is_overwritten and not self._buffer.pin_count:
+            self._store.zero(self._buffer)
+        else:
+            self._store.fetch(self._buffer, ranges)
+        self._buffer.pin_count += 1
+        self.values = self._in_memory()
+
+    def unpin(self, *, is_read_only: bool = False) -> None:
+        self._buffer.pin_count -= 1
+        self._is_changed |= not is_read_only
+        if self._buffer.pin_count:
+            return
+        self.values = placeholder((self._numel,), self._dtype, torch.device("cpu"))
+        is_changed, self._is_changed = self._is_changed, False
+        if is_changed:
+            self._store.store(self._buffer)
+        else:
+            self._store.discard(self._buffer)
 
 
 class _Fetched(ShardStorage):

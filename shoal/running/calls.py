@@ -53,7 +53,7 @@ class BackwardPass:
     entered: dict[str, Unit] = field(default_factory=dict)  # units whose backward has begun, in order
 
 
-class Runtime(Protocol):
+class CallHandler(Protocol):
     """What runs a unit when backward comes to a call."""
 
     def before_backward(self, unit: Unit, call: UnitCall) -> None: ...
@@ -105,9 +105,16 @@ class ForwardCalls:
                 self._calls[outer.name].contents.add(unit.name)
 
     def watch(
-        self, unit: Unit, inputs: Any, output: Any, current: BackwardPass | None, runtime: Runtime, *, is_first: bool
+        self,
+        unit: Unit,
+        inputs: Any,
+        output: Any,
+        current: BackwardPass | None,
+        handler: CallHandler,
+        *,
+        is_first: bool,
     ) -> None:
-        """The forward of ``unit`` has ended: tell ``runtime`` when this call's backward begins and when it is done.
+        """The forward of ``unit`` has ended: tell ``handler`` when this call's backward begins and when it is done.
 
         Args:
             current: the backward pass that recomputes the call, if any.
@@ -134,13 +141,13 @@ class ForwardCalls:
             del calls.watched[:-_MAX_CALLS_KEPT]
 
         def start(_gradient: torch.Tensor) -> None:
-            runtime.before_backward(unit, call)
+            handler.before_backward(unit, call)
 
         def arrived(_gradient: torch.Tensor) -> None:
             call.num_inputs_left -= 1
             if call.num_inputs_left == 0:
                 call.is_done = True
-                runtime.release_after_backward(unit)
+                handler.release_after_backward(unit)
 
         # Plain hooks that hold no graph node: one that did would keep the graph alive through itself, for ever.
         for tensor in outputs:

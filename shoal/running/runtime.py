@@ -30,9 +30,9 @@ from shoal.running.reducer import Reducer
 from shoal.running.sharded_at_init import give_back
 from shoal.sharding.axes import Axes
 from shoal.sharding.layout import Used, uses_any
+from shoal.sharding.offloaded_gradient import ShardBuffers
 from shoal.sharding.partition import ROOT
 from shoal.sharding.staging import StagingBuffers
-from shoal.sharding.table import Table
 from shoal.sharding.unit import Unit, UnitState
 
 
@@ -50,11 +50,10 @@ class ShardedModel:
     def __init__(
         self,
         model: nn.Module,
-        table: Table,
         units: Sequence[Unit],
         modules: Mapping[str, Sequence[nn.Module]],
         axes: Axes,
-        staging: Sequence[StagingBuffers],
+        staging: Sequence[StagingBuffers | ShardBuffers],
         order: UnitOrder,
         *,
         has_overlap: bool,
@@ -66,7 +65,6 @@ class ShardedModel:
     ) -> None:
         self.model = model
         self.disks = disks if disks is not None else Disks()
-        self.table = table
         self.units = list(units)
         self.groups = [group for unit in self.units for group in unit.groups]
         self.trained_groups = [group for unit in self.units for group in unit.trained]

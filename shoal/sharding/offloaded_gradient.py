@@ -5,6 +5,7 @@ The next micro-batch is reduced into a *part* on the device, which the host adds
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from shoal.memory.stream_copies import CopyDone
 from shoal.sharding.gradient import Gradient, GradientState
 from shoal.sharding.gradient_norm import sums_of_squares
+
+MAX_SHARDS = 2  # of one size: while one is copied to the host, the next is reduced into; over ranks, two are
 
 
 class HostGradient(Protocol):
@@ -26,17 +29,62 @@ class HostGradient(Protocol):
         ...
 
 
+class ShardBuffers:
+    """Device memory for reduced gradients that are stored on the host.
+
+    Memory: until ``clear()``, of each size and dtype ``max_shards`` buffers, or as many as were in use at once.
+    """
+
+    def __init__(self, device: torch.device, max_shards: int = MAX_SHARDS) -> None:
+        self._device = device
+        self._max_shards = max_shards
+        self._free: dict[tuple[int, torch.dtype], deque[tuple[torch.Tensor, CopyDone]]] = defaultdict(deque)
+        self._num_made: Counter[tuple[int, torch.dtype]] = Counter()
+
+    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer of arbitrary values. Order: the current stream waits for the copy of the values before."""
+        free = self._free[numel, dtype]
+        if free and self._num_made[numel, dtype] >= self._max_shards:
+            flat, copied = free.popleft()
+            copied.wait()
+            return flat
+        self._num_made[numel, dtype] += 1
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def release(self, flat: torch.Tensor, copied: CopyDone) -> None:
+        """Return a buffer, from which ``copied`` is the last copy."""
+        self._free[flat.numel(), flat.dtype].append((flat, copied))
+
+    def discard(self, flat: torch.Tensor) -> None:
+        """Drop a buffer: what reads it may not be known."""
+        self._num_made[flat.numel(), flat.dtype] -= 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, in use or not."""
+        return sum(numel * dtype.itemsize * number for (numel, dtype), number in self._num_made.items())
+
+    def clear(self) -> None:
+        """Free every buffer that is not in use."""
+        for key, free in self._free.items():
+            self._num_made[key] -= len(free)
+        self._free.clear()
+
+
 class OffloadedGradient(Gradient):
     """The gradient of a group whose sum is a range and moves to the host whenever it was reduced into.
+
+    Args:
+        shards: what the device's memory of it is taken from.
 
     Memory: on the device a buffer that groups share, from a reduction until it has been copied to the host.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, shards: ShardBuffers, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.part: torch.Tensor | None = None  # reduced, not added to the sum on the host yet
         self.num_fetches = 0
-        self._shards = self._staging.shards
+        self._shards = shards
         self._host: HostGradient | None = None  # has the sum, and the device does not
         self._host_version: int | None = None  # the version counter of what was copied; None: it is on the device
         self._norm_squared: torch.Tensor | None = None

@@ -4,7 +4,7 @@
 | --------------- | ------------------------------------------- | ------------------------------ |
 | `DeviceStorage` | memory that the device computes in          | nothing                        |
 | `HostStorage`   | host memory, copied to the device for a use | nothing                        |
-| `DiskStorage`   | a placeholder, except while it is pinned    | a read of the disk into memory |
+| on a disk       | a placeholder, except while it is pinned    | a read of the disk into memory |
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import ClassVar
 
 import torch
 
-from shoal.memory.disk_store import DiskStore
 from shoal.sharding.placement import Tier
 
 ByteRanges = Sequence[tuple[int, int]]
@@ -85,52 +84,3 @@ class HostStorage(ShardStorage):
     """A shard in host memory, which is copied before the device computes with it."""
 
     tier = Tier.HOST
-
-
-class DiskStorage(ShardStorage):
-    """A shard on a disk. In memory, and zero, until ``unpin()`` is called for the first time."""
-
-    tier = Tier.DISK
-
-    def __init__(self, store: DiskStore, label: str, numel: int, dtype: torch.dtype) -> None:
-        self._store = store
-        self._numel, self._dtype = numel, dtype
-        self._nbytes = numel * dtype.itemsize
-        self._buffer = store.allocate(label, self._nbytes)
-        self._buffer.pin_count = 1
-        self._is_changed = False  # since it was read
-        super().__init__(self._in_memory())
-
-    def _in_memory(self) -> torch.Tensor:
-        if self._buffer.memory is None:  # this rank owns nothing
-            return torch.empty(0, dtype=self._dtype)
-        return self._buffer.memory[: self._nbytes].view(self._dtype)
-
-    def start_fetch(self, ranges: ByteRanges | None = None) -> None:
-        self._store.start_fetch(self._buffer, ranges)
-
-    def fetch(self, ranges: ByteRanges | None = None) -> None:
-        self._store.fetch(self._buffer, ranges)
-
-    def can_fetch_ahead(self) -> bool:
-        return self._store.can_fetch_ahead(self._nbytes)
-
-    def pin(self, *, is_overwritten: bool = False, ranges: ByteRanges | None = None) -> None:
-        if is_overwritten and not self._buffer.pin_count:
-            self._store.zero(self._buffer)
-        else:
-            self._store.fetch(self._buffer, ranges)
-        self._buffer.pin_count += 1
-        self.values = self._in_memory()
-
-    def unpin(self, *, is_read_only: bool = False) -> None:
-        self._buffer.pin_count -= 1
-        self._is_changed |= not is_read_only
-        if self._buffer.pin_count:
-            return
-        self.values = placeholder((self._numel,), self._dtype, torch.device("cpu"))
-        is_changed, self._is_changed = self._is_changed, False
-        if is_changed:
-            self._store.store(self._buffer)
-        else:
-            self._store.discard(self._buffer)

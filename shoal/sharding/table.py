@@ -13,11 +13,10 @@ A stage is a way to fill in a row; the engine executes rows (``buffer.redistribu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.sharding.placement import PARTIAL, REPLICATE, SHARD, Placement, Spread, Tier, moves
-from shoal.text import table as text_table
 
 _STAGES: dict[int, tuple[Spread, Spread, Spread, Spread]] = {
     0: (REPLICATE, PARTIAL, REPLICATE, REPLICATE),
@@ -72,19 +71,6 @@ class Row:
         """True if each rank keeps only its range of the gradient between micro-batches."""
         return self.gradient_between.is_sharded
 
-    def cells(self) -> list[str]:
-        """The row as text: one cell for each of ``HEADERS``."""
-        tiers = [placement.tier.value for placement in (self.parameter, self.gradient_between, self.state)]
-        return [
-            self.unit,
-            str(self.parameter) + (" + hpZ" if self.has_second else ""),
-            str(self.gradient_between),
-            str(self.gradient_at_step),
-            str(self.state),
-            self.after_step,
-            "/".join(tiers) if len(set(tiers)) > 1 else tiers[0],
-        ]
-
 
 def row_of_stage(
     stage: int,
@@ -117,64 +103,3 @@ def row_of_stage(
         Placement.of(**{shard: state}),
         has_second=has_second and stage == 3,
     )
-
-
-HEADERS = [
-    "unit",
-    "parameter, stored",
-    "gradient between micro-batches",
-    "gradient at the step",
-    "main parameters + optimizer state",
-    "after the step",
-    "tier",
-]
-
-
-@dataclass(frozen=True)
-class Table:
-    """The rows of a model. Printed at start-up and saved with every checkpoint."""
-
-    rows: tuple[Row, ...]
-
-    @classmethod
-    def of(cls, rows: Iterable[Row]) -> Table:
-        """Rows of the same unit that are equal are one."""
-        return cls(tuple(dict.fromkeys(rows)))
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
-
-    def as_dict(self) -> list[dict[str, str]]:
-        """The table as plain data, for a checkpoint."""
-        return [dict(zip(HEADERS, row.cells(), strict=True)) for row in self.rows]
-
-    def summary(self) -> str:
-        """One line: which units store what where; of more than three kinds of rows, their number."""
-        kinds: dict[tuple[str, ...], dict[str, None]] = {}
-        for row in self.rows:
-            unit, parameter, between, _, state, _, tier = row.cells()
-            kinds.setdefault((parameter, between, state, tier), {})[unit] = None
-        if len(kinds) > 3:
-            return f"{len({row.unit for row in self.rows})} units, placed in {len(kinds)} ways"
-        return "; ".join(
-            f"{next(iter(units)) if len(units) == 1 else f'{len(units)} units'}: parameters {parameter}, gradients"
-            f" {between}, optimizer state {state} ({tier})"
-            for (parameter, between, state, tier), units in kinds.items()
-        )
-
-    def merged(self) -> list[list[str]]:
-        """The rows as text; equal rows of consecutive units are one."""
-        lines: list[tuple[list[str], list[str]]] = []
-        for row in self.rows:
-            unit, *rest = row.cells()
-            if lines and lines[-1][1] == rest:
-                lines[-1][0].append(unit)
-            else:
-                lines.append(([unit], rest))
-        return [
-            [units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})", *rest]
-            for units, rest in lines
-        ]
-
-    def __str__(self) -> str:
-        return text_table(self.merged(), HEADERS)

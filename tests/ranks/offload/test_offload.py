@@ -18,6 +18,7 @@ import shoal
 from shoal.build.settings import ZeroSettings
 from shoal.comm.threads import run_ranks
 from shoal.errors import ConfigError, TierError
+from shoal.observe.placement_table import Table, cells_of
 from shoal.sharding.placement import Tier
 
 VOCABULARY = 13
@@ -183,7 +184,7 @@ def held(settings: dict[str, Any]) -> tuple[dict[tuple[str, str], int], list[str
     found: dict[tuple[str, str], int] = {}
     for entry in engine.memory_report().entries:
         found[entry.kind, entry.tier] = found.get((entry.kind, entry.tier), 0) + entry.nbytes
-    tiers = [row.cells()[-1] for row in engine.sharded.table]
+    tiers = [cells_of(row)[-1] for row in Table.of(group.row for group in engine.sharded.groups)]
     engine.destroy()
     return found, tiers
 

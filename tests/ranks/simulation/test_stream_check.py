@@ -19,7 +19,7 @@ from shoal.errors import CommError, ShoalError, StreamError, UsageError
 from shoal.memory.stream_copies import CopyDone, StreamCopies
 from shoal.mesh import Mesh
 from shoal.parallel import activations
-from shoal.sharding.staging import ShardBuffers
+from shoal.sharding.offloaded_gradient import ShardBuffers
 from shoal.sharding.unit import Unit
 from shoal.simulation.check import StreamCheck
 from shoal.streams import simulation

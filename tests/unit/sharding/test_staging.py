@@ -8,7 +8,8 @@ import torch
 
 from shoal.comm.fake import SingleCommunicator
 from shoal.sharding.layout import lay_out
-from shoal.sharding.staging import ShardBuffers, StagingBuffers
+from shoal.sharding.offloaded_gradient import ShardBuffers
+from shoal.sharding.staging import StagingBuffers
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import PlacementError
+from shoal.observe.placement_table import Table, cells_of
 from shoal.sharding.placement import PARTIAL, SHARD, Placement, Tier
-from shoal.sharding.table import Row, Table, row_of_stage
+from shoal.sharding.table import Row, row_of_stage
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ from shoal.sharding.table import Row, Table, row_of_stage
     ],
 )
 def test_a_stage_is_a_row(stage: int, cells: list[str]) -> None:
-    assert row_of_stage(stage, "u").cells() == cells
+    assert cells_of(row_of_stage(stage, "u")) == cells
 
 
 def test_hybrid_sharding_leaves_the_sum_over_replicas_to_the_step() -> None:
@@ -43,7 +44,7 @@ def test_a_persistent_unit_at_stage_3_is_stored_as_at_stage_2() -> None:
 
 
 def test_a_second_sharding_is_said_beside_the_first() -> None:
-    assert row_of_stage(3, "u", has_second=True).cells()[1] == "Shard + hpZ"
+    assert cells_of(row_of_stage(3, "u", has_second=True))[1] == "Shard + hpZ"
     assert not row_of_stage(2, "u", has_second=True).has_second
 
 
@@ -57,9 +58,11 @@ def test_a_row_that_no_collective_can_execute_is_refused() -> None:
 
 def test_the_tier_is_a_column() -> None:
     row = row_of_stage(3, "u").on(Tier.DISK, Tier.HOST)
-    assert row.cells()[-1] == "disk/device/host"
-    assert row_of_stage(3, "u").on(Tier.HOST, Tier.HOST, is_gradient_offloaded=True).cells()[-1] == "host"
-    assert row_of_stage(1, "u").on(Tier.DISK, Tier.HOST, is_gradient_offloaded=True).cells()[-1] == "device/device/host"
+    assert cells_of(row)[-1] == "disk/device/host"
+    assert cells_of(row_of_stage(3, "u").on(Tier.HOST, Tier.HOST, is_gradient_offloaded=True))[-1] == "host"
+    assert (
+        cells_of(row_of_stage(1, "u").on(Tier.DISK, Tier.HOST, is_gradient_offloaded=True))[-1] == "device/device/host"
+    )
 
 
 def test_equal_rows_of_consecutive_units_print_as_one_line() -> None:

@@ -145,96 +145,72 @@ def unused_reasons(config: Schema) -> dict[str, str]:
     has_disk = "nvme" in (param.device, state.device) or bool(is_auto and (param.nvme_path or state.nvme_path))
     is_divided = config.parallel.ep not in ("auto", 1) or (experts.enabled and experts.autoep_size > 1)
     whole = "one rank holds all experts of a layer"
-    checks: list[tuple[bool, str, str, str]] = [  # is used, the reason where not, section, keys
-        (
+    is_offloaded = zero.stage == 3 and param.device in ("cpu", "nvme")
+    no_copies = "copies are chosen each rebalance_every steps, and that is 0" if is_divided else whole
+    on_disk = param.device == "nvme" and not is_auto
+    checks: dict[str, tuple[bool, str]] = {  # by section and keys: True if they are used, and the reason where not
+        "zero_optimization: stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_max_live_parameters"
+        " stage3_model_persistence_threshold stage3_max_reuse_distance zero_hpz_partition_size"
+        " leaf_module.classes leaf_module.names leaf_module.name_suffixes": (
             zero.stage == 3,
             f"only stage 3 shards parameters, and this is stage {zero.stage}",
-            "zero_optimization.",
-            "stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold"
-            " stage3_max_live_parameters stage3_max_reuse_distance zero_hpz_partition_size"
-            " leaf_module.classes leaf_module.names leaf_module.name_suffixes",
         ),
-        (
+        "zero_optimization: overlap_param_gather": (
             zero.stage in (1, 2),
             f"the step gathers parameters at stages 1 and 2, and this is stage {zero.stage}",
-            "zero_optimization.",
-            "overlap_param_gather",
         ),
-        (is_divided, whole, "expert_parallel.", "rebalance_every"),
-        (
-            zero.stage == 3 and param.device in ("cpu", "nvme"),
+        "zero_optimization: mics_shard_size": (zero.stage != 0, "stage 0 shards nothing"),
+        "parallel: dp_shard dp_replicate": (zero.stage != 0, "stage 0 shards nothing"),
+        "expert_parallel: rebalance_every": (is_divided, whole),
+        "expert_parallel: gather_if_used": (
+            is_offloaded,
             "only stage 3 with zero_optimization.offload_param reads parameters where they are used",
-            "expert_parallel.",
-            "gather_if_used",
         ),
-        (
-            is_divided and experts.rebalance_every > 0,
-            "copies are chosen each rebalance_every steps, and that is 0" if is_divided else whole,
-            "expert_parallel.",
-            "hot_experts",
-        ),
-        (zero.stage != 0, "stage 0 shards nothing", "", "zero_optimization.mics_shard_size"),
-        (zero.stage != 0, "stage 0 shards nothing", "parallel.", "dp_shard dp_replicate"),
-        (
+        "expert_parallel: hot_experts": (is_divided and experts.rebalance_every > 0, no_copies),
+        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps": (
             not elasticity.enabled,
             "elasticity decides the batch sizes",
-            "",
-            "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps",
         ),
-        (elasticity.version > 0.1, "elasticity.version 0.1 counts ranks only", "elasticity.", "num_gpus_per_node"),
-        (
-            param.device == "nvme" and not is_auto,
+        "elasticity: num_gpus_per_node": (elasticity.version > 0.1, "elasticity.version 0.1 counts ranks only"),
+        "zero_optimization.offload_param: buffer_count buffer_size max_in_cpu": (
+            on_disk,
             auto if is_auto else param_is,
-            "zero_optimization.offload_param.",
-            "buffer_count buffer_size max_in_cpu",
         ),
-        (is_auto or param.device != "none", param_is, "zero_optimization.offload_param.", "pin_memory"),
-        (is_auto or param.device == "nvme", param_is, "zero_optimization.offload_param.", "nvme_path"),
-        (
+        "zero_optimization.offload_param: pin_memory": (is_auto or param.device != "none", param_is),
+        "zero_optimization.offload_param: nvme_path": (is_auto or param.device == "nvme", param_is),
+        "zero_optimization.offload_optimizer: pin_memory cpuadam_cores_perc": (
             is_auto or state.device != "none",
             state_is,
-            "zero_optimization.offload_optimizer.",
-            "pin_memory cpuadam_cores_perc",
         ),
-        (is_auto or state.device == "nvme", state_is, "zero_optimization.offload_optimizer.", "nvme_path"),
-        (is_auto or state.device == "cpu", state_is, "zero_optimization.offload_optimizer.", "super_offload"),
-        (
+        "zero_optimization.offload_optimizer: nvme_path": (is_auto or state.device == "nvme", state_is),
+        "zero_optimization.offload_optimizer: super_offload": (is_auto or state.device == "cpu", state_is),
+        "zero_optimization.offload_optimizer: ratio": (
             state.device != "none" and not is_auto,
             auto if is_auto else state_is,
-            "zero_optimization.offload_optimizer.",
-            "ratio",
         ),
-        (has_disk, "nothing is offloaded to a disk", "aio.", "block_size queue_depth intra_op_parallelism"),
-        (has_disk, "nothing is offloaded to a disk", "debug.", "disk_sums"),
-        (
+        "aio: block_size queue_depth intra_op_parallelism": (has_disk, "nothing is offloaded to a disk"),
+        "debug: disk_sums": (has_disk, "nothing is offloaded to a disk"),
+        "fp16: initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale": (
             not config.fp16.loss_scale,
             f"fp16.loss_scale is {config.fp16.loss_scale:g}, which never changes",
-            "fp16.",
-            "initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
         ),
-        (
+        "gradient_predivide_factor": (
             not config.prescale_gradients,
             "prescale_gradients divides by all ranks before the sum",
-            "",
-            "gradient_predivide_factor",
         ),
-        (nonfinite is None, f'precision.nonfinite = "{nonfinite}" decides', "bf16.", "check_grad_overflow"),
-        (wire is None, f'communication_data_type = "{wire}" has priority', "precision.", "reduce_dtype"),
-        (
+        "bf16: check_grad_overflow": (nonfinite is None, f'precision.nonfinite = "{nonfinite}" decides'),
+        "precision: reduce_dtype": (wire is None, f'communication_data_type = "{wire}" has priority'),
+        "pipeline: partition": (
             config.pipeline.split_points == "auto",
             "pipeline.split_points names the boundaries",
-            "pipeline.",
-            "partition",
         ),
-        (
+        "checkpoint: keep_every": (
             config.checkpoint.keep_last > 0,
             "checkpoint.keep_last is 0, so no checkpoint is removed",
-            "checkpoint.",
-            "keep_every",
         ),
-    ]
-    return {
-        f"{section}{name}": "" if is_used else reason
-        for is_used, reason, section, names in checks
-        for name in names.split()
     }
+    reasons: dict[str, str] = {}
+    for keys, (is_used, reason) in checks.items():
+        section, _, names = keys.rpartition(": ")
+        reasons |= {f"{section}.{name}".removeprefix("."): "" if is_used else reason for name in names.split()}
+    return reasons

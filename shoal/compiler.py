@@ -73,7 +73,7 @@ def _without_break(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_torchs(kind: type[torch.optim.Optimizer], name: str) -> bool:
-    """Is the method written in torch.optim, so that what is wrapped around it is known?"""
+    """True if the method is written in torch.optim, so that what is wrapped around it is known."""
     return str(getattr(kind, name).__module__).startswith("torch.optim.")
 
 
@@ -98,10 +98,10 @@ def refuse_cuda_graphs(model: nn.Module, stage: int, device: torch.device) -> No
 
 
 def _has_cuda_graphs(module: nn.Module) -> bool:
-    """Was the module wrapped by ``torch.compile``, or compiled in place, with CUDA graphs?"""
+    """True if the module was wrapped by ``torch.compile``, or compiled in place, with CUDA graphs."""
     for compiled in (module, vars(module).get("_compiled_call_impl"), vars(module).get("forward")):
         settings = getattr(compiled, "get_compiler_config", None)
-        found = settings() if settings is not None else None
-        if found is not None and found.get("triton.cudagraphs"):
+        config = settings() if settings is not None else None
+        if config is not None and config.get("triton.cudagraphs"):
             return True
     return False

@@ -98,7 +98,6 @@ class RankFailedError(CommError):
         super().__init__(what, where=where, do=do)
 
     def _explain(self, rank: int, text: str) -> tuple[str, str]:
-        """What happened, and what to do."""
         return (
             f"rank {rank} failed, so this rank stops too. Its traceback:\n{text}",
             f"rank {rank} failed first; fix the error shown for rank {rank}.",

@@ -329,7 +329,6 @@ class Mesh:
         )
 
     def _stride(self, axis: str) -> int:
-        """The ranks between two neighbours on a basic axis."""
         return prod(self._degree(name) for name in _SLOWEST_FIRST[_SLOWEST_FIRST.index(axis) + 1 :])
 
     def _extents(self, axis: str) -> tuple[_Extent, ...]:

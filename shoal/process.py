@@ -87,7 +87,7 @@ class FileOwner:
 def sign(owner: FileOwner, path: str, *, folder_fd: int | None = None, mode: int = 0o600) -> int:
     """Make an owner file, lock it and then fill it: a file with text in it has been locked if it ever will be.
 
-    Returns: its descriptor; the lock is held until that is closed.
+    Returns: its descriptor; it has the lock until it is closed.
     Raises: FileExistsError. OSError: nothing is left of the file.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder_fd)

@@ -109,8 +109,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Pair(torch.autograd.Function):
-    """A move of the tensor, and one of its gradient."""
-
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, comm: Communicator, label: str, there: Move, back: Move

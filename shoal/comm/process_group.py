@@ -12,7 +12,8 @@ call it, cannot be made; ask for a mesh of the wanted axes instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -48,7 +49,7 @@ class CommunicatorGroup(_ProcessGroup):
 
     def __init__(self, comm: Communicator, ranks: tuple[int, ...], name: str) -> None:
         super().__init__(comm.rank, comm.size)
-        self._comm = comm
+        self.communicator = comm
         self._name = name
         self._receives: set[_Receive] = set()  # referenced until they are waited for
         _c10d._register_process_group(name, self)
@@ -66,22 +67,16 @@ class CommunicatorGroup(_ProcessGroup):
         return "shoal"
 
     @property
-    def communicator(self) -> Communicator:
-        return self._comm
-
-    @property
-    def pg_name(self) -> str:
-        return self._name
-
-    @property
     def group_name(self) -> str:
         return self._name
 
+    pg_name = group_name
+
     def size(self) -> int:
-        return self._comm.size
+        return self.communicator.size
 
     def rank(self) -> int:
-        return self._comm.rank
+        return self.communicator.rank
 
     # --- torch's operations, under the names of torch 2.11 and of later versions ---
 
@@ -102,8 +97,8 @@ class CommunicatorGroup(_ProcessGroup):
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
         for tensor in tensors:
-            with _Flat(tensor) as flat:
-                self._comm.blocking.broadcast(flat, opts.rootRank, label="torch broadcast")
+            with _flat(tensor) as flat:
+                self.communicator.blocking.broadcast(flat, opts.rootRank, label="torch broadcast")
         return _finished(tensors)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
@@ -165,9 +160,9 @@ class CommunicatorGroup(_ProcessGroup):
                 width = tensor.numel() // max(tensor.shape[0], 1)
                 rows = rows or [tensor.shape[0] // self.size()] * self.size()
                 splits[name] = [width * count for count in rows]
-        with _Flat(output) as flat:
+        with _flat(output) as flat:
             contiguous = source.detach().contiguous().view(-1)
-            self._comm.blocking.all_to_all(flat, contiguous, **splits, label="torch all_to_all")
+            self.communicator.blocking.all_to_all(flat, contiguous, **splits, label="torch all_to_all")
         return _finished(output)
 
     alltoall_base = all_to_all_single
@@ -176,7 +171,7 @@ class CommunicatorGroup(_ProcessGroup):
         source = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
         received = source.new_empty(sum(tensor.numel() for tensor in outputs))
         out_splits = [tensor.numel() for tensor in outputs]
-        self._comm.blocking.all_to_all(
+        self.communicator.blocking.all_to_all(
             received,
             source,
             out_splits=out_splits,
@@ -200,49 +195,59 @@ class CommunicatorGroup(_ProcessGroup):
             rows = output.new_empty((self.size(), *output.shape))
             if self.rank() == opts.rootRank:
                 torch.stack([tensor.detach() for tensor in inputs[index]], out=rows)
-            self._comm.blocking.broadcast(rows.view(-1), opts.rootRank, label="torch scatter")
+            self.communicator.blocking.broadcast(rows.view(-1), opts.rootRank, label="torch scatter")
             output.detach().copy_(rows[self.rank()])
         return _finished(outputs)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
         for tensor in tensors:
             # A copy, so that the caller may overwrite its tensor at once.
-            self._comm.send(tensor.detach().clone().view(-1), peer, label=f"torch send {tag}")
+            self.communicator.send(tensor.detach().clone().view(-1), peer, label=f"torch send {tag}")
         return _finished(tensors)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
         return _Receive(self, tensors, peer, tag)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        self._comm.barrier(label="torch barrier")
+        self.communicator.barrier(label="torch barrier")
         return _finished([])
 
     # --- what they are made of ---
 
     def _rows(self, source: torch.Tensor) -> torch.Tensor:
         """Every rank's ``source``. Shape: [size, *source.shape]."""
-        return self._comm.gathered(source.detach(), label="torch all_gather")
+        return self.communicator.gathered(source.detach(), label="torch all_gather")
 
     def _reduce(self, tensor: torch.Tensor, opts: Any) -> None:
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
-        if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            with _Flat(tensor) as flat:
-                self._comm.blocking.all_reduce(flat, scale=self._scale(op), label="torch all_reduce")
+        scale, combine = self._reduction(opts)
+        if combine is None:
+            with _flat(tensor) as flat:
+                self.communicator.blocking.all_reduce(flat, scale=scale, label="torch all_reduce")
         else:
-            tensor.detach().copy_(_combine(op)(self._rows(tensor)))
+            tensor.detach().copy_(combine(self._rows(tensor)))
 
     def _reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> None:
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
-        if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        scale, combine = self._reduction(opts)
+        if combine is None:
             full = source.detach().contiguous().view(-1)
-            with _Flat(output) as flat:
-                self._comm.blocking.reduce_scatter(full, flat, scale=self._scale(op), label="torch reduce_scatter")
+            with _flat(output) as flat:
+                self.communicator.blocking.reduce_scatter(full, flat, scale=scale, label="torch reduce_scatter")
         else:
             rows = self._rows(source).view(self.size(), self.size(), *output.shape)
-            output.detach().copy_(_combine(op)(rows[:, self.rank()]))
+            output.detach().copy_(combine(rows[:, self.rank()]))
 
-    def _scale(self, op: Any) -> float:
-        return 1.0 / self.size() if op == dist.ReduceOp.AVG else 1.0
+    def _reduction(self, opts: Any) -> tuple[float, Callable[[torch.Tensor], torch.Tensor] | None]:
+        """The factor of a sum; or what combines the ranks' rows."""
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
+        if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            return 1.0 / self.size() if op == dist.ReduceOp.AVG else 1.0, None
+        if op not in _COMBINE:
+            raise NotBuiltError(
+                f"a process group of thread ranks does not reduce by {str(op).rpartition('.')[2]}",
+                do="use SUM, AVG, MIN, MAX or PRODUCT, or ranks that are processes.",
+                code="not-built-reduction",
+            )
+        return 1.0, _COMBINE[op]
 
 
 class _Receive(dist.Work):
@@ -255,7 +260,7 @@ class _Receive(dist.Work):
         self._works: list[tuple[Work, torch.Tensor]] = []
         for tensor in tensors:
             flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
-            self._works.append((group._comm.recv(flat, peer, label=f"torch send {tag}"), tensor))
+            self._works.append((group.communicator.recv(flat, peer, label=f"torch send {tag}"), tensor))
         group._receives.add(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -275,30 +280,14 @@ class _Receive(dist.Work):
     getFuture = get_future
 
 
-class _Flat:
+@contextmanager
+def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """A tensor as a contiguous 1-D one inside the block; what is written there is in the tensor afterwards."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
-        self._flat = self._tensor.contiguous().view(-1)
-
-    def __enter__(self) -> torch.Tensor:
-        return self._flat
-
-    def __exit__(self, *error: object) -> None:
-        if not self._tensor.is_contiguous():
-            self._tensor.copy_(self._flat.view(self._tensor.shape))
-
-
-def _combine(op: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    combine = _COMBINE.get(op)
-    if combine is None:
-        raise NotBuiltError(
-            f"a process group of thread ranks does not reduce by {str(op).rpartition('.')[2]}",
-            do="use SUM, AVG, MIN, MAX or PRODUCT, or ranks that are processes.",
-            code="not-built-reduction",
-        )
-    return combine
+    tensor = tensor.detach()
+    flat = tensor.contiguous().view(-1)
+    yield flat
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))
 
 
 def _future(result: Any) -> Future[Any]:

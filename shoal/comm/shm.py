@@ -372,7 +372,6 @@ class SharedMemoryGroup:
         self._sources.clear()
 
     def _wake(self) -> None:
-        """Wake the peers that sleep: this rank's words have changed."""
         for word in self._wake_words:
             word.wake()
 

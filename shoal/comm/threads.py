@@ -45,8 +45,6 @@ class _CallRecord:
 
 
 class _SharedGroup:
-    """What the ranks of one axis share."""
-
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.rounds: dict[int, _CallRecord] = {}

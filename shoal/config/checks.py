@@ -63,21 +63,17 @@ def check_together(config: Schema, reading: Normalised) -> Iterator[Problem]:
     if budget is not None and config.parallel.pp not in ("auto", 1):
         do = "name blocks in activation_checkpointing.modules."
         yield Problem(where, "given with pipeline stages, whose ranks hold several micro-batches.", do)
-    if config.offload == "auto":
-        if zero.stage == 0:
-            yield Problem(
-                "offload",
-                '"auto" at zero_optimization.stage 0: every rank holds all state, so nothing can be offloaded.',
-                "set zero_optimization.stage to 1, 2 or 3.",
-            )
-        for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
-            if section.device != "none":
-                yield Problem(
-                    "offload",
-                    f'"auto" decides what zero_optimization.{name}.device = "{section.device}" decides too.',
-                    "leave one of them out.",
-                )
+    is_auto = config.offload == "auto"
+    if is_auto and zero.stage == 0:
+        yield Problem(
+            "offload",
+            '"auto" at zero_optimization.stage 0: every rank holds all state, so nothing can be offloaded.',
+            "set zero_optimization.stage to 1, 2 or 3.",
+        )
     for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+        if is_auto and section.device != "none":
+            what = f'"auto" decides what zero_optimization.{name}.device = "{section.device}" decides too.'
+            yield Problem("offload", what, "leave one of them out.")
         if section.device == "nvme" and not section.nvme_path:
             yield Problem(f"zero_optimization.{name}.nvme_path", "missing, but the device is nvme.", "name a folder.")
     yield from pipeline_problems(config.pipeline)

@@ -209,7 +209,6 @@ def _sharers(total: int, micros: Sequence[int], low: int, high: int) -> list[int
 
 
 def _own(section: Elasticity, num_ranks: int) -> ElasticBatch:
-    """The batch of a number of ranks that shares none."""
     most = section.max_train_batch_size
     totals = [most // (micro * num_ranks) * micro * num_ranks for micro in section.micro_batch_sizes]
     totals = [total for total in totals if total]

@@ -1,6 +1,6 @@
 """Reads a raw dict against the schema: old names, unknown names, "auto", and values written loosely.
 
-What comes out is a dict that pydantic accepts, the origin of every value, and every problem found on the way.
+What comes out is a dict that pydantic accepts, the origin of every value, and every problem.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ def _either(names: list[str]) -> str:
 def read_params(kind: Literal["optimizer", "scheduler"], model: type[Section], reading: Normalised) -> None:
     """Read the arguments of an optimizer or schedule of a known type, in place.
 
-    Only what the file sets stays; an "auto" is taken out, and ``found.origins`` has it.
+    Only what the file sets stays; an "auto" is taken out, and ``reading.origins`` has it.
     """
     at = At(path=f"{kind}.params", place=(kind, "params"))
     del reading.given[at.path]

@@ -174,7 +174,6 @@ def type_problems(section: Kind, name: str, params: Mapping[str, Any]) -> Iterat
 
 
 def _is_offered(section: Kind, name: str) -> bool:
-    """True if an error may propose the type."""
     if section == "scheduler":
         return name not in NOT_FROM_JSON
     if name in OPTIMIZERS:

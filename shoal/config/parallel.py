@@ -158,9 +158,7 @@ def pipeline_problems(pipeline: Pipeline) -> Iterator[Problem]:
         yield Problem("pipeline.schedule", what, do, code="pipeline-schedule")
     kind, _, pattern = pipeline.partition.partition(":")
     if kind.casefold() == "type" and pattern:
-        try:
-            re.compile(pattern)
-        except re.error as error:
+        if error := _regex_error(pattern):
             what = f'"{pipeline.partition}": {pattern!r} is not a regular expression: {error}.'
             yield Problem("pipeline.partition", what, "correct the expression after type:.")
     elif pipeline.partition.casefold() not in PARTITIONS:
@@ -252,9 +250,7 @@ def expert_problems(experts: ExpertParallel) -> Iterator[Problem]:
         yield Problem("expert_parallel.preset_model", what, do)
     for name in ("moe_layer_pattern", "router_pattern", "expert_pattern", "shared_experts_pattern"):
         pattern = getattr(experts, name)
-        try:
-            re.compile(pattern or "")
-        except re.error as error:
+        if error := _regex_error(pattern or ""):
             what = f'"{pattern}" is not a regular expression: {error}.'
             yield Problem(f"expert_parallel.{name}", what, "correct the expression.")
     if experts.gather_if_used and experts.hot_experts:
@@ -268,3 +264,11 @@ def expert_problems(experts: ExpertParallel) -> Iterator[Problem]:
     if experts.has_shared_experts and not (experts.shared_experts_pattern or experts.preset_model):
         what = "true, and neither shared_experts_pattern nor preset_model names them."
         yield Problem("expert_parallel.has_shared_experts", what, "name the attribute in shared_experts_pattern.")
+
+
+def _regex_error(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return str(error)
+    return ""

@@ -172,5 +172,6 @@ def types_of_arguments() -> dict[str, dict[str, type[Section]]]:
                 **_fields(row.inner),
             )
             models |= dict.fromkeys(names.split(), made)
-        models.pop("common", None)
+        for name in ("common", "torch"):
+            models.pop(name, None)
     return types

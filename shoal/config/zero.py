@@ -115,7 +115,7 @@ class ZeroOptimization(Section):
 def rewrite_old_keys(zero: dict[str, Any]) -> list[tuple[str, str]]:
     """Replace ``cpu_offload`` and related keys, in place, by the sections that have replaced them.
 
-    Returns: (old key, its replacement) for each key found.
+    Returns: (old key, its replacement) for each old key.
     """
     replaced = []
     for old, target in OLD_KEYS.items():

@@ -210,7 +210,6 @@ class Loader:
         return together[self._rank * size : (self._rank + 1) * size]
 
     def _iterate_stream(self) -> Iterator[Any]:
-        """Every rank reads the whole stream and yields its part."""
         stream = iter(cast(Iterable[Any], self.dataset))
         skipped = sum(1 for _ in itertools.islice(stream, self._position.taken))
         if skipped < self._position.taken:

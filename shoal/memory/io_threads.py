@@ -4,7 +4,7 @@
               touch the same bytes, if it or they write.
     begin     nothing holds it back: a thread calls ``begin()``, which opens the file and cuts the work into parts.
     parts    any thread takes any part. After a failure the rest of that operation's parts are skipped.
-    end       the last part is done: ``end()`` closes the file; what was held back goes on; the ticket is done.
+    end       the last part is done: ``end()`` closes the file; what waited for it goes on; the ticket is done.
 
 No thread ever waits for another operation, so operations cannot wait in a circle.
 """

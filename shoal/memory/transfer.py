@@ -355,7 +355,6 @@ class DiskTransfer:
         self._move("reading", lambda rest, offset: os.preadv(self._fd, [rest], offset), view, start)
 
     def _write(self, view: memoryview, start: int) -> None:
-        """Raises: OutOfMemoryError: no room. TierError: the device fails."""
         self._move("writing", lambda rest, offset: os.pwritev(self._fd, [rest], offset), view, start)
 
     def _move(self, doing: str, call: Callable[[memoryview, int], int], view: memoryview, start: int) -> None:

@@ -215,12 +215,12 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[Le
         yield entry("gradient", row.gradient_between.tier, gradient.nbytes, formula)
     if group.has_own_main:
         yield entry("master", row.state.tier, group.main.nbytes, model.main)
-    held, num_states, itemsize = _optimizer_bytes(group)
-    if held:
+    nbytes, num_states, itemsize = _optimizer_bytes(group)
+    if nbytes:
         # An optimizer steps the elements of each of its groups from the first to the last: the rest is padding.
         padding = group.owned_numel - sum(part.stop - part.start for part in group.ranges)
         formula = model.state(num_states, itemsize) - padding * num_states * itemsize
-        yield entry("optimizer state", row.state.tier, held, formula)
+        yield entry("optimizer state", row.state.tier, nbytes, formula)
     if unsynced := gradient.unsynced.full.nbytes:
         yield LedgerEntry(row.unit, "gradient", row.gradient_between.tier.value, unsynced, unsynced)
 
@@ -228,22 +228,22 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[Le
 def _communicators(sharded: ShardedModel) -> list[Communicator]:
     """Each once. Engines of one world share them, scratch included."""
     axes = sharded.axes
-    found = [axes.comms[name] for name in ("world", "tp", "sp", "cp", "ep") if name in axes.comms]
-    found += [group.buffer.comm for group in sharded.groups]
-    found += [
+    comms = [axes.comms[name] for name in ("world", "tp", "sp", "cp", "ep") if name in axes.comms]
+    comms += [group.buffer.comm for group in sharded.groups]
+    comms += [
         axis
         for group in sharded.trained_groups
         for axis in group.gradient.axes.values()
         if isinstance(axis, Communicator)
     ]
-    return list({id(comm): comm for comm in found}.values())
+    return list({id(comm): comm for comm in comms}.values())
 
 
 def _optimizer_bytes(group: ParameterGroup) -> tuple[int, int, int]:
     """Bytes of state of one element per element, the number of such states, and their item size."""
-    held, keys, size = 0, set(), 4
+    nbytes, keys, size = 0, set(), 4
     for _, key, value in group.elementwise_state():
-        held += value.nbytes
+        nbytes += value.nbytes
         keys.add(key)
         size = value.element_size()
-    return held, len(keys), size
+    return nbytes, len(keys), size

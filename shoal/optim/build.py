@@ -180,7 +180,6 @@ def build(
 
 
 def _find(name: str) -> tuple[str, type[torch.optim.Optimizer], dict[str, Any]]:
-    """The canonical name, the class and its defaults."""
     classes = torch_optimizers()
     lowered = name.lower().replace("_", "")
     canonical = next((each for each in (*RECIPES, *classes) if each.lower() == lowered), None)

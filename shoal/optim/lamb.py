@@ -128,7 +128,6 @@ class Lamb(WholeTensorOptimizer):
 
 
 def _sum_over_parts(squares: Sequence[torch.Tensor], tp: Communicator, device: torch.device) -> list[torch.Tensor]:
-    """The sums over the ranks that hold the other parts of the tensors."""
     numels = [own.shape[0] for own in squares]
     whole = tp.empty(2 * sum(numels), torch.float32, device)
     whole.copy_(torch.cat(list(squares)).view(-1))

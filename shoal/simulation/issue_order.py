@@ -90,7 +90,6 @@ class IssueOrder:
                 self._waiting.pop(rank, None)
 
     def _missing(self, rank: int) -> list[int]:
-        """The ranks for which ``rank`` waits."""
         if rank not in self._waiting:
             return []
         key, needed, _ = self._waiting[rank]

@@ -116,7 +116,7 @@ class Materializer:
     def copy_value(self, name: str, parameter: nn.Parameter, target: torch.Tensor) -> bool:
         """Copy the parameter's value to ``target``.
 
-        Returns: is it the same on all ranks?
+        Returns: True if it is the same on all ranks.
         Raises: ModelError: it is on the meta device and its module cannot initialise itself.
         Communicates: all_gathers of a parameter that ``zero.Init`` has sharded.
         """

@@ -156,7 +156,7 @@ class Accumulation:
                 self.boundary = None
 
     def begin_pass(self) -> bool:
-        """A backward pass begins. Returns: is it the last one before the step?
+        """A backward pass begins. Returns: True if it is the last one before the step.
 
         Raises: UsageError: the engine did not begin it, and is not to allow that.
         """

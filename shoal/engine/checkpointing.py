@@ -97,7 +97,7 @@ class Checkpointing:
         save_latest: bool,
         exclude_frozen: bool,
     ) -> bool:
-        """Save. Returns: was it saved? (False only with ``checkpoint.on_save_error`` ``"warn"``.)"""
+        """Save. Returns: False if it was not saved, which is only with ``checkpoint.on_save_error`` ``"warn"``."""
         self.folder = folder
         self.finish()
         self._sharding.model.finish_backward()

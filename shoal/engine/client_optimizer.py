@@ -31,7 +31,7 @@ from shoal.sharding.placement import Tier
 def _check_given(
     optimizer: torch.optim.Optimizer, settings: Config, world_size: int, notes: list[str], *, has_parts: bool
 ) -> bool:
-    """Validate the client's optimizer. Returns: does it step the model's own parameters?"""
+    """Validate the client's optimizer. Returns: True if it steps the model's own parameters."""
     zero = settings.zero_optimization
     is_offloaded = any(s is not None and s.device != "none" for s in (zero.offload_optimizer, zero.offload_param))
     has_own_format = settings.precision.state_dtype is not None and state_dtype_of(settings) is not None

@@ -34,7 +34,7 @@ from shoal.engine.client_optimizer import (
     schedule_notes,
 )
 from shoal.engine.engine import Engine
-from shoal.engine.log import logger, make_audible, say_on_rank_0
+from shoal.engine.log import logger, make_audible
 from shoal.engine.model_parts import axes_of, parts_of, with_experts
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
@@ -422,7 +422,7 @@ def _differing(odd: Mapping[str, str], usual: Mapping[str, str]) -> str:
 def _begin_backward(offloaded: Offloaded, accumulation: Accumulation) -> bool:
     """A backward pass begins, by ``backward()``, by ``loss.backward()`` or by ``torch.autograd.grad``.
 
-    Returns: is it the last one before the step? Raises: UsageError: a state that it needs is offloaded.
+    Returns: True if it is the last one before the step. Raises: UsageError: a state that it needs is offloaded.
     """
     offloaded.require("backward()")
     return accumulation.begin_pass()
@@ -442,34 +442,31 @@ def _ranks_text(mesh: Mesh) -> str:
 def _report(engine: Engine, notes: list[str]) -> None:
     rank, settings = engine.global_rank, engine.properties.config
     make_audible(settings.log_level)
+    if rank:
+        return
     if settings.dump_state:
-        say_on_rank_0(rank, f"effective config:\n{json.dumps(settings.effective(), indent=2, default=str)}")
-    if rank == 0:
-        ledger, table = engine.memory_report(), Table.of(group.row for group in engine.sharded.groups)
-        stage = engine.properties.plan.zero.stage
-        logger.info("ZeRO-%d on %s; %s", stage, _ranks_text(engine.axes.mesh), table.summary())
-        logger.info("memory of rank 0: %s", ledger.summary())
-        unused = [note for note in settings.notes() if _NO_EFFECT in note]
-        if len(unused) > 2:
-            names = ", ".join(note.partition(" = ")[0] for note in unused)
-            logger.info("%d keys of the config have no effect (`shoal doctor FILE` shows why): %s", len(unused), names)
-        else:
-            notes = [*unused, *notes]
-        may_have_experts = engine.axes.mesh.size("pp") == 1 and engine.properties.plan.zero.gathers_if_used
-        if may_have_experts and all(unit.if_used is None for unit in engine.sharded.units):
-            notes = [*notes, f"expert_parallel.gather_if_used = true{_NO_EFFECT}the model has no such experts."]
-        for note in (*(note for note in settings.notes() if _NO_EFFECT not in note), *notes):
-            logger.info(note)
-        logger.debug("placement\n%s", table)
-        logger.debug("memory of rank 0\n%s", ledger)
-        if engine.properties.device.heap is not None:
-            logger.debug(_HEAP_NOTE)
-    untrained = [
-        name
-        for name, p in engine.module.named_parameters()
-        if p.requires_grad and engine.client_optimizer is not None and not engine.access.knows(p)
-    ]
-    if untrained and rank == 0:
+        logger.info(f"effective config:\n{json.dumps(settings.effective(), indent=2, default=str)}")
+    ledger, plan = engine.memory_report(), engine.properties.plan
+    table = Table.of(group.row for group in engine.sharded.groups)
+    logger.info("ZeRO-%d on %s; %s", plan.zero.stage, _ranks_text(plan.mesh), table.summary())
+    logger.info("memory of rank 0: %s", ledger.summary())
+    unused = [note for note in settings.notes() if _NO_EFFECT in note]
+    used = [note for note in settings.notes() if _NO_EFFECT not in note]
+    if len(unused) > 2:
+        names = ", ".join(note.partition(" = ")[0] for note in unused)
+        logger.info("%d keys of the config have no effect (`shoal doctor FILE` shows why): %s", len(unused), names)
+        unused = []
+    if plan.zero.gathers_if_used and plan.mesh.pp == 1 and all(unit.if_used is None for unit in engine.sharded.units):
+        notes = [*notes, f"expert_parallel.gather_if_used = true{_NO_EFFECT}the model has no such experts."]
+    for note in (*used, *unused, *notes):
+        logger.info(note)
+    logger.debug("placement\n%s", table)
+    logger.debug("memory of rank 0\n%s", ledger)
+    if engine.properties.device.heap is not None:
+        logger.debug(_HEAP_NOTE)
+    named = engine.module.named_parameters() if engine.client_optimizer is not None else ()
+    untrained = [name for name, p in named if p.requires_grad and not engine.access.knows(p)]
+    if untrained:
         logger.warning(
             "%s with requires_grad in no optimizer group, so not trained: %s",
             counted(len(untrained), "parameter"),

@@ -252,7 +252,7 @@ def split(model: nn.Module, axes: Axes, config: Config) -> tuple[Specs, frozense
     if asked.tp_grid != "1d":
         if asked.tp_sequence_parallel or config.tensor_parallel.tp_overlap_comm:
             raise ConfigError(
-                f"parallel.tp_grid is {asked.tp_grid!r}, beside tp_sequence_parallel or tp_overlap_comm, which are of "
+                f"parallel.tp_grid is {asked.tp_grid!r}, with tp_sequence_parallel or tp_overlap_comm, which are of "
                 "layers split along one dim.",
                 do="turn those off (on a grid all activations between the layers are split), or set tp_grid to 1d.",
                 code="tensor-parallel",

@@ -36,7 +36,7 @@ class _Piece:
 
 
 def can_move(groups: Iterable[ParameterGroup], comm: Communicator) -> bool:
-    """Do the ranks along ``comm`` have optimizer state that can be exchanged: as many ranges, steps, keys and dtypes?
+    """True if ranks along ``comm`` can exchange their optimizer state: they have equal ranges, steps, keys and dtypes.
 
     State that is neither one value per element nor one for all, and steps that differ between experts, cannot.
 

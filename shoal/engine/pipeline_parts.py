@@ -188,7 +188,7 @@ def _partition(
     """What stages have as equal a share of.
 
     Raises: UsageError: there is no micro-batch to measure blocks with.
-    Communicates: of measured blocks, what their passes do beside tensor, sequence and context parallelism, and rank 0's
+    Communicates: of measured blocks, what their passes do over tensor, sequence and context ranks, and rank 0's
         costs.
     """
     known: dict[str, Partition] = {"best": "best", "parameters": "parameters", "uniform": "uniform"}

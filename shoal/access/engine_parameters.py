@@ -70,7 +70,7 @@ class EngineParameters(ParameterOwner):
         if self._sharded.deferred.is_installed:
             self._sharded.deferred.wait()
             for group in {self._sharded.home_of[id(parameter)][0] for parameter in parameters}:
-                group.buffer.comm.drain()  # the script may change them in place
+                group.buffer.wait_for_peers()  # the script may change them in place
         return self._sharded.gathered([unit for unit in units if unit.is_sharded], keep_user_views=True)
 
     def write_through(self, parameter: torch.Tensor, source: int) -> None:
@@ -85,7 +85,7 @@ class EngineParameters(ParameterOwner):
         # Of parameters that ``source`` does not hold (of other experts), the rank at its place among those that do.
         for comm in (group.axes.data, *group.axes.copies):
             comm.blocking.broadcast(value, mesh.index(comm.axis, source), label=buffer.label)
-        buffer.comm.drain()
+        buffer.wait_for_peers()
         if part is None:
             return
         new = home.owned_in(buffer.full[buffer.begin : buffer.end])
@@ -183,7 +183,7 @@ class EngineParameters(ParameterOwner):
         self._sharded.deferred.wait()
         self._sharded.release_kept([self._sharded.unit_of[id(parameter)]])
         group.wait_for_readers()
-        group.buffer.comm.drain()
+        group.buffer.wait_for_peers()
 
     def _full(self, home: _Home, owned: torch.Tensor | None) -> torch.Tensor:
         """Put the ranks' parts of one parameter together. ``owned``: this rank's part, fp32, or None."""

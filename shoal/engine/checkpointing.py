@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import re
 import weakref
@@ -22,6 +23,7 @@ from shoal.checkpoint.problems import agree
 from shoal.checkpoint.reader import StateReader
 from shoal.checkpoint.save import Save, SavedState, SaveOptions
 from shoal.checkpoint.storage import Storage, open_storage
+from shoal.config import Config
 from shoal.device import host_empty
 from shoal.engine import run_state
 from shoal.engine.accumulation import Accumulation
@@ -225,7 +227,7 @@ class Checkpointing:
                 **{axis: axes.comms[axis].size for axis in ("pp", "tp", "sp", "cp", "ep") if axis in axes.comms},
             },
             table=Table.of(group.row for group in self._sharding.model.groups).as_dict(),
-            config=lambda: _plain(settings.effective()),
+            config=lambda: _plain(settings),
             groups=groups,
             optimizer=type(optimizer.optimizer).__name__ if optimizer is not None else None,
             engine=self._run.shared(exclude_frozen=exclude_frozen),
@@ -490,7 +492,7 @@ class Checkpointing:
         if not chosen.manifest.config:
             return []  # it was converted from another format
         config = self._properties.config
-        before, now = flat(chosen.manifest.config), flat(_plain(config.effective()))
+        before, now = flat(chosen.manifest.config), flat(_plain(config))
         if config.scheduler is not None:
             restored = restored - {"lr"}  # the scheduler of this config sets it
         changes, num_restored = [], 0
@@ -509,14 +511,7 @@ class Checkpointing:
         return [f"{len(changes)} settings differ from the checkpoint's: {'; '.join(changes[:12])}{how}."]
 
 
-def _plain(value: Any) -> Any:
-    """A config as JSON holds it."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float) and value == value and abs(value) != float("inf"):
-        return value
-    return str(value)
+def _plain(config: Config) -> Any:
+    """The effective settings as strict JSON holds them: a number that is not finite is a text."""
+    text = json.dumps(config.effective(), default=str)
+    return json.loads(text, parse_constant=lambda constant: str(float(constant)))

@@ -118,7 +118,7 @@ class DeferredGathers:
         if unit.state is UnitState.GATHERING and self.is_pending:
             self.gather(unit)
             for group in unit.groups:
-                group.buffer.comm.drain()  # the script may change them in place
+                group.buffer.wait_for_peers()  # the script may change them in place
 
     def wait(self) -> None:
         """Make all parameters valid."""

@@ -273,6 +273,10 @@ class FlatBuffer:
             self.reader.drain()
             self.reader = None
 
+    def wait_for_peers(self) -> None:
+        """Wait until no peer reads this rank's values: they may be written in place."""
+        self.comm.drain()
+
     def set_full(self, full: torch.Tensor) -> None:
         """Take this memory for the whole buffer. Shape: [numel]."""
         self.full = full
@@ -314,7 +318,7 @@ class FlatBuffer:
     def write_back(self) -> None:
         """Copy this rank's range of the whole buffer into the stored shard, after values were changed in place."""
         if self.is_sharded:
-            self.comm.drain()
+            self.wait_for_peers()
             with self.storage.resident(is_overwritten=True):
                 self.shard.copy_(self.full[self.begin : self.end])
 

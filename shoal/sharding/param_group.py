@@ -224,7 +224,7 @@ class ParameterGroup:
         if not self.has_second_shard:
             numel = self.buffer.layout.numel // second.comm.size
             second.storage = DeviceStorage(second.comm.empty(numel, second.dtype, second.device))
-        second.comm.drain()
+        second.wait_for_peers()
         second.full = self.buffer.full
         second.assume(Placement())
         second.redistribute(second.stored)

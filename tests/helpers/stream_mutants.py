@@ -96,8 +96,6 @@ UNREACHED = {
     "shoal/engine/offload_states.py self._axes.drain()": _HOST,
     "shoal/engine/expert_balance.py self._axes.drain()": _HOST,
     "shoal/sharding/axes.py comm.drain()": _HOST,
-    "shoal/access/engine_parameters.py comm.drain()": _HOST,
-    "shoal/engine/weights.py buffer.comm.drain()": _HOST,
     "shoal/sharding/buffer.py self.comm.drain()": _HOST,
     "shoal/memory/host_thread.py self._future.result()": "the host's own; the order is ``_joined``",
     "shoal/sharding/buffer.py self.reader.drain()": _AGAIN,

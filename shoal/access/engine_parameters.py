@@ -162,11 +162,11 @@ class EngineParameters(ParameterOwner):
         axes = self._sharded.axes
         return axes.get("tp") is None and axes.get("ep") is None and axes.same_units.size == axes.world.size
 
-    def _home_of(self, parameter: torch.Tensor) -> _Home:
+    def _home_of(self, parameter: torch.Tensor) -> _ParameterHome:
         group, slot = self._sharded.home_of[id(parameter)]
-        return _Home(group, slot, group.buffer.owned_part(slot))
+        return _ParameterHome(group, slot, group.buffer.owned_part(slot))
 
-    def _find(self, parameter: nn.Parameter) -> _Home:
+    def _find(self, parameter: nn.Parameter) -> _ParameterHome:
         """Where a trained parameter is, once pending updates and gathers are done."""
         self._before()
         self._sharded.deferred.wait()
@@ -185,7 +185,7 @@ class EngineParameters(ParameterOwner):
         group.wait_for_readers()
         group.buffer.wait_for_peers()
 
-    def _full(self, home: _Home, owned: torch.Tensor | None) -> torch.Tensor:
+    def _full(self, home: _ParameterHome, owned: torch.Tensor | None) -> torch.Tensor:
         """Put the ranks' parts of one parameter together. ``owned``: this rank's part, fp32, or None."""
         buffer, spec = home.group.buffer, home.spec
         whole = torch.zeros(spec.numel, dtype=torch.float32, device=home.group.main.device)
@@ -233,7 +233,7 @@ class EngineParameters(ParameterOwner):
             self._make_writable(parameter, home.group)
             self._set_main(home, part)
 
-    def _set_main(self, home: _Home, part: torch.Tensor) -> None:
+    def _set_main(self, home: _ParameterHome, part: torch.Tensor) -> None:
         """Set this rank's part of the main parameter, and of the parameter."""
         group = home.group
         with group.resident():
@@ -256,7 +256,7 @@ class EngineParameters(ParameterOwner):
         home = self._find(parameter)
         return None if home.part is None or not self._has_gradient(home.group) else self._own_gradient(home)
 
-    def _own_gradient(self, home: _Home) -> torch.Tensor:
+    def _own_gradient(self, home: _ParameterHome) -> torch.Tensor:
         return home.owned_in(home.group.gradient.owned()).float() * self._unscale()
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
@@ -322,7 +322,7 @@ class EngineParameters(ParameterOwner):
         """This rank's part of one per-element state, 1-D; None before the first step or where it owns nothing."""
         return self.local_parameter(parameter) if key in _MAIN else self._state(self._find(parameter), key)
 
-    def _state(self, home: _Home, key: str) -> torch.Tensor | None:
+    def _state(self, home: _ParameterHome, key: str) -> torch.Tensor | None:
         if self._step is None or home.part is None:
             return None
         parts: list[torch.Tensor] = []
@@ -351,7 +351,7 @@ class EngineParameters(ParameterOwner):
         if home.part is not None:
             self._set_state(home, key, home.checked(value))
 
-    def _set_state(self, home: _Home, key: str, flat: torch.Tensor) -> None:
+    def _set_state(self, home: _ParameterHome, key: str, flat: torch.Tensor) -> None:
         assert self._step is not None
         done = 0
         with home.group.resident():
@@ -371,7 +371,7 @@ class EngineParameters(ParameterOwner):
                 done += numel
 
 
-class _Home(NamedTuple):
+class _ParameterHome(NamedTuple):
     """Where a parameter is: its group, its number there, and the part of it that this rank owns (None: nothing)."""
 
     group: ParameterGroup

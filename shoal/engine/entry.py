@@ -12,16 +12,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shoal.access.engine_parameters import EngineParameters
 from shoal.access.init import suspended
 from shoal.comm.world import current_world, init_distributed
 from shoal.data import Loader
 from shoal.engine.engine import Engine
-from shoal.engine.initialize import check_model
 from shoal.engine.initialize import initialize as initialize_engine
 from shoal.engine.parts.part import Part, check_parts
 from shoal.engine.pipeline import PipelineEngine
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ModelError
+from shoal.pipeline.stage import StageModule
 from shoal.running.optimizer import ShardedOptimizer
+from shoal.running.parameter_owner import OWNERS
+from shoal.text import counted, listed
 
 MaybeNone: TypeAlias = Any  # not checked for None, as typeshed does: the config decides whether there is one
 Initialized: TypeAlias = tuple[Engine, ShardedOptimizer | MaybeNone, Loader | MaybeNone, Any]
@@ -37,6 +40,9 @@ class EngineClasses:
 
 USED = EngineClasses()  # by ``initialize``; ``import deepspeed`` sets those of ``shoal.compat``
 TP_SIZES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # by ``deepspeed.tp_model_init``
+
+# By name: importing FSDP takes half a second.
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 # By axis, the names of Megatron's parallel_state, of DeepSpeed's grids and of its sequence parallelism; the first that
 # there is counts. The ``model_parallel`` ranks of a grid are those of all its pipeline stages.
@@ -132,7 +138,7 @@ def start(
         given: optimizer, parameters and schedule.
     """
     with suspended():  # ``zero.Init`` contexts in which the script builds its model
-        check_model(model)
+        _check_model(model)
         assert model is not None
         check_parts(parts)
         if port is not None:
@@ -161,6 +167,46 @@ def start(
             micro_batch = engine.train_micro_batch_size_per_gpu()
             engine.training_dataloader = loader_of(engine, training_data, micro_batch, collate_fn=collate_fn)
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_model(model: Any) -> None:
+    """Raises: ModelError: it is no module, or it cannot be sharded as it is."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}.", do="pass model=...", code="model-type"
+        )
+    for name, module in model.named_modules():
+        bases = {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("torch.")}
+        if wrappers := sorted(bases & _WRAPPERS):
+            raise ModelError(
+                f"{repr(name) if name else 'the model'} is wrapped in torch's {wrappers[0]},"
+                " which reduces gradients too.",
+                do="pass the module as it was before it was wrapped (that of DistributedDataParallel is .module).",
+                code="model-wrapped",
+            )
+    if next(model.parameters(), None) is None and not isinstance(model, StageModule):
+        raise ModelError(
+            f"{type(model).__name__} has no parameters, so there is nothing to train.",
+            do="pass the module that holds the parameters, after they were created.",
+            code="model-empty",
+        )
+    lazy = [name for name, parameter in model.named_parameters() if torch.nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise ModelError(
+            f"{counted(len(lazy), 'parameter')} without a shape yet: {listed(lazy)}.",
+            do="run the model on one batch first, so that its lazy modules know their sizes.",
+            code="model-lazy",
+        )
+    taken = [
+        name for name, parameter in model.named_parameters() if isinstance(OWNERS.get(parameter), EngineParameters)
+    ]
+    if taken:
+        raise ModelError(
+            f"a live engine has {counted(len(taken), 'parameter')} of {type(model).__name__} already: {listed(taken)}.",
+            do="destroy() that engine first; or hand over a copy.deepcopy() of the model that was made before it was"
+            " initialized.",
+            code="model-held",
+        )
 
 
 def loader_of(engine: Engine, dataset: Any, batch_size: int, *, shuffle: bool = True, **options: Any) -> Loader:

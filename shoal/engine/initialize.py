@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shoal.access.engine_parameters import EngineParameters
 from shoal.build.build import build
 from shoal.build.plan import ModuleAsBuilt
 from shoal.comm.world import World
@@ -76,12 +75,8 @@ from shoal.parallel.expert.held import built_for, experts_if_used
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.stage import StageModule
 from shoal.processor import emulation_notes
-from shoal.running.parameter_owner import OWNERS
 from shoal.sharding.axes import Axes
 from shoal.text import counted, listed
-
-# By name: importing FSDP takes half a second.
-_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
@@ -106,7 +101,7 @@ def initialize(
     pipeline_class: Callable[..., AnyEngine],
     parts: Sequence[Part] = (),
 ) -> AnyEngine:
-    """Shard a model that ``check_model`` accepted. The arguments are those of ``shoal.initialize``.
+    """Shard a model that ``shoal.initialize`` has checked. The arguments are those of ``shoal.initialize``.
 
     Args:
         degrees: by axis, what the script gives in addition to the config.
@@ -310,46 +305,6 @@ def _experts_of(model: nn.Module, world: World) -> tuple[int, bool]:
         )
         ep_size, is_split = (max(of_ranks) for of_ranks in zip(*every, strict=True))
     return ep_size, is_split
-
-
-def check_model(model: Any) -> None:
-    """Raises: ModelError: it is no module, or it cannot be sharded as it is."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"model must be a torch.nn.Module, got {type(model).__name__}.", do="pass model=...", code="model-type"
-        )
-    for name, module in model.named_modules():
-        bases = {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("torch.")}
-        if wrappers := sorted(bases & _WRAPPERS):
-            raise ModelError(
-                f"{repr(name) if name else 'the model'} is wrapped in torch's {wrappers[0]},"
-                " which reduces gradients too.",
-                do="pass the module as it was before it was wrapped (that of DistributedDataParallel is .module).",
-                code="model-wrapped",
-            )
-    if next(model.parameters(), None) is None and not isinstance(model, StageModule):
-        raise ModelError(
-            f"{type(model).__name__} has no parameters, so there is nothing to train.",
-            do="pass the module that holds the parameters, after they were created.",
-            code="model-empty",
-        )
-    lazy = [name for name, parameter in model.named_parameters() if torch.nn.parameter.is_lazy(parameter)]
-    if lazy:
-        raise ModelError(
-            f"{counted(len(lazy), 'parameter')} without a shape yet: {listed(lazy)}.",
-            do="run the model on one batch first, so that its lazy modules know their sizes.",
-            code="model-lazy",
-        )
-    taken = [
-        name for name, parameter in model.named_parameters() if isinstance(OWNERS.get(parameter), EngineParameters)
-    ]
-    if taken:
-        raise ModelError(
-            f"a live engine has {counted(len(taken), 'parameter')} of {type(model).__name__} already: {listed(taken)}.",
-            do="destroy() that engine first; or hand over a copy.deepcopy() of the model that was made before it was"
-            " initialized.",
-            code="model-held",
-        )
 
 
 def _make_axes(world: World, plan: Plan) -> Axes:

@@ -36,4 +36,4 @@ def test_the_model_returns_to_no_part_of_the_engine() -> None:
         sys.setprofile(previous)
     engine.destroy()
     parts = ["model_parts", "client_optimizer", "offload", "activations", "compiled"]
-    assert visited == ["initialize", *parts]
+    assert visited == ["entry", "initialize", *parts]

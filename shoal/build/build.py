@@ -31,6 +31,7 @@ from shoal.sharding.memory_model import UnitMemory
 from shoal.sharding.offloaded_gradient import MAX_SHARDS, OffloadedGradient, ShardBuffers
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import SHARD, Placement, Tier
+from shoal.sharding.second_shard import SecondShard
 from shoal.sharding.shown_gradient import ShownGradient
 from shoal.sharding.sparse_gradient import SparseGradient
 from shoal.sharding.sparse_sum import SparseSum
@@ -268,14 +269,13 @@ class _Builder:
             buffer.label, buffer.layout, dtype, self.device, buffer.comm, buffer.axes, placed, storage=storage
         )
 
-    def _second(self, planned: GroupPlan, buffer: FlatBuffer) -> FlatBuffer | None:
-        """The buffer of the second sharding, which shares the whole buffer; None: there is none."""
+    def _second(self, planned: GroupPlan, buffer: FlatBuffer) -> SecondShard | None:
         comm = self.plan.axes.get("second")
         if comm is None or not planned.row.has_second:
             return None
         layout = replace(planned.layout, num_shards=comm.size)
         stored = Placement.of(second=SHARD)
-        return FlatBuffer(planned.label, layout, planned.dtype, self.device, comm, {"second": comm}, stored)
+        return SecondShard(buffer, planned.label, layout, planned.dtype, self.device, comm, {"second": comm}, stored)
 
     def _gradient(
         self, planned: GroupPlan, buffer: FlatBuffer, parameters: Sequence[nn.Parameter], *, is_state_offloaded: bool

@@ -143,7 +143,8 @@ class OffloadStates:
         if name == "lp_params":
             for group in self._on_device_groups():
                 self._moved.append(group)
-                group.drop_second()  # kept again by the next forward
+                if group.second is not None:
+                    group.second.free_shard()  # kept again by the next forward
                 group.buffer.store(copied(group.buffer.stored_values), HostStorage)
                 if not group.buffer.is_sharded:
                     group.attach_views()

@@ -203,7 +203,7 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[Le
     yield entry("parameter", row.parameter.tier, buffer.nbytes_stored, model.parameter)
     if buffer.is_sharded and not buffer.placement.is_sharded:
         yield entry("gathered", Tier.DEVICE, model.whole)
-    if group.second is not None and group.has_second_shard:
+    if group.second is not None and group.second.is_kept:
         yield entry("gathered", Tier.DEVICE, group.second.shard.nbytes)
     if not group.is_trained:
         return

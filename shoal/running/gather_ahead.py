@@ -30,7 +30,9 @@ class GatherAhead:
             return
         self.cancel()
         if unit is not None and is_accelerator(self._device):
-            unit.allocate()
+            for group in unit.groups:
+                if group.buffer.is_sharded:
+                    group.buffer.allocate()
             self._reserved, self._mark = unit, mark(self._device)
 
     def start(self, unit: Unit) -> None:
@@ -55,5 +57,7 @@ class GatherAhead:
     def cancel(self) -> None:
         """No forward will follow."""
         if self._reserved is not None:
-            self._reserved.free_if_released()
+            for group in self._reserved.groups if self._reserved.is_released else ():
+                if group.buffer.is_sharded:
+                    group.buffer.free()
             self._reserved = None

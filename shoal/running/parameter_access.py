@@ -164,7 +164,7 @@ class ReadsBetweenSteps(ParameterAccessMode):
         """The name of the sharded parameter with this placeholder."""
         if any(unit.is_released for unit in self._sharded):
             for group in (group for unit in self._units for group in unit.groups):
-                for data, spec in zip(group.placeholders, group.buffer.layout.specs, strict=False):
+                for data, spec in zip(group.placeholders, group.buffer.layout.specs, strict=True):
                     if data.data_ptr() == address:
                         return spec.name
         return None

@@ -189,8 +189,8 @@ class ShardedModel:
                 self._pass.recomputed.add(unit.name)
             return
         if torch.is_grad_enabled() and unit.has_second and unit.state is UnitState.FULL:
-            for group in unit.groups:
-                group.keep_second()
+            for second in filter(None, (group.second for group in unit.groups)):
+                second.keep()
         for candidate in (unit, *unit.shared):
             is_needed = any(candidate is running or candidate in running.shared for running in self._running)
             if not is_needed and not self._is_kept and not self.order.is_worth_keeping(candidate, self._running):

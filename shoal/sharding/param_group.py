@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +27,8 @@ from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.gradient import Gradient
 from shoal.sharding.layout import Segment, Used
 from shoal.sharding.placement import Placement
-from shoal.sharding.storage import DeviceStorage, placeholder
+from shoal.sharding.second_shard import SecondShard
+from shoal.sharding.storage import placeholder
 from shoal.sharding.table import Row
 
 
@@ -97,7 +99,7 @@ class ParameterGroup:
         row: where each kind of state is stored.
         axes: the ranks that it is sharded, copied and summed over.
         parameters: one for each spec of the buffer's layout.
-        second: on the axis of the second sharding, of the same whole buffer; None: there is none.
+        second: of a second sharding, which backward gathers from; None: there is none.
         main_buffer: of the main parameters; ``buffer`` itself where they are the parameters; None: the group is frozen.
         is_state_offloaded: main parameters and optimizer state are in memory that the device does not compute in.
     """
@@ -111,7 +113,7 @@ class ParameterGroup:
         gradient: Gradient | None = None,
         main_buffer: FlatBuffer | None = None,
         *,
-        second: FlatBuffer | None = None,
+        second: SecondShard | None = None,
         is_state_offloaded: bool = False,
     ) -> None:
         self.row = row
@@ -119,9 +121,6 @@ class ParameterGroup:
         self.buffer = buffer
         self.second = second
         self.parameters = list(parameters)
-        self.placeholders: list[torch.Tensor] = []
-        if buffer.is_sharded:
-            self._make_placeholders()
         self._gradient = gradient
         self._main_buffer = main_buffer
         self.has_own_main = main_buffer is not None and main_buffer is not buffer  # else they are the parameters
@@ -189,10 +188,8 @@ class ParameterGroup:
         Memory: the whole buffer on the device until ``release()``.
         """
         ranges = self.buffer.layout.ranges_of(used)
-        if from_second and self.second is not None and self.has_second_shard and ranges is None:
-            self.buffer.assume(Placement())
-            self.second.full = self.buffer.full
-            return self.second.redistribute(Placement())
+        if from_second and self.second is not None and self.second.is_kept and ranges is None:
+            return self.second.gather()
         return self.buffer.redistribute(Placement(), ranges=ranges)
 
     def release(self, *, keep_user_views: bool = False) -> None:
@@ -201,7 +198,7 @@ class ParameterGroup:
         Args:
             keep_user_views: what the user has made of the parameters without a copy stays valid.
         """
-        self._hide()
+        self.hide()
         self.buffer.release(keep_user_views=keep_user_views)
         if self.second is not None:
             self.second.assume(self.second.stored)
@@ -216,38 +213,18 @@ class ParameterGroup:
         self.buffer.assume(self.buffer.owned)
         return self.buffer.redistribute(Placement())
 
-    def keep_second(self) -> None:
-        """Keep this rank's range of the second sharding for the backward pass, while the buffer is full."""
-        second = self.second
-        if second is None:
-            return
-        if not self.has_second_shard:
-            numel = self.buffer.layout.numel // second.comm.size
-            second.storage = DeviceStorage(second.comm.empty(numel, second.dtype, second.device))
-        second.wait_for_peers()
-        second.full = self.buffer.full
-        second.assume(Placement())
-        second.redistribute(second.stored)
-
-    def drop_second(self) -> None:
-        """Free the second shard, until the next forward pass keeps it again."""
-        if self.second is not None:
-            self.second.storage = DeviceStorage(self.second.shard.new_empty(0))
-
-    @property
-    def has_second_shard(self) -> bool:
-        """True if a forward pass has kept this rank's range of the second sharding."""
-        return self.second is not None and bool(self.second.shard.numel())
-
     def start_fetch(self, *, from_second: bool = False, used: Used | None = None) -> None:
         """Begin to read what ``gather`` with these arguments needs from a disk. Does not block the host."""
-        if not (from_second and self.has_second_shard):
+        if not self._is_read_from_second(from_second):
             self.buffer.storage.start_fetch(self.buffer.bytes_of(self.buffer.layout.ranges_of(used)))
 
     def fetch(self, *, from_second: bool = False, used: Used | None = None) -> None:
         """Wait until it is read. Raises: TierError: it could not be."""
-        if not (from_second and self.has_second_shard):
+        if not self._is_read_from_second(from_second):
             self.buffer.storage.fetch(self.buffer.bytes_of(self.buffer.layout.ranges_of(used)))
+
+    def _is_read_from_second(self, from_second: bool) -> bool:
+        return from_second and self.second is not None and self.second.is_kept
 
     def attach_views(self) -> None:
         """Make the parameters views of the whole buffer."""
@@ -255,18 +232,15 @@ class ParameterGroup:
             parameter.data = view
 
     def hide(self) -> None:
-        """Make the parameters placeholders, until ``attach_views()``: the buffer is stored whole and written to."""
-        if not self.placeholders:
-            self._make_placeholders()
-        self._hide()
-
-    def _hide(self) -> None:
+        """Make the parameters placeholders, until ``attach_views()``."""
         for parameter, substitute in zip(self.parameters, self.placeholders, strict=True):
             parameter.data = substitute
 
-    def _make_placeholders(self) -> None:
+    @cached_property
+    def placeholders(self) -> list[torch.Tensor]:
+        """By parameter, what it is while it must not be read."""
         buffer = self.buffer
-        self.placeholders = [placeholder(spec.shape, buffer.dtype, buffer.device) for spec in buffer.layout.specs]
+        return [placeholder(spec.shape, buffer.dtype, buffer.device) for spec in buffer.layout.specs]
 
     def detach(self) -> None:
         """Give the parameters tensors of their own and free the buffer's memory (the buffer must be full)."""

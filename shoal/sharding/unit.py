@@ -219,18 +219,6 @@ class Unit:
             group.gather(from_second=from_second, used=used) for group in self.groups if group.buffer.is_sharded
         ]
 
-    def allocate(self) -> None:
-        """Allocate on the current stream what the next ``start_gather`` needs."""
-        for group in self.groups:
-            if group.buffer.is_sharded:
-                group.buffer.allocate()
-
-    def free_if_released(self) -> None:
-        """Free what ``allocate`` has allocated, unless it is in use."""
-        for group in self.groups:
-            if group.buffer.is_sharded and self.is_released:
-                group.buffer.free()
-
     def wait_also(self, done: CopyDone) -> None:
         """``gather()`` waits for ``done``, too, on the device."""
         self._also = done
@@ -309,7 +297,7 @@ class Unit:
     # reduce
 
     def mark_grad(self, index: int) -> bool:
-        """Parameter ``index`` has its gradient of this pass. Returns: was it the last one that was missing?"""
+        """Parameter ``index`` has its gradient of this pass. Returns: True if it was the last one that was missing."""
         if self._has_grad[index]:
             return False
         self._has_grad[index] = 1
@@ -317,7 +305,7 @@ class Unit:
 
     @property
     def is_attached(self) -> bool:
-        """Does autograd add the gradients of this pass into the sums (``Gradient.is_attached``)?"""
+        """True if autograd adds the gradients of this pass into the sums (``Gradient.is_attached``)."""
         return all(map(_IS_ATTACHED, self.trained))
 
     @property

@@ -246,7 +246,7 @@ def table(cls: Any, described: dict[str, str], inside: set[str]) -> list[str]:
 def methods(cls: type, without: Collection[str] = ()) -> Iterator[str]:
     """Every public method and property, in the order of the source; then those of the classes that it is made of.
 
-    Methods that a table makes have no definition of their own, and are left out.
+    Members that a table makes have no definition of their own, and are left out.
     """
     made_of = [base for base in cls.__mro__ if base.__module__.startswith("shoal.")]
     members: dict[str, Any] = {}
@@ -256,6 +256,8 @@ def methods(cls: type, without: Collection[str] = ()) -> Iterator[str]:
         if name.startswith("_") or name == "knows" or name in without:
             continue
         if isinstance(member, property):
+            if not inspect.isfunction(member.fget):
+                continue
             node = definition(member.fget)
             assert isinstance(node, ast.FunctionDef)
             kind = f": {ast.unparse(node.returns)}" if node.returns else ""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shoal.comm.world import process_group
-from shoal.compat.engine_names import DERIVED, PATHS, model_dtype, refuse, value_at
+from shoal.compat.engine_names import ATTRIBUTES, DERIVED, PATHS, model_dtype, refuse, value_at
 from shoal.compat.hook_switch import ParameterOffload
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer
 from shoal.compat.sparse_tensor import SparseRows, gather_lengths, gather_parts
@@ -29,7 +30,6 @@ from shoal.engine.entry import loader_of
 from shoal.engine.pipeline import PipelineEngine
 from shoal.engine.settings import dtype_of
 from shoal.errors import AssertedUsageError, NotBuiltError
-from shoal.models.layer_drop import ProgressiveLayerDrop
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.layer import MOELayer, TopKGate
 from shoal.running.optimizer import ShardedOptimizer
@@ -78,11 +78,6 @@ class DeepSpeedEngine(Engine):
         return self.sharded_optimizer
 
     # the optimizer
-
-    @property
-    def basic_optimizer(self) -> torch.optim.Optimizer | None:
-        """The torch optimizer that ``optimizer`` wraps; None without one."""
-        return None if self.sharded_optimizer is None else self.sharded_optimizer.optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -151,19 +146,9 @@ class DeepSpeedEngine(Engine):
     get_tensor_parallel_rank = get_model_parallel_rank
 
     @property
-    def mp_world_size(self) -> int:
-        """Tensor-parallel ranks."""
-        return self.axes.mesh.tp
-
-    @property
     def sequence_parallel_size(self) -> int:
         """Ranks that have different parts of the same sequences."""
         return self.axes.mesh.size("sequence")
-
-    @property
-    def seq_dp_world_size(self) -> int:
-        """Data-parallel times sequence-parallel ranks."""
-        return self.axes.data.size
 
     def _group_along(self, axis: str) -> Any:
         """Torch's process group; None without torch.distributed. The first time, every rank calls in the same order."""
@@ -189,20 +174,10 @@ class DeepSpeedEngine(Engine):
         return self._group_along("loss")
 
     @property
-    def dist_backend(self) -> str:
-        """``gloo``, ``nccl``, or another backend."""
-        return self.world.backend
-
-    @property
     def communication_data_type(self) -> torch.dtype:
         """The reduce dtype of gradients in the config; without one, the parameters' dtype."""
         wanted = dtype_of(self._config.communication_data_type)
         return wanted or model_dtype(self._config)
-
-    @property
-    def loaded_checkpoint_dp_world_size(self) -> int | None:
-        """Data-parallel ranks of the run that saved the checkpoint loaded last; None before one is loaded."""
-        return self.checkpointing.loaded_size
 
     @property
     def losses(self) -> float:
@@ -309,11 +284,6 @@ class DeepSpeedEngine(Engine):
         return self.save_16bit_model(save_dir, save_filename, False)
 
     # curriculum
-
-    @property
-    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
-        """The schedule of ``progressive_layer_drop`` in the config; None without it."""
-        return self.run_state.curriculum.layer_drop
 
     # how gradients are accumulated and reduced
 
@@ -526,6 +496,8 @@ def _from_config(value: Callable[[Config], Any]) -> Callable[[DeepSpeedEngine], 
     return lambda engine: value(engine.properties.config)
 
 
+for _name, _path in ATTRIBUTES.items():
+    setattr(DeepSpeedEngine, _name, property(attrgetter(_path)))
 for _name, _path in PATHS.items():
     setattr(DeepSpeedEngine, _name, _from_path(_path))
 for _name, _value in DERIVED.items():

@@ -1,4 +1,4 @@
-"""Names of DeepSpeed's engine as tables: methods that return a value of the configuration, and names that are not here.
+"""Names of DeepSpeed's engine as tables: values of the config, attributes of Shoal's engine, and names that are absent.
 
 A name of DeepSpeed's engine that Shoal does not have raises an error: otherwise it would be taken for the attribute of
 the same name that the user's model may have.
@@ -142,6 +142,15 @@ DERIVED: dict[str, Callable[[Config], Any]] = {
     "compile_autosp": lambda _config: False,
     "compile_autotp": lambda _config: False,
     "uses_parallelization_pass_only": lambda _config: False,
+}
+
+# name -> the attribute of Shoal's engine that it is
+ATTRIBUTES = {
+    "basic_optimizer": "client_optimizer",
+    "seq_dp_world_size": "axes.data.size",
+    "dist_backend": "world.backend",
+    "loaded_checkpoint_dp_world_size": "checkpointing.loaded_size",
+    "progressive_layer_drop": "run_state.curriculum.layer_drop",
 }
 
 # What to do instead of using names that are not here.

@@ -7,7 +7,7 @@ classes of ``shoal.compat``, which ``deepspeed.initialize`` makes.
 from __future__ import annotations
 
 from shoal.compat.engine import DeepSpeedEngine, DeepSpeedPipelineEngine
-from shoal.compat.engine_names import DERIVED, NOT_HERE, PATHS
+from shoal.compat.engine_names import ATTRIBUTES, DERIVED, NOT_HERE, PATHS
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer
 from shoal.engine.pipeline import PipelineEngine
 from shoal.running.foreign_names import AbsentError
@@ -15,7 +15,6 @@ from shoal.running.optimizer import ShardedOptimizer
 
 # what serves -> names of an engine
 _ENGINE = {
-    "engine.client_optimizer": "basic_optimizer",
     "type(engine.client_optimizer).__name__": "optimizer_name",
     "engine.optimizer, which has it": "defaults param_groups state",
     "engine.optimizer.param_groups": "get_mom get_type",
@@ -23,23 +22,18 @@ _ENGINE = {
     "engine.train_batch_size() and the other two": "get_batch_info",
     "engine.accumulation.micro_batch": "set_train_micro_batch_size",
     "engine.accumulation.mean_loss": "losses",
-    "engine.axes.mesh.tp": "mp_world_size",
     'engine.axes.mesh.index("tp", engine.global_rank)': "get_model_parallel_rank get_tensor_parallel_rank",
     'engine.axes.mesh.size("sequence")': "sequence_parallel_size",
-    "engine.axes.data.size": "seq_dp_world_size",
     'engine.world.process_group("dp", engine.axes.mesh)': "data_parallel_group",
     'engine.world.process_group("loss", engine.axes.mesh)': "seq_data_parallel_group",
     'engine.world.process_group("sequence", engine.axes.mesh)': "get_sequence_parallel_group seq_parallel_group",
     'engine.world.process_group("ep", engine.axes.mesh)': "expert_parallel_group",
     'engine.world.process_group("expert_data", engine.axes.mesh)': "expert_data_parallel_group",
-    "engine.world.backend": "dist_backend",
-    "engine.checkpointing.loaded_size": "loaded_checkpoint_dp_world_size",
     "engine.module.named_parameters()": "param_names",
     "engine.module.modules()": "gate_modules has_moe_layers moe_layers num_experts",
     "engine.timers.last_step, in seconds by phase": "get_wall_clock_timers",
     "initialize(training_data=...), or shoal.data.Loader": "deepspeed_io",
     'engine.save_16bit_model(folder, "pytorch_model.bin")': "save_fp16_model",
-    "engine.run_state.curriculum.layer_drop": "progressive_layer_drop",
     "engine.sharded.sparse_names": "sparse_tensor_module_names",
     "engine.step(), which reduces what backward() has not": "allreduce_gradients",
     "engine.properties.config.communication_data_type": "communication_data_type",
@@ -62,6 +56,7 @@ _OPTIMIZER = {
 }
 _SERVES = {
     **{name: f"engine.properties.config.{path}" for name, path in PATHS.items()},
+    **{name: f"engine.{path}" for name, path in ATTRIBUTES.items()},
     **dict.fromkeys(DERIVED, "engine.properties.config"),
     **{name: serves for serves, names in (_ENGINE | _OPTIMIZER).items() for name in names.split()},
 }

@@ -19,11 +19,10 @@ from shoal.observe.timers import StepTimers
 class _Ranks:
     """What ``FlopsProfiler`` reads from an engine."""
 
-    mp_world_size = 1
-
     def __init__(self, properties: Properties, accumulation: Accumulation) -> None:
         self.world_size = properties.world.size
         self.dp_world_size = properties.axes.batch.size
+        self.mp_world_size = properties.axes.mesh.tp
         self._accumulation = accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:

@@ -88,6 +88,11 @@ class EngineState(nn.Module):
         """Data-parallel ranks, which have different samples."""
         return self.axes.batch.size
 
+    @property
+    def mp_world_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.axes.mesh.tp
+
     def get_data_parallel_rank(self) -> int:
         """This rank's number among the data-parallel ones."""
         return self.axes.batch.rank

@@ -14,6 +14,7 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.engine.profiling import ProfilingTimers
 from shoal.models.gpt import GPT, GPTConfig
+from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.timers import StepTimers
 from tests.helpers import models
 from tests.helpers.training import BF16, ROWS, STAGES, batch, config, make, named, start, start_with
@@ -69,6 +70,32 @@ def test_a_step_is_counted_as_one_rank_computes_it_and_of_the_whole_model(
     assert re.search(r"bwd MACs counted / fwd MACs: +2\.00\n", page)
     assert re.search(r"samples/second: +[0-9.]+\n", page)
     assert ("latencies of modules include the gathering" in page) == (stage == 3 and world == 2)
+
+
+def test_the_ranks_that_a_layer_is_split_over_are_printed_also_by_a_profiler_of_the_scripts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.txt"
+
+    def job() -> None:
+        model = make(lambda: GPT(GPTConfig(16, 8, 1, 16, 2)))
+        engine = start_with(model, config(1, parallel={"tp": 2}, flops_profiler=profiling(path)))
+        train_on = torch.zeros(2, 8, dtype=torch.long)
+        profiler = FlopsProfiler(engine.module, engine)
+        for _ in range(2):
+            engine.backward(engine(train_on, train_on))
+            engine.step()
+        profiler.start_profile()
+        engine(train_on, train_on)
+        profiler.stop_profile()
+        if engine.global_rank == 0:
+            profiler.print_model_profile()
+        profiler.end_profile()
+        engine.destroy()
+
+    run_ranks(2, job)
+    for text in (path.read_text(), capsys.readouterr().out):
+        assert re.search(r"model parallel size: +2\n", text) and re.search(r"data parallel size: +1\n", text)
 
 
 def test_it_is_printed_once_on_rank_0_and_training_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which process owns a file, and has it ended? The kernel is asked, never a clock.
+"""Which process owns a file, and whether it has ended, as the kernel says: no clock decides.
 
 A process number is used again; a number together with the time of its start is not. The owner file of a folder or lock
 names host, machine, boot, process number and start time. Its writer holds the kernel's lock (flock) on it while it is

@@ -103,17 +103,6 @@ class DiskTier:
         return self._way.is_direct
 
     @property
-    def extents(self) -> dict[str, FileExtent]:
-        """By name."""
-        return dict(self._extents)
-
-    @property
-    def allocated_nbytes(self) -> int:
-        """Bytes of all extents, in whole pages."""
-        with self._lock:
-            return sum(extent.file_nbytes for extent in self._extents.values())
-
-    @property
     def available_nbytes(self) -> int:
         """Bytes that the file system has free beyond what was reserved and is not allocated yet."""
         return max(0, free_nbytes(str(self.path)) - self._promised_nbytes)

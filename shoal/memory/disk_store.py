@@ -134,7 +134,7 @@ class DiskStore:
     def fetch(self, buffer: DiskBuffer, ranges: Sequence[tuple[int, int]] | None = None) -> bool:
         """Have these ranges of it in memory; None: make it resident.
 
-        Returns: was it on the disk? Raises: TierError: it could not be read.
+        Returns: True if it was on the disk. Raises: TierError: it could not be read.
         """
         if buffer.is_resident:
             return False

@@ -45,7 +45,7 @@ class Ticket:
     def __init__(self) -> None:
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self.on_waited: Callable[[], None] | None = None  # called by who has waited
+        self.on_waited: Callable[[], None] | None = None  # called by the thread that has waited
 
     @property
     def is_done(self) -> bool:
@@ -120,10 +120,6 @@ class IoThreads:
             self._threads = [thread for thread in self._threads if thread.ident is not None]
             self.close()
             raise
-
-    @property
-    def num_pending(self) -> int:
-        return self._num_pending
 
     def submit(self, operation: Operation) -> Ticket:
         """Queue an operation behind the earlier ones that it depends on.

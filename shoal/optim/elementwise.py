@@ -1,4 +1,4 @@
-"""Is an optimizer elementwise: does an element's update depend on that element alone?
+"""Checks that an optimizer is elementwise: that an element's update depends on that element alone.
 
 Where several ranks share the state, Shoal steps flat ranges of the main parameters, unit by unit. That changes nothing
 for an elementwise optimizer, and is wrong for any other. Known classes are accepted by name. An unknown class is tried
@@ -51,7 +51,7 @@ PROBE_NUMEL = 1 << 16  # of one of the model's sizes; of a larger one the first 
 
 
 class UntestedOptimizerError(OptimizerError, AssertionError):
-    """An unknown class where the config refuses such. Also an AssertionError, as DeepSpeed raises."""
+    """An unknown class where the config refuses these. Also an AssertionError, as DeepSpeed raises."""
 
     code = "optimizer-untested"
 

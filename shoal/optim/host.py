@@ -14,7 +14,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +25,7 @@ import torch
 
 from shoal.device import is_fake
 from shoal.errors import OptimizerError
-from shoal.optim.host_rules import CUT_NUMEL, NUMBERS, Rule, RuleName, kind_of
+from shoal.optim.host_rules import CUT_NUMEL, NUMBERS, Rule, RuleName
 from shoal.streams import host_access
 
 
@@ -131,9 +131,6 @@ class HostThreads:
         count = min(self.num_threads, update.num_blocks)
         return [self._pool.submit(self._run, update, block_numel, needs_scratch) for _ in range(count)]
 
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        return self._pool.submit(work)
-
     def _run(self, update: BlockedUpdate, block_numel: int, needs_scratch: bool) -> None:
         scratch = self._tensor("scratch", block_numel)
         update.run(scratch, self._tensor("kernel_scratch", block_numel) if needs_scratch else None)
@@ -156,8 +153,6 @@ def _stay_alone(together: threading.Barrier) -> None:
     torch.set_num_threads(1)
     together.wait()  # so that every thread of the pool runs this
 
-
-__all__ = ["Choice", "HostStep", "HostWork", "RuleName", "UpdatePath", "Rule", "choose_path", "kind_of"]
 
 UpdatePath = Literal["threads", "blocks", "plain"]
 
@@ -264,7 +259,10 @@ class HostStep:
         host_access(f"host update ({kind})", reads=[gradient], writes=written)
         if is_fake(main):
             return HostWork()
-        path = self._path_of(rule, gradient.dtype, None if parameter is None else parameter.dtype)
+        path = self.path
+        if path == "auto":
+            dtype = None if parameter is None else parameter.dtype
+            path = choose_path(rule.kind, gradient.dtype, dtype, self.num_threads).path
         if undo is not None:
             undo = [saved.detach() for saved in undo]
         block = {"threads": self.block_numel, "blocks": TEAM_BLOCK_NUMEL}.get(path, PLAIN_NUMEL)
@@ -290,11 +288,6 @@ class HostStep:
         if len(self._scratch) < count or self._scratch[0].numel() < numel:
             self._scratch = [torch.empty(numel) for _ in range(count)]
         return self._scratch[0], self._scratch[1] if needs_scratch else None
-
-    def _path_of(self, rule: Rule, gradient: torch.dtype, parameter: torch.dtype | None) -> UpdatePath:
-        if self.path == "auto":
-            return choose_path(rule.kind, gradient, parameter, self.num_threads).path
-        return self.path
 
 
 def _check(

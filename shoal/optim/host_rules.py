@@ -112,7 +112,8 @@ class Rule:
         """torch's kernel with this step's hyperparameters; without ``fused`` what ``step()`` of its optimizer calls."""
         if self.kind == "Lion":
             return partial(_lion, self)
-        names = ("lr", "weight_decay", "maximize", *SETTINGS[self.kind])
+        betas = ("beta1", "beta2") if self.kind in ("Adam", "AdamW") else ()
+        names = {*NUMBERS[self.kind], *FLAGS[self.kind], *betas}
         settings: dict[str, Any] = {name: value for name, value in vars(self).items() if name in names}
         call: Callable[..., Any]
         if self.fused:
@@ -155,13 +156,7 @@ _FUSED: dict[RuleName, Callable[..., Any]] = {
 }
 _UNFUSED: dict[RuleName, Callable[..., Any]] = {"Adam": adam, "AdamW": adam, "Adagrad": adagrad, "SGD": sgd}
 
-# The hyperparameters of each kind's kernel, in addition to those that all have.
-SETTINGS: dict[RuleName, tuple[str, ...]] = {
-    "Adam": ("beta1", "beta2", "eps", "amsgrad"),
-    "AdamW": ("beta1", "beta2", "eps", "amsgrad"),
-    "Adagrad": ("eps", "lr_decay"),
-    "SGD": ("momentum", "dampening", "nesterov"),
-}
+# The hyperparameters of each kind, in addition to the betas.
 NUMBERS: dict[RuleName, tuple[str, ...]] = {
     "Adam": ("lr", "eps", "weight_decay"),
     "AdamW": ("lr", "eps", "weight_decay"),

@@ -110,7 +110,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     """
 
     moves_to_device = False
-    """Is the costly part computed on the device where weights and state lie in host memory?"""
+    """True if the costly part is computed on the device where weights and state lie in host memory."""
 
     @abstractmethod
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:

@@ -74,7 +74,7 @@ class TrackedStorage:
     """The accesses of one storage, byte by byte.
 
     Args:
-        is_host: does it lie in host memory? None: a single value, which is passed to kernels by the host, until an
+        is_host: it lies in host memory. None: a single value, which is passed to kernels by the host, until an
             operation of the device writes it.
         stream: on which it was allocated; None: before the simulation, or on the host.
     """
@@ -99,7 +99,7 @@ class TrackedStorage:
     ) -> Iterator[tuple[Access, bool, int, int]]:
         """Log an access of bytes ``[start, stop)``.
 
-        Yields: earlier accesses that conflict and that ``clock`` does not know to be over; was it a write; the bytes.
+        Yields: earlier accesses that conflict and that ``clock`` does not know to be over; True for a write; the bytes.
         """
         first, last = self._cut(start), self._cut(stop)
         for index in range(first, last):

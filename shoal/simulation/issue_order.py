@@ -1,4 +1,4 @@
-"""In which order ranks issue collectives, and what each waits for first: would they wait for each other forever?
+"""In which order ranks issue collectives, and what each waits for first: finds those that wait for each other forever.
 
 A collective ends when all its ranks have begun it, and a rank begins it when what its stream has waited for is over. So
 collectives are the nodes of a graph, over all ranks: an edge leads from one to those that begin after it. A circle

@@ -130,12 +130,12 @@ def test_the_queue_is_bounded() -> None:
     caller = threading.Thread(target=third)
     caller.start()
     assert not submitted.wait(0.2)
-    assert threads.num_pending == 2
+    assert threads._num_pending == 2
     gate.set()
     assert submitted.wait(20)
     caller.join()
     threads.wait_idle()
-    assert threads.num_pending == 0
+    assert threads._num_pending == 0
     threads.close()
 
 

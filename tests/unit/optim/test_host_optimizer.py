@@ -12,8 +12,8 @@ import torch
 
 from shoal.errors import OptimizerError
 from shoal.optim.build import build
-from shoal.optim.host import Choice, HostStep, RuleName, UpdatePath, choose_path, kind_of
-from shoal.optim.host_rules import Rule, host_note
+from shoal.optim.host import Choice, HostStep, UpdatePath, choose_path
+from shoal.optim.host_rules import Rule, RuleName, host_note, kind_of
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
 from shoal.optim.muon import Muon

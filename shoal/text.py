@@ -58,6 +58,15 @@ def parse_bytes(text: str) -> int | None:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index((match[2] or " ").upper()))
 
 
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The first three numbers of a version, without what is local.
+
+    >>> version_numbers("2.10.0+cu128"), version_numbers("0.3")
+    ((2, 10, 0), (0, 3))
+    """
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
 def format_count(count: float) -> str:
     """A count in powers of 1,000.
 

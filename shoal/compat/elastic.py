@@ -6,7 +6,6 @@ The arithmetic is ``shoal.config.elastic``'s; this module adds DeepSpeed's signa
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from shoal.config.elastic import (
 from shoal.config.schema import Elasticity
 from shoal.engine.log import logger
 from shoal.launch.environment import schedulers_elasticity
+from shoal.text import version_numbers
 
 MINIMUM_DEEPSPEED_VERSION = "0.3.8"
 
@@ -101,7 +101,7 @@ def compute_elastic_config(
             do='write "elasticity": {"enabled": true, "max_train_batch_size": ..., "micro_batch_sizes": [...]}.',
         )
     section = section_of(ds_config["elasticity"])
-    if _numbers(target_deepspeed_version) < _numbers(MINIMUM_DEEPSPEED_VERSION):
+    if version_numbers(target_deepspeed_version) < version_numbers(MINIMUM_DEEPSPEED_VERSION):
         raise ElasticityError(
             f"target_deepspeed_version {target_deepspeed_version} is older than {MINIMUM_DEEPSPEED_VERSION}, which"
             " elasticity needs."
@@ -121,7 +121,3 @@ def compute_elastic_config(
     if world_size or return_microbatch:
         return batch.total, list(batch.ranks), batch.micro
     return batch.total, list(batch.ranks)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

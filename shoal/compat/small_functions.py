@@ -33,7 +33,7 @@ from shoal.optim.elementwise import check
 from shoal.optim.loss_scale import LossScale, LossScaleSettings
 from shoal.pipeline.costs import balance
 from shoal.running.parameter_owner import OWNERS
-from shoal.text import format_bytes
+from shoal.text import format_bytes, version_numbers
 from shoal.zero import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
 # deepspeed.constants
@@ -320,16 +320,9 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
     """True if the installed torch is within the bounds, both included."""
-    installed = _numbers(torch.__version__)
-    low, high = _numbers(min_version), _numbers(max_version)
+    installed = version_numbers(torch.__version__)
+    low, high = (() if bound is None else version_numbers(str(bound)) for bound in (min_version, max_version))
     return (not low or installed[: len(low)] >= low) and (not high or installed[: len(high)] <= high)
-
-
-def _numbers(version: Any) -> tuple[int, ...]:
-    if version is None:
-        return ()
-    parts = str(version).partition("+")[0].split(".")
-    return tuple(int("".join(letter for letter in part if letter.isdigit()) or 0) for part in parts[:3])
 
 
 def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:

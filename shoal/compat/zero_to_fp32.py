@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -29,12 +29,9 @@ from shoal.checkpoint.watched import nbytes_of, watched
 from shoal.compat.checkpoint_files import model_file
 from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
 from shoal.errors import CheckpointError
-from shoal.text import counted, format_bytes
+from shoal.text import counted, format_bytes, parse_bytes
 
 Place = str | os.PathLike[str]
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
 
 _DTYPES = {
     "float32": torch.float32,
@@ -74,26 +71,13 @@ class _ExportedWeights:
 
 def _open(checkpoint_dir: Place, tag: str | None, *, exclude_frozen: bool) -> _ExportedWeights:
     try:
-        source = open_source(checkpoint_dir, tag, _format_of_checkpoint(checkpoint_dir, tag))
+        source = open_source(checkpoint_dir, tag)
     except CheckpointError as error:
         if error.code != "checkpoint-unnamed":
             raise
         # Stage 0 of DeepSpeed's, whose main parameters have no names: only the model's own weights can be read.
         source = DeepSpeedSource(checkpoint_dir, tag, names=())
     return _ExportedWeights(source, exclude_frozen=exclude_frozen)
-
-
-def _format_of_checkpoint(checkpoint_dir: Place, tag: str | None) -> Literal["shoal", "deepspeed"] | None:
-    """The format of the checkpoint that a tag names, or ``latest``; None: no such checkpoint is in the folder.
-
-    Exported weights may lie next to it. They are rounded, and a tied weight has one name there.
-    """
-    folder = Path(checkpoint_dir)
-    latest = folder / "latest"
-    named = tag if tag is not None else latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
-    if not named or not (folder / named).is_dir():
-        return None
-    return "shoal" if (folder / named / "manifest.json").is_file() else "deepspeed"
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -236,11 +220,11 @@ def _by_number(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _nbytes(size: str | int) -> float:
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?I?)B?\s*", str(size).upper())
-    if match is None:
+def _nbytes(size: str | int) -> int:
+    nbytes = int(size) if str(size).isdigit() else parse_bytes(str(size))
+    if nbytes is None:
         raise CheckpointError(f"{size!r} is no size.", do='write "5GB" or "500MB".', code="checkpoint-format")
-    return float(match[1]) * _UNITS[match[2]]
+    return nbytes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

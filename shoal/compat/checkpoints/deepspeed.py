@@ -68,6 +68,7 @@ from shoal.compat.checkpoints.state import (
     Tensors,
     damaged,
     entry,
+    held_by_all,
     merged,
     read_partitioned,
     read_spread,
@@ -404,7 +405,7 @@ def _trained(
             holders = holders_of(lambda _: of_ranks, of_ranks[0].__contains__, size, counts, data_first=first)
         else:
             holders = holders_of(lambda ep: local_names(experts, ep), is_experts, size, counts, data_first=first)
-        trained = read_partitioned(states, shapes, where, holders if module.experts else None)
+        trained = read_partitioned(states, shapes, where, holders if module.experts else held_by_all(len(states)))
     split_into_experts(trained, layers, module.file)
     return trained, states[0].get("loss_scaler")
 
@@ -415,10 +416,10 @@ def _spread(
     layers: Sequence[AutoEpLayer],
     turns: Turns,
     where: list[str],
-) -> Holders | None:
-    """Stage 3 of AutoEP: who holds parts of which experts, as each rank's model file says."""
+) -> Holders:
+    """Stage 3, of AutoEP: who holds parts of which experts, as each rank's model file says."""
     if not layers:
-        return None
+        return held_by_all(len(states))
     paths = files.model[1 : len(states)]
     step = layers[0].step
     others = [layers_of(open_file(path, verify=turns.take()), str(path), step) for path in paths]

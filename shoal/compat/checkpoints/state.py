@@ -195,23 +195,27 @@ def _joined(
     return join(TensorInfo(info.dtype, (math.prod(info.shape),)), slices()).view(info.shape)
 
 
+def held_by_all(num_ranks: int) -> Holders:
+    """Every rank holds a part of each group."""
+    return lambda group, members: [(members, range(num_ranks))]
+
+
 def read_partitioned(
     states: list[dict[str, Any]],
     shapes: list[Mapping[str, Sequence[int]]],
     files: list[str],
-    holders: Holders | None = None,
+    holders: Holders,
 ) -> FlatState:
     """Stages 1 and 2.
 
     Args:
         states: ``optimizer_state_dict`` of each rank.
         shapes: of each group, the parameters in the order in which they lie.
-        holders: None: all ranks hold a part of each group.
 
     Raises: CheckpointError: the files contradict each other.
     """
-    base = [entry(state, "base_optimizer_state", file) for state, file in zip(states, files, strict=True)]
-    weights = [entry(state, "single_partition_of_fp32_groups", file) for state, file in zip(states, files, strict=True)]
+    base = _entries(states, "base_optimizer_state", files)
+    weights = _entries(states, "single_partition_of_fp32_groups", files)
     paddings = [state.get("group_paddings", [0] * len(shapes)) for state in states]
 
     def numels(rank: int, index: int) -> tuple[int, ...]:
@@ -222,7 +226,7 @@ def read_partitioned(
     trained.groups, steps = hyperparameters(base[0], len(shapes), trained.notes)
     gaps = states[0].get("param_alignment_paddings")
     for group, members in enumerate(shapes):
-        for subset, ranks in [(members, range(len(states)))] if holders is None else holders(group, members):
+        for subset, ranks in holders(group, members):
             where = _lined_up(
                 [weights[rank][group].numel() for rank in ranks],
                 [int(paddings[rank][group]) for rank in ranks],
@@ -242,24 +246,12 @@ def read_spread(
     states: list[dict[str, Any]],
     shapes: list[Mapping[str, Sequence[int]]],
     files: list[str],
-    holders: Holders | None = None,
+    holders: Holders,
 ) -> FlatState:
-    """Stage 3.
-
-    Args:
-        states: ``optimizer_state_dict`` of each rank.
-        shapes: of each flat tensor, the parameters in the order in which they lie.
-        holders: None: all ranks hold a part of each flat tensor.
-
-    Raises: CheckpointError: the files contradict each other.
-    """
-    everywhere = range(len(states))
-    shares = [
-        list(holders(index, members)) if holders is not None else [(members, everywhere)]
-        for index, members in enumerate(shapes)
-    ]
-    weights = [entry(state, "fp32_flat_groups", file) for state, file in zip(states, files, strict=True)]
-    base = [entry(state, "optimizer_state_dict", file) for state, file in zip(states, files, strict=True)]
+    """Stage 3: as ``read_partitioned``, with flat tensors in place of groups."""
+    shares = [list(holders(index, members)) for index, members in enumerate(shapes)]
+    weights = _entries(states, "fp32_flat_groups", files)
+    base = _entries(states, "optimizer_state_dict", files)
 
     def numels(rank: int, index: int) -> tuple[int, ...]:
         ranks = next(ranks for _, ranks in shares[index] if rank in ranks)
@@ -284,6 +276,10 @@ def read_spread(
                 trained.add(name, tuple(shape), group, spread, {**steps[group], **scalars[index]})
                 start += spread.numel_per_rank
     return trained
+
+
+def _entries(states: list[dict[str, Any]], key: str, files: list[str]) -> list[Any]:
+    return [entry(state, key, file) for state, file in zip(states, files, strict=True)]
 
 
 def _collected(

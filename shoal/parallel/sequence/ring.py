@@ -4,23 +4,16 @@ ring        P - 1 sends: every rank sends on to rank r + 1 what it has received 
 all-gather  one all-gather, and P times the memory for keys and values; one reduce-scatter of the gradients
 direct      at most P - 1 sends, of those keys alone that another rank's queries attend to
 
-In step s of the ring, rank r computes with the keys and values of rank r - s, packed in one buffer, and meanwhile sends
-the buffer on and receives the next one:
-
-    step      0        1        2              forward     P - 1 sends of keys and values
-    rank 0    0 ->     2 ->     1              backward    P - 1 sends of keys and values, and P - 1 of their gradients
+    step      0        1        2              in step s rank r computes with the keys and values of rank r - s, packed
+    rank 0    0 ->     2 ->     1              in one buffer, and meanwhile sends it on and receives the next one
     rank 1    1 ->     0 ->     2
     rank 2    2 ->     1 ->     0
 
 The gradients of a buffer begin at the rank that uses it in step 1 and are sent on until they reach its owner, which
 adds its own share. Outputs of tiles are merged by their log-sum-exp, in fp32; gradients are summed in fp32.
 
-With a window or documents the queries of a rank attend to few keys of other ranks, and every rank knows to which:
-``direct``. In step s rank r sends to rank r + s the keys and values that it needs of rank r, and receives from rank
-r - s; in backward it returns their gradients. Where nothing is needed nothing is sent. Four ranks, contiguous, each
-attending to some keys of the rank before:
-
-    step 1    0 -> 1    1 -> 2    2 -> 3         a causal window: not 3 -> 0, and no steps 2 and 3
+With a window or documents the queries of a rank attend to few keys of other ranks, and every rank knows to which. So in
+step s rank r sends to rank r + s what that needs of its keys and values, and in backward gets their gradients from it.
 
 Source: Ring Attention (arXiv:2310.01889); FlashAttention-2's backward (arXiv:2307.08691); all-gather: Llama 3
 (arXiv:2407.21783), section 3.3.2.

@@ -14,14 +14,10 @@ part b of part a:
     3d          X over j, along tokens; W over i       Y over l, along tokens
     3d, back    X over l, along tokens; W over i       Y over j, along tokens
 
-So 2-D is SUMMA, with all-gathers in place of its broadcasts: each rank multiplies the whole sum of its block of Y.
-In 2.5-D layer l of the grid computes a d-th of this sum, and the layers' results are summed. In 2-D and 2.5-D the
-layout of Y is that of X, so that layers chain. In 3-D it is another one, and the next linear, computed ``back`` with j
-and l exchanged, returns to the first: a block's residual stream has the first layout, what is between its two linears
-the second.
-
-Tokens are split along dim 0, so that of [B, L, D] every rank has whole sequences, and elements between two linears in
-whole heads: attention is local. Tokens see each other on one rank only, elements are reduced by norms alone.
+In 2-D and 2.5-D the layout of Y is that of X, so that layers chain. In 3-D it is another one, and the next linear,
+computed ``back`` with j and l exchanged, returns to the first: a block's residual stream has the first layout, what is
+between its two linears the second. Tokens are split along dim 0, and elements between two linears in whole heads:
+attention is local.
 
 Bytes that one transformer layer receives and keeps on each rank (``layer_cost``), 1-D against the grids:
 

@@ -451,7 +451,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 # A compiler calls it as it is: the chunks' loop, unrolled, would be a large graph.
-@untraced
-def _apply(*args: Any) -> Tensor:
-    losses: Tensor = _LinearCrossEntropy.apply(*args)
-    return losses
+_apply: Callable[..., Tensor] = untraced(_LinearCrossEntropy.apply)

@@ -197,7 +197,6 @@ class Recompute:
         self._saved = SavedTensors(store)
         self._contexts = contexts_keeping(self.settings.operations) if self.settings.operations else None
         self.is_plain = self.settings == RecomputeSettings()  # a compiler needs nothing of Shoal's
-        self._run_uncompiled = None if self.is_plain else untraced(self._run)
         self._has_warned_of_compilers = False
 
     # memory
@@ -250,27 +249,25 @@ class Recompute:
     def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As ``checkpoint``. ``name``: of the segment, in tables of times."""
         if torch.compiler.is_compiling():
-            if self._run_uncompiled is None:
+            if self.is_plain:
                 return torch_checkpoint(function, *args, **{**kwargs, "use_reentrant": False})
-            return self._run_uncompiled(name, function, args, kwargs, is_from_compiler=True)
+            return self._run_uncompiled(name, function, args, kwargs)
         return self._run(name, function, args, kwargs)
 
-    def _run(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        is_from_compiler: bool = False,
+    @untraced
+    def _run_uncompiled(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if is_from_compiler and not self._has_warned_of_compilers:
+        if not self._has_warned_of_compilers:
             self._has_warned_of_compilers = True
             logger.warning(
                 "segment %s is inside compiled code and runs uncompiled, because what activation_checkpointing asks for"
                 " needs it; compile the function that is recomputed instead of what calls it.",
                 name,
             )
+        return self._run(name, function, args, kwargs)
+
+    def _run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         options = {key: kwargs[key] for key in OPTIONS if key in kwargs}
         kwargs = {key: value for key, value in kwargs.items() if key not in OPTIONS}
         if options.pop("use_reentrant", False):

@@ -322,10 +322,7 @@ class _Tiled(torch.autograd.Function):
 
 
 # A compiler calls it as it is: a graph would hold every tile's activations.
-@untraced
-def _apply(*args: Any) -> Tensor:
-    result: Tensor = _Tiled.apply(*args)
-    return result
+_apply: Callable[..., Tensor] = untraced(_Tiled.apply)
 
 
 def _module_of(function: Callable[..., Any]) -> nn.Module | None:

@@ -21,6 +21,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,7 @@ from shoal.parallel.saved_tensors import (
     ForwardCall,
     InPlaceTensor,
     Packed,
+    PartitionedTensor,
     SavedTensor,
     SavedTensors,
     checkpoint_around,
@@ -88,10 +90,6 @@ class HostTensor:
         self._copies = copies
         self._host, self._copied = copies.to_host(self.form.compact(source))
         self._source = source
-
-    @property
-    def local(self) -> SavedTensor:
-        return self
 
     def release_source(self) -> None:
         """Free the device memory of the source once the copy to the host is done."""
@@ -147,8 +145,7 @@ class HostStore:
     """
 
     def __init__(self, copies_of: CopiesOf) -> None:
-        self._copies_of = copies_of
-        self._copies: dict[torch.device, Copies | None] = {}
+        self._copies_of = cache(copies_of)
         self._number = 0
         self._calls: dict[int, weakref.ref[ForwardCall]] = {}
         self._leaving: deque[weakref.ref[HostTensor]] = deque()
@@ -173,7 +170,7 @@ class HostStore:
             self._leaving.popleft()
 
     def store(self, tensor: torch.Tensor, call: ForwardCall) -> SavedTensor:
-        copies = self._copies_for(tensor.device)
+        copies = self._copies_of(tensor.device)
         if copies is None:
             return InPlaceTensor(tensor, Tier.HOST)
         if not Form.of(tensor).can_move:
@@ -181,11 +178,6 @@ class HostStore:
         saved = HostTensor(tensor, copies, call)
         self._leaving.append(weakref.ref(saved))
         return saved
-
-    def _copies_for(self, device: torch.device) -> Copies | None:
-        if device not in self._copies:
-            self._copies[device] = self._copies_of(device)
-        return self._copies[device]
 
     def fetch(self, saved: SavedTensor, call: ForwardCall) -> torch.Tensor:
         assert isinstance(saved, HostTensor)
@@ -228,7 +220,8 @@ class HostStore:
 
 
 def _on_host(call: ForwardCall) -> list[HostTensor]:
-    return [saved.local for saved in call.tensors if isinstance(saved.local, HostTensor)]
+    parts = (saved.part if isinstance(saved, PartitionedTensor) else saved for saved in call.tensors)
+    return [part for part in parts if isinstance(part, HostTensor)]
 
 
 def _is_in(saved: HostTensor, call: ForwardCall | None) -> bool:

@@ -31,11 +31,6 @@ class SavedTensor(Protocol):
     tier: Tier
     nbytes: int
 
-    @property
-    def local(self) -> SavedTensor:
-        """What this rank stores: this, or its part of a partitioned tensor."""
-        ...
-
 
 @dataclass(eq=False)
 class ForwardCall:
@@ -135,10 +130,6 @@ class InPlaceTensor:
         self._tensor = tensor
         self._version = version_of(tensor)
 
-    @property
-    def local(self) -> SavedTensor:
-        return self
-
     def get(self) -> torch.Tensor:
         """Raises: UsageError: it was changed in place since."""
         if version_of(self._tensor) != self._version:
@@ -175,10 +166,6 @@ class PartitionedTensor:
         self.part = part
         self.tier: Tier = part.tier
         self.nbytes = part.nbytes
-
-    @property
-    def local(self) -> SavedTensor:
-        return self.part
 
 
 class PartitionedStore:

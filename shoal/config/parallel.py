@@ -94,6 +94,7 @@ INTERLEAVED = {"1f1b": "interleaved_1f1b", "zb_h1": "interleaved_zero_bubble"}
 PARTITIONS = ("best", "parameters", "uniform", "memory", "time")
 
 
+@with_unsupported("pipeline")
 class Pipeline(Section):
     """A model cut into pipeline stages. `parallel.pp` gives the ranks as well."""
 
@@ -115,9 +116,6 @@ class Pipeline(Section):
     activation_checkpoint_interval: int = key(
         0, "recompute activations in segments of this many layers; 0: never", ge=0
     )
-    pipe_partitioned: bool = key(True, "send activations in tensor-parallel parts")
-    grad_partitioned: bool = key(True, "send gradients in tensor-parallel parts")
-    use_reentrant: bool | None = key(None, "reentrant activation checkpointing; null is true in DeepSpeed, false here")
 
 
 def schedule_name(text: str) -> str | None:

@@ -30,11 +30,11 @@ class Fp16(Section):
     fp16_master_weights_and_grads: bool = key(False, "no fp32 main parameters: the optimizer updates fp16")
 
 
+@with_unsupported("bf16")
 class Bf16(Section):
     """bfloat16 with fp32 main parameters."""
 
     enabled: bool = key(False, "bfloat16 weights and gradients, fp32 main parameters")
-    immediate_grad_update: bool = key(False, "apply each gradient as soon as it is computed")
     check_grad_overflow: bool = key(True, "check gradients for infinity and NaN before the step")
     bf16_master_weights_and_grads: bool = key(False, "no fp32 main parameters: the optimizer updates bfloat16")
     bf16_optimizer_states: bool = key(

@@ -53,14 +53,6 @@ def no_effect(reason: str) -> Support:
     return Support("no effect", reason)
 
 
-def not_built(part: str, *, switch: str = "", harmless: tuple[Any, ...] = ()) -> Support:
-    return Support("not built", part, switch, harmless)
-
-
-def refused(instead: str) -> Support:
-    return Support("refused", instead)
-
-
 OFFLOAD = "zero_optimization.offload_optimizer"
 
 
@@ -85,18 +77,13 @@ SUPPORT: dict[str, Support] = {
     f"{OFFLOAD}.buffer_count": no_effect("the state of three units is in memory: the previous one, this one, the next"),
     f"{OFFLOAD}.pipeline_read": no_effect("the next state is always read while this one is updated"),
     f"{OFFLOAD}.pipeline_write": no_effect("the last state is always written while this one is updated"),
-    f"{OFFLOAD}.fast_init": no_effect("one call creates the files"),
-    "optimizer.legacy_fusion": refused("the step already works on flat memory; leave it out"),
-    "bf16.immediate_grad_update": not_built("updates inside the backward pass", switch="bf16.enabled"),
+    "optimizer.legacy_fusion": Support("refused", "the step already works on flat memory; leave it out"),
     "activation_checkpointing.partition_activations": no_effect(
         "there is one model-parallel rank: no other has the same activations"
     ),
     "activation_checkpointing.number_checkpoints": no_effect("no memory is reserved in advance"),
     "activation_checkpointing.contiguous_memory_optimization": no_effect("saved activations are left to the allocator"),
     "activation_checkpointing.synchronize_checkpoint_boundary": no_effect("the order of the device's stream is enough"),
-    "pipeline.pipe_partitioned": no_effect("each tensor-parallel rank sends to the same rank of the next stage"),
-    "pipeline.grad_partitioned": no_effect("each tensor-parallel rank sends to the same rank of the next stage"),
-    "pipeline.use_reentrant": no_effect("recomputation is never reentrant"),
     # Of every layer with experts, also of a model that has them without this section.
     "expert_parallel.load_balance_coeff": Support("supported", stands_alone=True),
     "expert_parallel.rebalance_every": Support("supported", stands_alone=True),
@@ -104,7 +91,7 @@ SUPPORT: dict[str, Support] = {
     "expert_parallel.gather_if_used": Support("supported", stands_alone=True),
     "expert_parallel.expert_tensor_parallel_size": Support("supported", stands_alone=True),
     "elasticity.min_time": no_effect("the job's scheduler decides when the number of ranks changes"),
-    "elasticity.model_parallel_size": not_built("elastic runs with model-parallel ranks", harmless=(1,)),
+    "elasticity.model_parallel_size": Support("not built", "elastic runs with model-parallel ranks", harmless=(1,)),
 }
 
 # Of parts that are not built, keys that a stage below 3 has no use for: nothing is gathered there to be used.

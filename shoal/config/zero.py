@@ -32,6 +32,7 @@ class OffloadParam(Section):
     pin_memory: bool = key(True, "page-lock the host memory, for faster copies")
 
 
+@with_unsupported("zero_optimization.offload_optimizer")
 class OffloadOptimizer(Section):
     """Where main parameters and optimizer state are stored, and so where the update is computed."""
 
@@ -41,7 +42,6 @@ class OffloadOptimizer(Section):
     pin_memory: bool = key(True, "page-lock the host memory, for faster copies")
     pipeline_read: bool = key(False, "read the next tile while this one is updated")
     pipeline_write: bool = key(False, "write the last tile while this one is updated")
-    fast_init: bool = key(False, "create the files at start in a faster way")
     ratio: float = key(
         1.0, "share of the state that is updated on the host; the remainder stays on the device", ge=0, le=1
     )

@@ -48,7 +48,7 @@ def group_index(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> d
     Raises: OptimizerError: a parameter in two groups, or one that is not the model's.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[int, int] = {}
+    index_of: dict[int, int] = {}
     problems = []
     for index, group in enumerate(groups):
         for position, parameter in enumerate(group):
@@ -58,17 +58,17 @@ def group_index(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> d
                     f"group {index} holds a parameter (position {position}, shape {tuple(parameter.shape)})"
                     " that is not in the model"
                 )
-            elif id(parameter) in found:
-                problems.append(f"parameter {name!r} is in group {found[id(parameter)]} and again in group {index}")
+            elif id(parameter) in index_of:
+                problems.append(f"parameter {name!r} is in group {index_of[id(parameter)]} and again in group {index}")
             else:
-                found[id(parameter)] = index
+                index_of[id(parameter)] = index
     if problems:
         raise OptimizerError(
             f"{listed(problems)}.",
             do="put each parameter of the model into exactly one group.",
             code="optimizer-groups",
         )
-    return found
+    return index_of
 
 
 def _check_real(model: nn.Module, group_of: Mapping[int, int]) -> None:

@@ -259,7 +259,7 @@ def split(model: nn.Module, axes: Axes, config: Config) -> tuple[Specs, frozense
             )
         grid = Grid.open(current_world(), mesh, asked.tp_grid)
         return parallelize_grid(model, grid, plan, loss_parallel=asked.tp_loss_parallel), frozenset()
-    found = parallelize(
+    parallel = parallelize(
         model,
         comm,
         plan,
@@ -270,19 +270,19 @@ def split(model: nn.Module, axes: Axes, config: Config) -> tuple[Specs, frozense
         inner={} if etp is None else {name: etp for name, _, _ in modules_with_experts(model)},
     )
     for name, _, held in modules_with_experts(model):
-        held.tensor = TensorRanks(etp=etp, region=None if found.region_of is None else found.region_of(name))
+        held.tensor = TensorRanks(etp=etp, region=None if parallel.region_of is None else parallel.region_of(name))
     # Ranks along ``tp_fold`` have other tokens; those along ``etp`` have gathered theirs.
     is_folded = _is_folded(axes)
     of_experts = {name for name, held in _parameters_of_experts(model) if is_folded and held.tensor.splits_sequence}
-    return dict(found.parts), found.partial | of_experts
+    return dict(parallel.parts), parallel.partial | of_experts
 
 
 def _check_declared(model: nn.Module, declared: Specs, etp: Communicator) -> None:
     """Raises: ModelError: experts are split over all tensor-parallel ranks already."""
-    found = next((name for name, _ in _parameters_of_experts(model) if name in declared), None)
-    if found is not None:
+    expert = next((name for name, _ in _parameters_of_experts(model) if name in declared), None)
+    if expert is not None:
         raise ModelError(
-            f"{found} is split over all tensor-parallel ranks already, and expert_tensor_parallel_size is {etp.size}.",
+            f"{expert} is split over all tensor-parallel ranks already, and expert_tensor_parallel_size is {etp.size}.",
             do="set expert_parallel.expert_tensor_parallel_size to the number of these ranks; or hand over a model"
             " whose experts are whole.",
             code="tensor-parallel-plan",

@@ -42,7 +42,7 @@ def can_move(groups: Iterable[ParameterGroup], comm: Communicator) -> bool:
 
     Communicates: one exchange of a number.
     """
-    found: list[object] = []
+    forms: list[object] = []
     is_flat = True
     for group in groups:
         for part in group.ranges:
@@ -51,9 +51,9 @@ def can_move(groups: Iterable[ParameterGroup], comm: Communicator) -> bool:
             scalars = {key: value for key, value in state.items() if key not in tensors}
             scalars |= {key: value.item() for key, value in tensors.items() if value.numel() == 1}
             is_flat &= all(value.numel() in (1, part.param.numel()) for value in tensors.values())
-            forms = sorted((key, str(value.dtype)) for key, value in tensors.items())
-            found.append((part.start, part.stop, forms, sorted((key, repr(value)) for key, value in scalars.items())))
-    mine = torch.tensor([float(is_flat), float(zlib.crc32(repr(found).encode()))], dtype=torch.float64)
+            kinds = sorted((key, str(value.dtype)) for key, value in tensors.items())
+            forms.append((part.start, part.stop, kinds, sorted((key, repr(value)) for key, value in scalars.items())))
+    mine = torch.tensor([float(is_flat), float(zlib.crc32(repr(forms).encode()))], dtype=torch.float64)
     of_all = comm.exchange(mine, label="experts' states").wait().tolist()
     return all(flat == 1.0 and code == of_all[0][1] for flat, code in of_all)
 
@@ -106,18 +106,18 @@ def move_experts(
 
 def _pieces(sharded: ShardedModel, module: nn.Module, held: ExpertsHeld) -> dict[ParameterGroup, list[_Piece]]:
     """By parameter group, in the same order on every rank."""
-    found: dict[ParameterGroup, list[_Piece]] = {}
+    by_group: dict[ParameterGroup, list[_Piece]] = {}
     for name, parameter in module.named_parameters():
         group, slot = sharded.home_of[id(parameter)]
         spec = group.buffer.layout.specs[slot]
-        pieces = found.setdefault(group, [])
+        pieces = by_group.setdefault(group, [])
         if held.form == "listed":
             pieces.append(_Piece(int(name.split(".")[0]), slot, spec.offset, spec.offset + spec.numel))
             continue
         each = spec.numel // held.num_local
         starts = range(spec.offset, spec.offset + spec.numel, each)
         pieces += [_Piece(place, slot, start, start + each) for place, start in enumerate(starts)]
-    return found
+    return by_group
 
 
 def _tensors(group: ParameterGroup) -> Iterator[tuple[int, torch.Tensor]]:

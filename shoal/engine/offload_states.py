@@ -146,16 +146,13 @@ class OffloadStates:
                 if group.second is not None:
                     group.second.free_shard()  # kept again by the next forward
                 group.buffer.store(copied(group.buffer.stored_values), HostStorage)
-                if not group.buffer.is_sharded:
-                    group.attach_views()
             self._point_at_parameters()
         elif name == "hp_params":
-            self._move_main_parameters(copied)
+            self._copy_main_parameters(copied)
         elif name == "optim_states":
             if step is not None:
                 step.release_state()
-            for held, key in self._optimizer_tensors():
-                held[key] = copied(held[key])
+            self._copy_optimizer_state(copied)
         elif name == "lp_grads":
             for group in self._sharding.groups:
                 open_gradient.move_to_host(group.gradient, copied)
@@ -182,15 +179,12 @@ class OffloadStates:
                 buffer = group.buffer
                 target = buffer.comm.empty(buffer.stored_numel, buffer.dtype, device)
                 buffer.store(target.copy_(buffer.stored_values, non_blocking=True))
-                if not group.buffer.is_sharded:
-                    group.attach_views()
-            self._moved.clear()
             self._point_at_parameters()
+            self._moved.clear()
         elif name == "hp_params":
-            self._move_main_parameters(copied)
+            self._copy_main_parameters(copied)
         elif name == "optim_states":
-            for held, key in self._optimizer_tensors():
-                held[key] = copied(held[key])
+            self._copy_optimizer_state(copied)
         elif name == "lp_grads":
             for group in self._sharding.groups:
                 open_gradient.move_to_device(group.gradient)
@@ -228,38 +222,41 @@ class OffloadStates:
                 yield group
 
     def _optimizer_tensors(self) -> Iterator[tuple[dict[str, Any], str]]:
-        step = self._sharding.step
-        if step is None:
-            return
         for group in self._states():
             for part in group.ranges:
-                held = step.optimizer.state.get(part.param, {})
-                for key, value in list(held.items()):
+                state = group.state_of(part)
+                for key, value in list(state.items()):
                     if isinstance(value, torch.Tensor) and value.dim():
-                        yield held, key
+                        yield state, key
 
     def _on_device(self, name: str) -> list[torch.Tensor]:
         """The tensors that ``_move_out`` copies."""
         if name == "lp_params":
-            buffers = [group.buffer for group in self._on_device_groups()]
-            return [buffer.stored_values for buffer in buffers]
+            return [group.buffer.stored_values for group in self._on_device_groups()]
         if name == "hp_params":
             return [group.main for group in self._states() if group.has_own_main]
         if name == "optim_states":
-            return [held[key] for held, key in self._optimizer_tensors()]
+            return [state[key] for state, key in self._optimizer_tensors()]
         if name == "lp_grads":
             exported = [open_gradient.export(group.gradient) for group in self._sharding.groups]
             return [tensor for values in exported for tensor in open_gradient.tensors_in(values)]
         return []
 
-    def _move_main_parameters(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _copy_optimizer_state(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for state, key in self._optimizer_tensors():
+            state[key] = copied(state[key])
+
+    def _copy_main_parameters(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for group in self._states():
             if group.has_own_main:
                 group.main = copied(group.main)
                 _point(group)
 
     def _point_at_parameters(self) -> None:
-        """Main parameters that share the parameters' memory follow it."""
+        """Parameters that are stored whole, and main parameters that share the parameters' memory, follow it."""
+        for group in self._moved:
+            if not group.buffer.is_sharded:
+                group.attach_views()
         for group in self._sharding.groups:
             if not group.has_own_main and group.disk is None:
                 group.synchronize()

@@ -26,11 +26,11 @@ def from_stages(ranks: Communicator | None, value: Any, label: str) -> list[Any]
 
 def aliases_of(ranks: Communicator | None, module: nn.Module) -> dict[str, tuple[str, ...]]:
     """The other names of tied parameters of the whole model, by the first name."""
-    found: dict[str, tuple[str, ...]] = {}
-    for aliases in from_stages(ranks, {k: list(v) for k, v in names_of(module)[1].items()}, "names of tied weights"):
-        for name, others in aliases.items():
-            found[name] = tuple(dict.fromkeys((*found.get(name, ()), *others)))
-    return found
+    aliases: dict[str, tuple[str, ...]] = {}
+    for of_stage in from_stages(ranks, {k: list(v) for k, v in names_of(module)[1].items()}, "names of tied weights"):
+        for name, others in of_stage.items():
+            aliases[name] = tuple(dict.fromkeys((*aliases.get(name, ()), *others)))
+    return aliases
 
 
 def names_elsewhere(ranks: Communicator | None, module: nn.Module) -> frozenset[str]:
@@ -51,26 +51,26 @@ def own_buffers(ranks: Communicator | None, module: nn.Module) -> dict[str, torc
 
 def joined_groups(ranks: Communicator | None, groups: Sequence[Sequence[str]]) -> list[list[str]]:
     """The names in each of the optimizer's groups, over all stages."""
-    found: list[dict[str, None]] = []
+    joined: list[dict[str, None]] = []
     for stage in from_stages(ranks, [list(group) for group in groups], "groups of the optimizer"):
-        found += [{} for _ in range(len(stage) - len(found))]
-        for names, more in zip(found, stage, strict=False):
+        joined += [{} for _ in range(len(stage) - len(joined))]
+        for names, more in zip(joined, stage, strict=False):
             names.update(dict.fromkeys(more))
-    return [list(names) for names in found]
+    return [list(names) for names in joined]
 
 
 def joined_records(ranks: Communicator | None, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
     """The parameters of the whole model: a tied one once, with all its names."""
     if ranks is None:
         return list(records)
-    found: dict[str, ParameterRecord] = {}
+    joined: dict[str, ParameterRecord] = {}
     for stage in from_stages(ranks, [record.model_dump(mode="json") for record in records], "parameters"):
         for record in map(ParameterRecord.model_validate, stage):
-            first = found.setdefault(record.name, record)
+            first = joined.setdefault(record.name, record)
             names = list(dict.fromkeys([*first.aliases, *record.aliases]))
             group = record.group if first.group is None else first.group
-            found[record.name] = first.model_copy(update={"aliases": names, "group": group})
-    return list(found.values())
+            joined[record.name] = first.model_copy(update={"aliases": names, "group": group})
+    return list(joined.values())
 
 
 def joined_values(
@@ -88,15 +88,15 @@ def joined_values(
     if ranks is None:
         return dict(values)
     forms = [[name, tree.name_of(value.dtype), list(value.shape)] for name, value in values.items()]
-    found: dict[str, torch.Tensor] = {}
-    held = from_stages(ranks, forms, "values of the stages")
-    num_holders = Counter(name for stage in held for name, _, _ in stage)
-    for source, stage in enumerate(held):
+    joined: dict[str, torch.Tensor] = {}
+    of_stages = from_stages(ranks, forms, "values of the stages")
+    num_holders = Counter(name for stage in of_stages for name, _, _ in stage)
+    for source, stage in enumerate(of_stages):
         for name, dtype, shape in stage:
-            if name in found:
+            if name in joined:
                 continue
             if num_holders[name] == ranks.size:
-                found[name] = values[name]
+                joined[name] = values[name]
                 continue
             if source == ranks.rank:
                 sent = values[name].to(device)
@@ -106,5 +106,5 @@ def joined_values(
                 ranks.blocking.broadcast(sent.view(-1), source, label=name)
             if not is_kept:
                 sent = torch.empty(0)  # the name alone: it is not sent again
-            found[name] = values[name] if source == ranks.rank else sent.to("cpu")
-    return found if is_kept else {}
+            joined[name] = values[name] if source == ranks.rank else sent.to("cpu")
+    return joined if is_kept else {}

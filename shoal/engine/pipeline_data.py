@@ -38,25 +38,25 @@ def next_batches(
 
     Communicates: one exchange of 3 numbers, and one for each micro-batch.
     """
-    found: list[Any] = []
+    read: list[Any] = []
     error: Exception | None = None
     state = _NO_DATA if source is None else _DATA
     try:
-        while source is not None and len(found) < num_micro:
+        while source is not None and len(read) < num_micro:
             batch = next(source)
-            found.append(batch if batch_fn is None else batch_fn(batch))
+            read.append(batch if batch_fn is None else batch_fn(batch))
     except StopIteration:
         state = _ENDED
     except Exception as raised:
         state, error = _ENDED, raised
-    signatures = [signature_of(batch, arguments) for batch in found] + [0] * (num_micro - len(found))
+    signatures = [signature_of(batch, arguments) for batch in read] + [0] * (num_micro - len(read))
     number = int.from_bytes(hashlib.sha256(schedule.encode()).digest()[:6], "big")
-    rows = [[state, float(len(found)), float(number), *map(float, signatures)]]
+    rows = [[state, float(len(read)), float(number), *map(float, signatures)]]
     if comm is not None:
         rows = exchange_rows(rows[0], comm, device, label="micro-batches")
     known = [int(max(row[3 + index] for row in rows)) for index in range(num_micro)]
-    found += [None] * (num_micro - len(found))
-    batches = [MicroBatch(batch, signature) for batch, signature in zip(found, known, strict=True)]
+    read += [None] * (num_micro - len(read))
+    batches = [MicroBatch(batch, signature) for batch, signature in zip(read, known, strict=True)]
     return batches, _failure(rows, num_micro, error)
 
 

@@ -69,19 +69,19 @@ class Weights:
                             value = gather_parts(value, spec, group.axes.parts)
                         if is_kept or self._names is not None:
                             values[names[id(parameter)]] = value.to("cpu", copy=True)
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         buffers = {name: b.detach().to("cpu", copy=True) for name, b in buffers_of(self._module).items()}
         if self._names is not None:
             whole = joined_values(self._names, values | buffers, self._device, is_kept=is_kept)
             first_of = {other: name for name, others in self.aliases().items() for other in others}
             for name in (*whole, *first_of):
                 if first_of.get(name, name) in whole:
-                    found[f"{prefix}{name}"] = whole[first_of.get(name, name)]
-            return found
+                    result[f"{prefix}{name}"] = whole[first_of.get(name, name)]
+            return result
         for name, parameter in named_parameters_of(self._module, remove_duplicate=False):
             if names[id(parameter)] in values:
-                found[f"{prefix}{name}"] = values[names[id(parameter)]]
-        return found | {f"{prefix}{name}": buffer for name, buffer in buffers.items()}
+                result[f"{prefix}{name}"] = values[names[id(parameter)]]
+        return result | {f"{prefix}{name}": buffer for name, buffer in buffers.items()}
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """The other names of tied weights, by the first name. Communicates: names, between pipeline stages."""

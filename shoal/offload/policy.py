@@ -46,18 +46,18 @@ def from_config(
         max_host_numel: elements of this rank's parameters that stay in host memory though ``parameter`` is the disk.
     """
     kept = (1 - ratio) * sum(size.trained_numel for size in sizes)
-    held = 0
-    found = []
+    on_host_numel = 0
+    tiers = []
     for size in sizes:
         parameter_tier, state_tier = parameter, state
-        if parameter is Tier.DISK and size.can_move_parameters and held + size.stored_numel <= max_host_numel:
-            held += size.stored_numel
+        if parameter is Tier.DISK and size.can_move_parameters and on_host_numel + size.stored_numel <= max_host_numel:
+            on_host_numel += size.stored_numel
             parameter_tier = Tier.HOST
         if state is not Tier.DEVICE and 0 < size.trained_numel <= kept:
             kept -= size.trained_numel
             state_tier = Tier.DEVICE
-        found.append(Tiers(parameter_tier if size.can_move_parameters else Tier.DEVICE, state_tier))
-    return found
+        tiers.append(Tiers(parameter_tier if size.can_move_parameters else Tier.DEVICE, state_tier))
+    return tiers
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ def _inner(
         return torch.cat(parts, 1)
     assert not isinstance(options.documents, Tensor)
     plan = RingPlan(
-        comm=context.cp,
+        comm=context.cp if context.cp_size > 1 else None,
         chunks=chunks_of(length, context.cp_size, context.order),
         is_causal=options.is_causal,
         documents=None if options.documents is None else options.documents.begins,

@@ -320,7 +320,7 @@ class DirectGradients(LocalGradients):
 
 def blocks_of(key: Tensor, value: Tensor, plan: RingPlan, label: str) -> Iterator[Block]:
     """Each rank with its keys and values, as ``plan.tiles`` counts them; this one first."""
-    if plan.comm is None or plan.comm.size == 1:
+    if plan.comm is None:
         return iter([(0, key, value)])
     blocks = gathered_blocks if plan.exchange == "all_gather" else direct_blocks if plan.is_direct else ring_blocks
     return blocks(key, value, plan, plan.comm, label)
@@ -328,7 +328,7 @@ def blocks_of(key: Tensor, value: Tensor, plan: RingPlan, label: str) -> Iterato
 
 def gradients_of(key: Tensor, value: Tensor, plan: RingPlan) -> LocalGradients:
     """What sums the ranks' gradients of the keys and values that ``blocks_of`` has given them."""
-    if plan.comm is None or plan.comm.size == 1:
+    if plan.comm is None:
         return LocalGradients(key, value, plan)
     if plan.exchange == "all_gather":
         return GatheredGradients(key, value, plan, plan.comm)

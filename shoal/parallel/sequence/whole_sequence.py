@@ -54,7 +54,7 @@ def _with_longest(
     _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     context = current_sequence_context()
-    if context is None or context.size == 1:
+    if context is None:
         return None
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": _extended(kwargs["position_ids"], context)}
@@ -63,7 +63,7 @@ def _with_longest(
 
 def _without_longest(_module: nn.Module, _args: Any, output: Any) -> Any:
     context = current_sequence_context()
-    if context is None or context.size == 1:
+    if context is None:
         return None
     return tree_map_only(torch.Tensor, lambda tensor: tensor[..., :-1, :], output)
 

@@ -113,18 +113,26 @@ def write_file(
     Memory: one block, and on an accelerator's tensors one copy of a block in host memory.
     """
     with storage.create(f"{folder}/{name}" if folder else name, is_direct=snapshot is not None) as sink:
-        writer = _BlockWriter(sink, plan.block_nbytes, between_blocks)
-        if snapshot is not None:
-            writer.add(_view_of(snapshot.image))
-        else:
-            writer.add(memoryview(plan.header))
-            for entry in plan.entries:
-                writer.add_entry(entry)
-        writer.finish()
+        sums = write_plan(sink, plan, snapshot, between_blocks)
         before_flush()
         sink.flush()
+    return FileRecord(name=name, nbytes=plan.nbytes, block_nbytes=plan.block_nbytes, blocks=sums)
+
+
+def write_plan(
+    sink: Sink, plan: FilePlan, snapshot: Snapshot | None = None, between_blocks: Callable[[], None] = lambda: None
+) -> list[str]:
+    """Write a planned file's bytes, as ``write_file``. Returns: the sum of each block."""
+    writer = _BlockWriter(sink, plan.block_nbytes, between_blocks)
+    if snapshot is not None:
+        writer.add(_view_of(snapshot.image))
+    else:
+        writer.add(memoryview(plan.header))
+        for entry in plan.entries:
+            writer.add_entry(entry)
+    writer.finish()
     assert writer.nbytes == plan.nbytes, f"{writer.nbytes} bytes were written of {plan.nbytes}"
-    return FileRecord(name=name, nbytes=writer.nbytes, block_nbytes=plan.block_nbytes, blocks=writer.sums)
+    return writer.sums
 
 
 class Snapshot:

@@ -91,15 +91,14 @@ class Storage(Protocol):
             sink.write(memoryview(data))
 
     def replacing(self, path: str) -> Any:
-        """The same for a large file: a context manager that gives a ``Sink``. An exception keeps the old file."""
+        """The same for a large file: a context manager that gives a ``Sink``.
+
+        An exception keeps the old file; on an object store, it leaves none.
+        """
         ...
 
     def rename(self, source: str, target: str) -> None:
         """Raises: OSError: ``target`` is there."""
-        ...
-
-    def move_over(self, source: str, target: str) -> None:
-        """Rename a file onto another: a reader sees the old one or the new one."""
         ...
 
     def flush_folder(self, path: str = "") -> None: ...
@@ -204,10 +203,6 @@ class LocalStorage(Storage):
         if os.path.lexists(self._at(target)):
             raise FileExistsError(errno.EEXIST, "is there already", str(self._at(target)))
         os.rename(self._at(source), self._at(target))
-
-    def move_over(self, source: str, target: str) -> None:
-        os.replace(self._at(source), self._at(target))
-        self.flush_folder(os.path.dirname(target))
 
     def flush_folder(self, path: str = "") -> None:
         _flush_folder(self._at(path))
@@ -376,13 +371,15 @@ class ObjectStorage(Storage):
 
     @contextmanager
     def replacing(self, path: str) -> Iterator[Sink]:
-        with self._fs.open(self._at(path), "wb") as file:
-            yield _ObjectSink(file)
+        try:
+            with self._fs.open(self._at(path), "wb") as file:
+                yield _ObjectSink(file)
+        except BaseException:  # closing has stored what was written so far
+            self.remove(path)
+            raise
 
     def rename(self, source: str, target: str) -> None:
         raise OSError(errno.ENOTSUP, "an object store cannot rename", self.url)
-
-    move_over = rename
 
     def flush_folder(self, path: str = "") -> None:
         return

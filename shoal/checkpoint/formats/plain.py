@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.blocks import TensorEntry, plan_file, write_file
+from shoal.checkpoint.blocks import TensorEntry, plan_file, write_plan
 from shoal.checkpoint.formats.huggingface import cast_dtypes, write_huggingface
 from shoal.checkpoint.formats.target import new_file
 from shoal.checkpoint.formats.torch_file import load, write_tensors
@@ -164,24 +163,14 @@ def write_weights(
     """
     inside = Path(name).parent.as_posix()
     storage.make_folder("" if inside == "." else inside)
-    staging = f"{name}.tmp-{secrets.token_hex(6)}" if storage.can_rename else name
-    if not storage.can_rename:
-        storage.remove(name)
-    try:
+    with storage.replacing(name) as sink:
         if Path(name).suffix in _TORCH_SUFFIXES:
             infos = {key: TensorInfo(value.dtype, tuple(value.shape)) for key, value in values.items()}
-            with storage.create(staging) as sink:
-                write_tensors(sink, infos, values.__getitem__, aliases)
-                sink.flush()
+            write_tensors(sink, infos, values.__getitem__, aliases)
         else:
             entries = [TensorEntry(key, v.dtype, tuple(v.shape), partial(_flat, v)) for key, v in values.items()]
             metadata = {"format": "pt"} | {alias: key for key, names in aliases.items() for alias in names}
-            write_file(storage, "", staging, plan_file(entries, metadata))
-        if staging != name:
-            storage.move_over(staging, name)
-    except BaseException:
-        storage.remove(staging)
-        raise
+            write_plan(sink, plan_file(entries, metadata))
 
 
 def _flat(value: torch.Tensor) -> tuple[torch.Tensor]:

@@ -34,19 +34,28 @@ def open_source(source: object, args: object = None) -> tuple[Document, str]:
                 code="config-missing",
             )
     if isinstance(source, Mapping):
-        return _document(_plain(source), "the config dict"), "the config dict"
-    if isinstance(source, os.PathLike):
-        return _from_file(Path(source)), str(source)
-    if isinstance(source, str):
-        return _from_text(source)
-    raise ConfigError(
-        f"a configuration is a dict, a path, JSON text or base64, not {type(source).__name__}.", code="config-type"
-    )
+        document, name = _plain(source), "the config dict"
+    elif isinstance(source, os.PathLike):
+        document, name = _from_file(Path(source)), str(source)
+    elif isinstance(source, str):
+        document, name = _from_text(source)
+    else:
+        raise ConfigError(
+            f"a configuration is a dict, a path, JSON text or base64, not {type(source).__name__}.", code="config-type"
+        )
+    if not isinstance(document.value, dict):
+        raise ConfigError(
+            f"the configuration is {type(document.value).__name__}, not an object of keys.",
+            where=name,
+            do='write {"train_batch_size": ...}.',
+            code="config-type",
+        )
+    return document, name
 
 
 def _from_text(text: str) -> tuple[Document, str]:
     if text.lstrip("\ufeff \t\r\n").startswith(("{", "//", "#", "/*")):
-        return _document(read(text, "the JSON text"), "the JSON text"), "the JSON text"
+        return read(text, "the JSON text"), "the JSON text"
     path = Path(text).expanduser()
     if _is_file(path):
         return _from_file(path), text
@@ -55,7 +64,7 @@ def _from_text(text: str) -> tuple[Document, str]:
     except (binascii.Error, UnicodeDecodeError, ValueError):
         decoded = ""
     if decoded.lstrip("\ufeff \t\r\n").startswith("{"):
-        return _document(read(decoded, "the base64 text"), "the base64 text"), "the base64 text"
+        return read(decoded, "the base64 text"), "the base64 text"
     near = did_you_mean(path.name, _config_files_near(path))
     shown = text if len(text) <= 80 else f"{text[:77]}..."
     raise ConfigError(
@@ -88,18 +97,7 @@ def _from_file(path: Path) -> Document:
         raise ConfigError(f"there is no file {str(path)!r}{near or '.'}", code="config-missing") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.", code="config-unreadable") from None
-    return _document(read(text, str(path), is_hjson=path.suffix == ".hjson"), str(path))
-
-
-def _document(document: Document, name: str) -> Document:
-    if not isinstance(document.value, dict):
-        raise ConfigError(
-            f"the configuration is {type(document.value).__name__}, not an object of keys.",
-            where=name,
-            do='write {"train_batch_size": ...}.',
-            code="config-type",
-        )
-    return document
+    return read(text, str(path), is_hjson=path.suffix == ".hjson")
 
 
 def _plain(source: Mapping[Any, Any]) -> Document:

@@ -32,6 +32,7 @@ from shoal.engine.settings import dtype_of
 from shoal.errors import AssertedUsageError, NotBuiltError
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.layer import MOELayer, TopKGate
+from shoal.pipeline.topology import PipelineParallelGrid
 from shoal.running.optimizer import ShardedOptimizer
 
 
@@ -205,7 +206,7 @@ class DeepSpeedEngine(Engine):
     @property
     def num_experts(self) -> list[int]:
         """The experts of each layer that has some, in the model's order."""
-        return [held.num_experts for _, _, held in modules_with_experts(self.module)]
+        return [experts.num_experts for _, _, experts in modules_with_experts(self.module)]
 
     @property
     def moe_layers(self) -> list[MOELayer]:
@@ -230,7 +231,7 @@ class DeepSpeedEngine(Engine):
     def _groups_of_experts(self, axis: str) -> dict[str, Any]:
         """The first time, every rank calls."""
         mesh, is_alone = self.axes.mesh, self.world.backend == "none"
-        sizes = sorted({held.ep_size for _, _, held in modules_with_experts(self.module)})
+        sizes = sorted({experts.ep_size for _, _, experts in modules_with_experts(self.module)})
         return {
             f"ep_size_{size}": None if is_alone else self.world.process_group(axis, replace(mesh, ep=size))
             for size in sizes
@@ -273,8 +274,8 @@ class DeepSpeedEngine(Engine):
         """Whole values by name on rank 0, None on the others. Every rank calls."""
         self._check_alive()
         is_first = self.axes.world.rank == 0
-        found = self.weights.module_state_dict(exclude_frozen=exclude_frozen_parameters, is_kept=is_first)
-        return found if is_first else None
+        values = self.weights.module_state_dict(exclude_frozen=exclude_frozen_parameters, is_kept=is_first)
+        return values if is_first else None
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
@@ -441,6 +442,11 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
     """``deepspeed.PipelineEngine``: ``train_batch`` and ``eval_batch`` in addition to the names of an engine."""
 
     pipeline_parallelism = True
+
+    @cached_property
+    def grid(self) -> PipelineParallelGrid:
+        """This rank's coordinates among stages, data-parallel and tensor-parallel ranks."""
+        return PipelineParallelGrid()
 
     @property
     def micro_batches(self) -> int:

@@ -38,6 +38,7 @@ _ENGINE = {
     "engine.step(), which reduces what backward() has not": "allreduce_gradients",
     "engine.properties.config.communication_data_type": "communication_data_type",
     # of an engine with pipeline stages
+    "engine.axes.mesh": "grid",
     "engine.gradient_accumulation_steps()": "micro_batches",
     "engine.axes.mesh.pp": "is_pipe_parallel num_stages",
     'engine.axes.mesh.index("pp", engine.global_rank)': "get_pipeline_parallel_rank stage_id",
@@ -82,7 +83,7 @@ def advise(kind: type, name: str) -> AbsentError | None:
     else:
         return None
     return AbsentError(
-        f"{owner}.{name} is a name of DeepSpeed's, which Shoal's own {owner} has not.",
+        f"{owner}.{name} is a name of DeepSpeed's, which Shoal's {owner} does not have.",
         do=f"{do}.",
         code="engine-absent",
     )

@@ -531,7 +531,7 @@ class Engine(PartShortcuts):
             self._progress.monitor.close()
         self.sharding.detach()
         if self.sharded_optimizer is not None:
-            self.sharded_optimizer.let_go()
+            self.sharded_optimizer.release_wrapped()
         self.sharding.free()
         for parameter in self.module.parameters():
             OWNERS.pop(parameter, self.access)

@@ -27,7 +27,6 @@ from shoal.pipeline.run import Failure, MicroBatch, PipelineRun
 from shoal.pipeline.schedule import Action, PipelineSchedule, build_schedule, forward_schedule
 from shoal.pipeline.simulate import lower
 from shoal.pipeline.stage import StageModule
-from shoal.pipeline.topology import PipelineParallelGrid
 from shoal.running.status import GlobalStatus
 from shoal.sharding.unit import Unit
 
@@ -82,7 +81,6 @@ class PipelineEngine(Engine):
         activations = self.part(SavedActivations)
         self._runner.splits_backward = not interval and (activations is None or not activations.num_recomputed)
         self._iterator: Iterator[Any] | None = None
-        self._grid: PipelineParallelGrid | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self.before_step: list[Callable[[PipelineEngine], None]] = []
         self._is_before_step = False
@@ -172,7 +170,7 @@ class PipelineEngine(Engine):
             with self.timers.phase("pipeline"):
                 failure = self._runner.train(_possible(actions, failure), batches) or failure
                 first_used = self._share(failure, self._first_stage_used())
-                if not self._is_last_here:
+                if not self.is_last_stage():
                     for _ in range(num_micro):
                         accumulation.loss_is_elsewhere(self.device)
                 with self._failing("step"), self.timers.phase("step"):
@@ -242,7 +240,7 @@ class PipelineEngine(Engine):
         finally:
             self._compute.end()
             self.module.train(was_training)
-        outputs = self._runner.outputs if self._is_last_here else None
+        outputs = self._runner.outputs if self.is_last_stage() else None
         if not compute_loss:
             return outputs
         losses = self._runner.losses
@@ -270,10 +268,6 @@ class PipelineEngine(Engine):
             actions = lower(schedule, max_active_stages=num_gathered)[self._pipeline_rank]
             lowered = self._schedules[is_training, num_micro] = schedule, actions
         return lowered
-
-    @property
-    def _is_last_here(self) -> bool:
-        return self._stage_ranks[-1] == self._pipeline_rank
 
     def _mean_loss(self, status: GlobalStatus) -> float | None:
         """Over all ranks that have the last stage, by tokens where they are counted."""
@@ -333,14 +327,7 @@ class PipelineEngine(Engine):
 
     def is_last_stage(self) -> bool:
         """True if this rank has the last pipeline stage."""
-        return self._is_last_here
-
-    @property
-    def grid(self) -> PipelineParallelGrid:
-        """This rank's place among stages, data-parallel and tensor-parallel ranks, under DeepSpeed's names."""
-        if self._grid is None:
-            self._grid = PipelineParallelGrid()
-        return self._grid
+        return self._stage_ranks[-1] == self._pipeline_rank
 
     def schedule(self) -> PipelineSchedule:
         """The schedule of a step, on all ranks."""
@@ -359,17 +346,17 @@ class PipelineEngine(Engine):
         rows = exchange_rows(mine, self.axes.world, self.device, label="pipeline status")
         if not any(failed for failed, _ in rows):
             return max(int(rows[rank][1]) for rank in self.axes.mesh.ranks_along("pp", self.world.rank))
-        own = None if failure is None or failure.error is None else failure.error
+        error = None if failure is None else failure.error
         texts = self.axes.world.gather_objects(
-            None if own is None or failure is None else [failure.action, type(own).__name__, str(own)],
+            None if error is None or failure is None else [failure.action, type(error).__name__, str(error)],
             label="pipeline failure",
         )
         self._runner.forget()
         self.sharding.recover()
         self.accumulation.reset()
-        if own is not None:
-            self._explain_out_of_memory(own, "train_batch()")
-            raise own
+        if error is not None:
+            self._explain_out_of_memory(error, "train_batch()")
+            raise error
         first = next((rank for rank, text in enumerate(texts) if text is not None), 0)
         action, kind, message = texts[first] or ("?", "Exception", "")
         if kind == "StopIteration":
@@ -490,7 +477,7 @@ class _EngineCompute:
         The optimizer leaves a parameter alone that no rank has a gradient of.
         """
         if stage:
-            used = {id(p) for own, parameters in self._parameters.items() if own >= stage for p in parameters}
+            used = {id(p) for number, parameters in self._parameters.items() if number >= stage for p in parameters}
             for group in self._engine.sharded.trained_groups:
                 for slot, parameter in enumerate(group.parameters):
                     if id(parameter) not in used:

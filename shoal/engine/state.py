@@ -328,10 +328,10 @@ class EngineState(nn.Module):
         Communicates: at stage 3 an all_gather of each unit. Memory: the whole model on the host.
         """
         self._be_ready()
-        found = self.weights.module_state_dict(exclude_frozen=exclude_frozen_parameters, prefix=prefix)
+        values = self.weights.module_state_dict(exclude_frozen=exclude_frozen_parameters, prefix=prefix)
         if destination is None:
-            return found
-        destination.update(found)
+            return values
+        destination.update(values)
         return destination
 
     def load_module_state_dict(

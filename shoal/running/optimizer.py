@@ -93,7 +93,7 @@ class LastStep:
         self.scaler = scaler  # fp16's
 
 
-# Of the wrapped optimizer, what is the returned one's until `let_go`.
+# Of the wrapped optimizer, what is the returned one's until `release_wrapped`.
 _HOOK_KINDS = ("step", "state_dict", "load_state_dict")
 _HOOKS = tuple(f"_optimizer_{kind}_{when}_hooks" for kind in _HOOK_KINDS for when in ("pre", "post"))
 _METHODS = (
@@ -124,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # The base class is not initialised on purpose: groups, defaults and hooks are the wrapped optimizer's own.
         self.optimizer = step.optimizer
         # Its own methods would look for the parameter ranges, which hold its state, among its groups' parameters, and
-        # its hooks would run for each range. So this one object has others until `let_go`.
+        # its hooks would run for each range. So this one object has others until `release_wrapped`.
         vars(self.optimizer).update({name: getattr(self, name) for name in _METHODS})
         for name in _HOOKS:
             vars(self)[name] = vars(self.optimizer).get(name, OrderedDict())
@@ -144,7 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refuse_foreign_name(type(self), name)
             return super().__getattribute__(name)  # raises what has led here
 
-    def let_go(self) -> None:
+    def release_wrapped(self) -> None:
         """The wrapped optimizer is its own again, and keeps nothing of the engine alive."""
         for name in _METHODS:
             vars(self.optimizer).pop(name, None)

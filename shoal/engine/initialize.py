@@ -53,7 +53,6 @@ from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.progress import Progress
 from shoal.engine.run_state import RunState
 from shoal.engine.settings import (
-    Plan,
     Properties,
     flat,
     loss_scale_of,
@@ -64,7 +63,7 @@ from shoal.engine.sharding import Sharding
 from shoal.errors import ConfigError, ModelError
 from shoal.host_heap import HostHeap
 from shoal.launch.environment import heap_is_set, schedulers_elasticity
-from shoal.mesh import Mesh, factor_axis
+from shoal.mesh import Mesh
 from shoal.observe.collectives import TimedCommunicator, collective_log
 from shoal.observe.monitor import Monitor, make_monitor
 from shoal.observe.placement_table import Table
@@ -157,7 +156,8 @@ def _start(
     plan = plan_of(settings, world.size)
     refuse_cuda_graphs(model, plan.zero.stage, world.device)
     world.mesh = plan.mesh
-    axes = _timed(_make_axes(world, plan), world, settings)
+    axes = axes_of(plan.mesh, partial(world.communicator, mesh=plan.mesh), plan.secondary_size)
+    axes = _timed(axes, world, settings)
     _check_same_everywhere(axes, settings, model)
     whole = list(model.parameters())
     section = settings.expert_parallel
@@ -305,16 +305,6 @@ def _experts_of(model: nn.Module, world: World) -> tuple[int, bool]:
         )
         ep_size, is_split = (max(of_ranks) for of_ranks in zip(*every, strict=True))
     return ep_size, is_split
-
-
-def _make_axes(world: World, plan: Plan) -> Axes:
-    """The communicators that a plan needs."""
-    mesh = plan.mesh
-    second = None
-    if plan.secondary_size is not None:
-        sizes = mesh.fsdp // plan.secondary_size, plan.secondary_size
-        second = world.communicator(factor_axis("fsdp", sizes, (1,)), mesh)
-    return axes_of(mesh, partial(world.communicator, mesh=mesh), second)
 
 
 def _timed(axes: Axes, world: World, settings: Config) -> Axes:

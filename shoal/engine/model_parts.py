@@ -44,12 +44,12 @@ from shoal.sharding.layout import ParameterSpec
 Specs = dict[str, ParameterSpec]  # by name in this rank's model
 
 
-def axes_of(mesh: Mesh, open_axis: Callable[[str], Communicator], second: Communicator | None = None) -> Axes:
+def axes_of(mesh: Mesh, open_axis: Callable[[str], Communicator], secondary_size: int | None = None) -> Axes:
     """The communicators of a mesh.
 
     Args:
         open_axis: the communicator along an axis.
-        second: of a second sharding; None: there is none.
+        secondary_size: the ranks of a second sharding; None: there is none.
     """
     # Where two axes are the same ranks, one communicator serves both, so that its calls have one order.
     shard = "dp_shard" if mesh.fsdp == mesh.dp_shard else "fsdp"
@@ -77,8 +77,9 @@ def axes_of(mesh: Mesh, open_axis: Callable[[str], Communicator], second: Commun
     if mesh.pp > 1:
         is_data_only = mesh.world_size == data.size * mesh.pp
         comms["pipeline_stage"] = data if is_data_only else open_axis("pipeline_stage")
-    if second is not None:
-        comms["second"] = second
+    if secondary_size is not None:
+        sizes = mesh.fsdp // secondary_size, secondary_size
+        comms["second"] = open_axis(factor_axis("fsdp", sizes, (1,)))
     return Axes(
         mesh,
         comms,

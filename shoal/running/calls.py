@@ -173,19 +173,21 @@ class ForwardCalls:
         return next(filter(uses_any, coming), ())
 
     def left(self, entering: Unit, current: BackwardPass) -> list[Unit]:
-        """The units that backward has left for good when it enters one, as far as every rank can tell alike.
+        """The units to reduce that backward has left for good when it enters one, as far as every rank can tell alike.
 
         A unit that runs others gets gradients while they do; the root, and one whose parameters others read, until the
         pass ends. Of a module whose output is that of a module inside it, backward enters the inner one first.
         """
+        read_by_others = self._read_by_others()
         return [
             unit
             for unit in current.entered.values()
-            if unit is not entering
+            if not unit.is_reduced
+            and unit is not entering
             and unit.name != ROOT
             and entering.name not in self._calls[unit.name].contents
             and unit.name not in self._calls[entering.name].contents
-            and not self._is_read_by_others(unit)
+            and unit not in read_by_others
             and self._is_started(unit, current.forwards)
         ]
 
@@ -195,8 +197,8 @@ class ForwardCalls:
         of_forwards = [call for call in calls.watched if call.forward in forwards]
         return bool(of_forwards) and not calls.num_pinned and all(call.is_started for call in of_forwards)
 
-    def _is_read_by_others(self, unit: Unit) -> bool:
-        return any(unit in other.shared for other in self.units)
+    def _read_by_others(self) -> set[Unit]:
+        return {read for unit in self.units for read in unit.shared}
 
     def can_release(self, unit: Unit) -> bool:
         """True if no further backward node reads the unit's parameters, once its gradients have arrived.
@@ -209,7 +211,7 @@ class ForwardCalls:
         if not unit.is_complete or calls.is_all_trained:
             return unit.is_complete
         is_done = all(call.is_done and call.num_inputs for call in calls.started)
-        return is_done and not calls.num_pinned and not self._is_read_by_others(unit)
+        return is_done and not calls.num_pinned and unit not in self._read_by_others()
 
     def end_pass(self, unit: Unit) -> None:
         """A backward pass has ended: its calls are done, and the unit is pinned for none."""

@@ -116,13 +116,13 @@ class DirectStep(ShardedStep):
     def _swapped(self, targets: Mapping[int, nn.Parameter]) -> Iterator[None]:
         """Put the targets in the place of the parameters in all groups, for the length of a step."""
         groups = [group for holder in self._holders for group in holder.param_groups]
-        own = [group["params"] for group in groups]
+        replaced = [group["params"] for group in groups]
         for group in groups:
             group["params"] = [targets.get(id(parameter), parameter) for parameter in group["params"]]
         try:
             yield
         finally:
-            for group, parameters in zip(groups, own, strict=True):
+            for group, parameters in zip(groups, replaced, strict=True):
                 group["params"] = parameters
 
     # optimizer state
@@ -132,18 +132,18 @@ class DirectStep(ShardedStep):
         for _, _, parameter, part in self._placed():
             holder = self._home.get(id(parameter), self.optimizer)
             target = targets[id(parameter)]
-            found = holder.state.get(parameter)
-            if found is not None and not _is_same(found, self._left.get(id(parameter), {})):
+            loaded = holder.state.get(parameter)
+            if loaded is not None and not _is_same(loaded, self._left.get(id(parameter), {})):
                 continue  # the script has loaded it there
-            held = self.optimizer.state.get(part.param, {})
+            state = self.optimizer.state.get(part.param, {})
             if target is not parameter:
                 holder.state.pop(parameter, None)
-            if held:
+            if state:
                 holder.state[target] = {
                     key: value.view(target.shape)
                     if is_elementwise(value, part.param.numel()) and key not in self._others
                     else value
-                    for key, value in held.items()
+                    for key, value in state.items()
                 }
             else:
                 holder.state.pop(target, None)
@@ -153,25 +153,25 @@ class DirectStep(ShardedStep):
         for _, _, parameter, part in self._placed():
             target = targets[id(parameter)]
             for holder in self._holders:
-                held = holder.state.get(target)
-                if not held:
+                state = holder.state.get(target)
+                if not state:
                     continue
-                self._note_others(held, target)
+                self._note_others(state, target)
                 self.optimizer.state[part.param] = {
                     key: _flat(value) if has_parameter_shape(key, value, target) else value
-                    for key, value in held.items()
+                    for key, value in state.items()
                 }
                 if target is not parameter:
                     del holder.state[target]
                 else:
-                    self._left[id(parameter)] = dict(held)
+                    self._left[id(parameter)] = dict(state)
                 break
 
-    def _note_others(self, held: Mapping[str, Any], target: nn.Parameter) -> None:
+    def _note_others(self, state: Mapping[str, Any], target: nn.Parameter) -> None:
         """Say in the first step that a checkpoint cannot hold the state, not hours later when it is saved."""
         others = {
             key: list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            for key, value in held.items()
+            for key, value in state.items()
             if key not in self._others
             and not isinstance(value, int | float | bool | str | None)
             and not (
@@ -212,5 +212,5 @@ def _flat(value: torch.Tensor) -> torch.Tensor:
     return (value.to_dense() if value.is_sparse else value).reshape(-1)
 
 
-def _is_same(found: Mapping[str, Any], left: Mapping[str, Any]) -> bool:
-    return found.keys() == left.keys() and all(found[key] is left[key] for key in found)
+def _is_same(state: Mapping[str, Any], left: Mapping[str, Any]) -> bool:
+    return state.keys() == left.keys() and all(state[key] is left[key] for key in state)

@@ -108,9 +108,9 @@ class HookSet:
         """``sharded_of``: the sharded unit by ``id`` of a parameter."""
         notice = Notice()
         for name, module in model.named_modules():
-            own = [sharded_of[id(p)] for p in module._parameters.values() if id(p) in sharded_of]
-            if own:
-                hook = ShardedReadHook(name, module, list(dict.fromkeys(own)), notice)
+            units = [sharded_of[id(p)] for p in module._parameters.values() if id(p) in sharded_of]
+            if units:
+                hook = ShardedReadHook(name, module, list(dict.fromkeys(units)), notice)
                 self._handles.append(module.register_state_dict_pre_hook(hook))
 
     def detach(self) -> None:

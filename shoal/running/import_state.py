@@ -34,16 +34,16 @@ def import_state(step: ShardedStep, given_dtypes: Mapping[int, torch.dtype]) -> 
         return
     for group in step.groups:
         parameters = group.parameters
-        held = [dict(optimizer.state.pop(parameter, {})) for parameter in parameters]
-        if not any(held):
+        states = [dict(optimizer.state.pop(parameter, {})) for parameter in parameters]
+        if not any(states):
             continue
         ranges = [
-            {key: value for key, value in own.items() if has_parameter_shape(key, value, parameter)}
-            for own, parameter in zip(held, parameters, strict=True)
+            {key: value for key, value in state.items() if has_parameter_shape(key, value, parameter)}
+            for state, parameter in zip(states, parameters, strict=True)
         ]
         scalars = [
-            {key: _made(optimizer, key, value) for key, value in own.items() if key not in wide}
-            for own, wide in zip(held, ranges, strict=True)
+            {key: _made(optimizer, key, value) for key, value in state.items() if key not in wide}
+            for state, wide in zip(states, ranges, strict=True)
         ]
         dtypes = [
             {
@@ -62,9 +62,9 @@ def import_state(step: ShardedStep, given_dtypes: Mapping[int, torch.dtype]) -> 
 @torch.no_grad()
 def _fill(step: ShardedStep, group: ParameterGroup, slot: int, wide: dict[str, torch.Tensor]) -> None:
     for part, segment in group.ranges_of(slot):
-        held = step.optimizer.state[part.param]
+        state = step.optimizer.state[part.param]
         for key, value in wide.items():
-            target = held[key][segment.start : segment.stop]
+            target = state[key][segment.start : segment.stop]
             if value.is_meta:
                 target.fill_(_first_value(step.optimizer, part.group, key))
             else:

@@ -47,26 +47,26 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
             for part in group.ranges:
                 if part.param is main:
                     with group.resident():
-                        held = self._step.optimizer.state.get(main, {})
+                        state = self._step.optimizer.state.get(main, {})
                         is_copied = group.disk is not None
-                        return {k: v.clone() if is_copied and torch.is_tensor(v) else v for k, v in held.items()}
+                        return {k: v.clone() if is_copied and torch.is_tensor(v) else v for k, v in state.items()}
         raise KeyError(main)
 
     def _read(self, group: ParameterGroup, slot: int) -> dict[str, Any]:
         parts: dict[str, list[torch.Tensor]] = defaultdict(list)
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for owned, segment in group.ranges_of(slot):
             for key, value in self._step.optimizer.state.get(owned.param, {}).items():
                 if is_elementwise(value, owned.param.numel()):
                     part = value[segment.start : segment.stop]
                     parts[key].append(part if group.disk is None else part.clone())
                 else:
-                    found[key] = value
+                    state[key] = value
         shape = group.buffer.layout.specs[slot].shape
         for key, tensors in parts.items():
             flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-            found[key] = flat.view(shape) if flat.numel() == group.buffer.layout.specs[slot].numel else flat
-        return found
+            state[key] = flat.view(shape) if flat.numel() == group.buffer.layout.specs[slot].numel else flat
+        return state
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         for _, _, parameter in self._home.values():
@@ -297,7 +297,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         owned = sum(s.stop - s.start for _, s in group.ranges_of(slot))
         done = 0
         for target, segment in group.ranges_of(slot):
-            held = self.optimizer.state[target.param]
+            state = self.optimizer.state[target.param]
             numel = segment.stop - segment.start
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
@@ -308,9 +308,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                             do="load the state on the rank and in the layout that saved it.",
                             code="optimizer-state-size",
                         )
-                    if key not in held:
-                        held[key] = torch.zeros_like(target.param.detach(), dtype=value.dtype)
-                    held[key][segment.start : segment.stop].copy_(value.reshape(-1)[done : done + numel])
+                    if key not in state:
+                        state[key] = torch.zeros_like(target.param.detach(), dtype=value.dtype)
+                    state[key][segment.start : segment.stop].copy_(value.reshape(-1)[done : done + numel])
                 else:
-                    held[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                    state[key] = value.clone() if isinstance(value, torch.Tensor) else value
             done += numel

@@ -61,8 +61,8 @@ class ChunkedTransfer:
             self.comm.all_gather(parts.view(-1), label="zero.Init").drain()
             for rank, part in enumerate(parts):
                 begin = rank * shard.numel() + start
-                own = flat[begin : begin + numel]  # shorter than the part where that ends in padding
-                own.copy_(part[: own.numel()])
+                target_part = flat[begin : begin + numel]  # shorter than the part where that ends in padding
+                target_part.copy_(part[: target_part.numel()])
 
     def broadcast(self, flat: torch.Tensor, label: str) -> None:
         """Set a 1-D tensor to rank 0's values. Communicates: broadcasts."""

@@ -77,11 +77,11 @@ def synchronize_status(
     flags += [] if num_tokens is None else [num_tokens]
     flags += [] if signal is None else [float(signal)]
     rows = _exchange(axes.world, [_sum_of_squares(groups, device), *flags], device)
-    own = rows[axes.world.rank][1:]
+    mine = rows[axes.world.rank][1:]
     if any(row[2] for row in rows):
         late = _exchange(axes.same_units, [float(flag) for flag in is_late], device)
         reducer.reduce_late([any(column) for column in zip(*late, strict=True)])
-        rows = _exchange(axes.world, [_sum_of_squares(groups, device), *own], device)
+        rows = _exchange(axes.world, [_sum_of_squares(groups, device), *mine], device)
     has_grad = {group: bytes(group.gradient.has_grad) for group in groups}
     if any(row[1] for row in rows):
         if axes.same_units.size > 1:
@@ -95,7 +95,7 @@ def synchronize_status(
         has_grad=has_grad,
         bad_loss_ranks=tuple(index for index, row in enumerate(rows) if not math.isfinite(row[3])),
         bad_gradient_ranks=tuple(index for index, row in enumerate(rows) if not math.isfinite(row[0])),
-        mean_loss=None if mean_loss is None else own[2],
+        mean_loss=None if mean_loss is None else mine[2],
         # Ranks that hold other parts of the layers count the same tokens; of the pipeline stages the last one counts.
         num_tokens=None
         if num_tokens is None
@@ -135,11 +135,11 @@ def _union(mine_of: HasGrad, comm: Communicator, device: torch.device) -> dict[P
     mine = torch.tensor([float(flag) for own in mine_of.values() for flag in own], device=device)
     anywhere = comm.exchange(mine, label="which parameters have a gradient").wait().amax(dim=0)
     flags = bytes(int(value) for value in read_vector(anywhere, when_fake=1.0))
-    found, start = {}, 0
-    for group, own in mine_of.items():
-        found[group] = flags[start : start + len(own)]
-        start += len(own)
-    return found
+    has_grad, start = {}, 0
+    for group, flags_of_group in mine_of.items():
+        has_grad[group] = flags[start : start + len(flags_of_group)]
+        start += len(flags_of_group)
+    return has_grad
 
 
 def first_bad_parameter(groups: Sequence[ParameterGroup]) -> str | None:

@@ -284,14 +284,14 @@ class ShardedStep:
         """The ranges of which some rank has a gradient; a range that is so in part is cut."""
         if all(has_grad):
             return list(group.ranges)
-        found: list[ParameterRange] = []
+        ranges: list[ParameterRange] = []
         for part in list(group.ranges):
             flags = {bool(has_grad[segment.slot]) for segment in part.segments}
             if len(flags) > 1:
-                found += [cut for cut in self._split(group, part, has_grad) if has_grad[cut.segments[0].slot]]
+                ranges += [cut for cut in self._split(group, part, has_grad) if has_grad[cut.segments[0].slot]]
             elif flags == {True}:
-                found.append(part)
-        return found
+                ranges.append(part)
+        return ranges
 
     def _step_ranges(
         self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]], gradient_scale: float, limit: int | None
@@ -314,11 +314,11 @@ class ShardedStep:
         """Torch's fused SGD takes either parameters that all have a momentum, or parameters that have none yet."""
         if not isinstance(self.optimizer, torch.optim.SGD):
             return [ranges]
-        found: dict[bool, list[tuple[ParameterGroup, ParameterRange]]] = {}
+        by_state: dict[bool, list[tuple[ParameterGroup, ParameterRange]]] = {}
         for group, part in ranges:
             is_first = self.optimizer.state.get(part.param, {}).get("momentum_buffer") is None
-            found.setdefault(is_first, []).append((group, part))
-        return found.values()
+            by_state.setdefault(is_first, []).append((group, part))
+        return by_state.values()
 
     def _load_gradients(
         self,
@@ -353,14 +353,14 @@ class ShardedStep:
     def _update(self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]], gradient_scale: float) -> None:
         if not ranges:
             return
-        own = [part.param for _, part in ranges]
-        params = own if self.state_dtype is None else in_fp32(self.optimizer, own)
+        stored = [part.param for _, part in ranges]
+        params = stored if self.state_dtype is None else in_fp32(self.optimizer, stored)
         self._load_gradients(ranges, params, gradient_scale)
         for index, group in enumerate(self.optimizer.param_groups):
             group["params"] = [param for param, (_, part) in zip(params, ranges, strict=True) if part.group == index]
         self.optimizer.step()
         if self.state_dtype is not None:
-            round_back(self.optimizer, own, params, self.state_dtype)
+            round_back(self.optimizer, stored, params, self.state_dtype)
         self._round(ranges)
 
     def _round(self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]]) -> None:
@@ -426,10 +426,10 @@ class ShardedStep:
 
     def _scratch_of(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
         """Memory of values that are used up in the next call, in the memory that ``like`` lies in."""
-        held = self._scratch
-        if held is None or held.numel() < numel or held.dtype != dtype or held.device != like.device:
-            self._scratch = held = like.new_empty(numel, dtype=dtype)
-        return held
+        scratch = self._scratch
+        if scratch is None or scratch.numel() < numel or scratch.dtype != dtype or scratch.device != like.device:
+            self._scratch = scratch = like.new_empty(numel, dtype=dtype)
+        return scratch
 
     # loading
 
@@ -476,14 +476,14 @@ class ShardedStep:
         dtypes: Sequence[Mapping[str, torch.dtype]],
     ) -> None:
         """One range holds several whole parameters, which count their steps one by one."""
-        own = [segment.slot for segment in part.segments if scalars[segment.slot]]
-        if not own:
+        slots = [segment.slot for segment in part.segments if scalars[segment.slot]]
+        if not slots:
             return
         members = [i for i, spec in enumerate(group.buffer.layout.specs) if spec.group == part.group]
         steps = [float(scalars[index].get("step", 0)) for index in members]
-        step = max(float(scalars[index].get("step", 0)) for index in own)
-        keys = {key: dtype for index in own for key, dtype in dtypes[index].items()}
-        self._fill_range(part, {**scalars[own[0]], "step": torch.tensor(step)}, keys)
+        step = max(float(scalars[index].get("step", 0)) for index in slots)
+        keys = {key: dtype for index in slots for key, dtype in dtypes[index].items()}
+        self._fill_range(part, {**scalars[slots[0]], "step": torch.tensor(step)}, keys)
         if len(part.segments) > 1 or part.segments[0].stop - part.segments[0].start < part.stop - part.start:
             # A range of one parameter counts in "step" alone.
             self.optimizer.state[part.param]["steps"] = torch.tensor([steps], dtype=torch.float32)
@@ -493,15 +493,15 @@ class ShardedStep:
             return
         options = self.optimizer.param_groups[part.group]
         is_on_device = bool(options.get("fused") or options.get("capturable"))
-        held: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for key, value in scalars.items():
             is_moved = isinstance(value, torch.Tensor) and is_on_device
-            held[key] = value.to(part.param.device, copy=True) if is_moved else copy.copy(value)
+            state[key] = value.to(part.param.device, copy=True) if is_moved else copy.copy(value)
             if isinstance(value, torch.Tensor) and not is_moved:
-                held[key] = value.clone()
+                state[key] = value.clone()
         for key, dtype in dtypes.items():
-            held[key] = torch.zeros_like(part.param.detach(), dtype=dtype)
-        self.optimizer.state[part.param] = held
+            state[key] = torch.zeros_like(part.param.detach(), dtype=dtype)
+        self.optimizer.state[part.param] = state
 
     def free(self) -> None:
         """End the CPU optimizer, and drop the optimizer state of all ranges."""

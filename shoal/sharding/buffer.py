@@ -237,7 +237,7 @@ class FlatBuffer:
     def _gather_ranges(self, ranges: Ranges) -> Work:
         """Gather ranges of the buffer only. The current stream waits for nothing before ``Work.wait()``."""
         owned = [clipped(ranges, *self.layout.owned(rank)) for rank in range(self.comm.size)]
-        own = [(start - self.begin, stop - self.begin) for start, stop in owned[self.comm.rank]]
+        mine = [(start - self.begin, stop - self.begin) for start, stop in owned[self.comm.rank]]
         numel = round_up(max(sum(stop - start for start, stop in each) for each in owned), ALIGNMENT)
         self.full.fill_(float("nan"))
         staged = gathered = self.full
@@ -248,7 +248,7 @@ class FlatBuffer:
         with self._copies.queued() if self._copies is not None else nullcontext(CopyDone()) as copied:
             with self.storage.resident(is_read_only=True, ranges=self.bytes_of(ranges)):
                 at = 0
-                for start, stop in own:
+                for start, stop in mine:
                     at = at if self.comm.size > 1 else start
                     staged[at : at + stop - start].copy_(self.shard[start:stop], non_blocking=True)
                     at += stop - start
@@ -262,8 +262,8 @@ class FlatBuffer:
         if ranges is None:
             return None
         size = self.dtype.itemsize
-        own = clipped(ranges, self.begin, self.end)
-        return [((start - self.begin) * size, (stop - self.begin) * size) for start, stop in own]
+        owned = clipped(ranges, self.begin, self.end)
+        return [((start - self.begin) * size, (stop - self.begin) * size) for start, stop in owned]
 
     # memory
 

@@ -29,11 +29,11 @@ def sums_of_squares(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """``sum_of_squares`` of each; on an accelerator in one kernel for all of a dtype. Shape of each: []."""
     if not flats or is_in_host_memory(flats[0]):
         return [sum_of_squares(flat) for flat in flats]
-    found = [torch.zeros((), dtype=torch.float32, device=flat.device) if not flat.numel() else flat for flat in flats]
+    squares = [torch.zeros((), dtype=torch.float32, device=flat.device) if not flat.numel() else flat for flat in flats]
     for dtype in {flat.dtype for flat in flats if flat.numel()}:
         places = [index for index, flat in enumerate(flats) if flat.dtype == dtype and flat.numel()]
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         norms = torch._foreach_norm([flats[index] for index in places], 2, dtype=wide)
         for index, square in zip(places, torch._foreach_mul(norms, norms), strict=True):
-            found[index] = square
-    return found
+            squares[index] = square
+    return squares

@@ -71,7 +71,7 @@ class ParameterSpec:
     @classmethod
     def part(cls, name: str, global_shape: tuple[int, ...], local: tuple[Ranges, ...]) -> ParameterSpec:
         """A part of a larger tensor that is not in a buffer."""
-        shape = tuple(sum(stop - start for start, stop in own) for own in local)
+        shape = tuple(sum(stop - start for start, stop in ranges) for ranges in local)
         return cls(name, shape, math.prod(shape), 0, -1, global_shape, local)
 
     @classmethod
@@ -84,9 +84,9 @@ class ParameterSpec:
         if not self.global_shape:
             object.__setattr__(self, "global_shape", self.shape)
             object.__setattr__(self, "local", tuple(((0, size),) for size in self.shape))
-        if tuple(sum(stop - start for start, stop in own) for own in self.local) != self.shape:
+        if tuple(sum(stop - start for start, stop in ranges) for ranges in self.local) != self.shape:
             raise ValueError(f"parameter {self.name!r} has shape {self.shape}, its part {self.local}")
-        if any(stop > size for own, size in zip(self.local, self.global_shape, strict=True) for _, stop in own):
+        if any(stop > size for ranges, size in zip(self.local, self.global_shape, strict=True) for _, stop in ranges):
             raise ValueError(f"the part {self.local} of {self.name!r} exceeds its global shape {self.global_shape}")
         if len(frozenset().union(*self.axes)) < sum(map(len, self.axes)):
             raise ValueError(f"an axis is in two of the sets {self.axes} of {self.name!r}")
@@ -171,12 +171,12 @@ class BufferLayout:
 
     def segments_in(self, begin: int, end: int) -> tuple[Segment, ...]:
         """The parts of parameters in ``[begin, end)`` of the buffer; ``start`` and ``stop`` count from ``begin``."""
-        found = []
+        segments = []
         for index, spec in enumerate(self.specs):
             low, high = max(spec.offset, begin), min(spec.offset + spec.numel, end)
             if low < high:
-                found.append(Segment(index, low - begin, high - begin, low - spec.offset))
-        return tuple(found)
+                segments.append(Segment(index, low - begin, high - begin, low - spec.offset))
+        return tuple(segments)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """The parts of parameters that ``rank`` owns."""

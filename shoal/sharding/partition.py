@@ -188,8 +188,8 @@ def _find_blocks(
     leaves: Collection[str],
 ) -> list[str]:
     """The names of the outermost blocks, in module order."""
-    found = {*_blocks_without_leaves(model, modules, rules, numel), *leaves}
-    return outermost(name for name in modules if name in found)
+    names = {*_blocks_without_leaves(model, modules, rules, numel), *leaves}
+    return outermost(name for name in modules if name in names)
 
 
 def _blocks_without_leaves(
@@ -238,16 +238,16 @@ def _named_by_user(modules: dict[str, nn.Module], rules: UnitRules) -> list[str]
 
 def outermost(names: Iterable[str]) -> list[str]:
     """The names of modules, given in the model's order, that are inside of no other."""
-    found: list[str] = []
+    outermost_names: list[str] = []
     for name in names:
-        if not any(name.startswith(outer + ".") for outer in found):
-            found.append(name)
-    return found
+        if not any(name.startswith(outer + ".") for outer in outermost_names):
+            outermost_names.append(name)
+    return outermost_names
 
 
 def _repeated_siblings(model: nn.Module, min_numel: int, numel: Mapping[int, int]) -> list[str]:
     """Children of one container that are of one class, from the outside in."""
-    found: list[str] = []
+    paths: list[str] = []
     seen: set[int] = set()
 
     def visit(module: nn.Module, name: str) -> None:
@@ -265,13 +265,13 @@ def _repeated_siblings(model: nn.Module, min_numel: int, numel: Mapping[int, int
             path = f"{name}.{child_name}" if name else child_name
             if (is_list or child_name.isdigit()) and _plain_class(child) in repeated:
                 if id(child) not in seen:
-                    found.append(path)
+                    paths.append(path)
                     seen.add(id(child))
             elif not _is_expert_container(path):
                 visit(child, path)
 
     visit(model, "")
-    return found
+    return paths
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:

@@ -36,7 +36,8 @@ def read_part(spec: ParameterSpec, read_range: Callable[[int, int], torch.Tensor
     Memory: this part, twice while it is put together; with it, at most 4 Mi elements or one row of the whole tensor: of
         its first dim, or of all dims before the first one that is split.
     """
-    num_outer = max(1, next((dim for dim, own in enumerate(spec.local) if own != ((0, spec.global_shape[dim]),)), 0))
+    split_dims = (dim for dim, ranges in enumerate(spec.local) if ranges != ((0, spec.global_shape[dim]),))
+    num_outer = max(1, next(split_dims, 0))
     num_rows, inner = math.prod(spec.global_shape[:num_outer]), math.prod(spec.global_shape[num_outer:])
     step = max(1, _READ_NUMEL // max(1, inner))
     pieces = []

@@ -117,7 +117,7 @@ def moves(source: Placement, target: Placement) -> tuple[Move, ...]:
 
     Raises: PlacementError: on some axis no single collective does.
     """
-    found = []
+    result = []
     for axis in dict.fromkeys(axis for axis, _ in (*source.axes, *target.axes)):
         here, there = source.over(axis), target.over(axis)
         if here is there:
@@ -130,5 +130,5 @@ def moves(source: Placement, target: Placement) -> tuple[Move, ...]:
                 + ", ".join(f"{a.value} -> {b.value}" for a, b in _COLLECTIVES),
                 code="placement-no-move",
             )
-        found.append(Move(axis, here, there, _COLLECTIVES[here, there]))
-    return tuple(sorted(found, key=lambda move: _ORDER.index(move.collective)))
+        result.append(Move(axis, here, there, _COLLECTIVES[here, there]))
+    return tuple(sorted(result, key=lambda move: _ORDER.index(move.collective)))

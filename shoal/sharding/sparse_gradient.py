@@ -147,15 +147,15 @@ class SparseGradient(ShownGradient):
     def owned(self) -> torch.Tensor:
         """The gradient in one flat tensor, for the accessors; a copy."""
         flat = torch.zeros(self.layout.numel, dtype=self.sum_dtype, device=self.buffer.device)
-        held = self._total if self._total is not None else self._part
-        if held is not None:
-            flat[: self._spec.numel] = (held.to_dense() if held.is_sparse else held).reshape(-1)
+        gradient = self._total if self._total is not None else self._part
+        if gradient is not None:
+            flat[: self._spec.numel] = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
         return flat
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows that are there now, indices included."""
-        return sum(tensor.nbytes for held in (self._part, self._total) for tensor in _pack(held).values())
+        return sum(tensor.nbytes for rows in (self._part, self._total) for tensor in _pack(rows).values())
 
     def reset(self) -> None:
         super().reset()
@@ -191,7 +191,9 @@ def _plus(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return other + one if one.is_sparse else one + other  # torch adds a sparse tensor to a dense one, in this order
 
 
-def _pack(held: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    if held is None:
+def _pack(gradient: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    if gradient is None:
         return {}
-    return {"indices": held.indices()[0], "values": held.values()} if held.is_sparse else {"table": held}
+    if not gradient.is_sparse:
+        return {"table": gradient}
+    return {"indices": gradient.indices()[0], "values": gradient.values()}

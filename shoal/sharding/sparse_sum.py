@@ -56,10 +56,10 @@ class SparseSum:
         Communicates: 8 bytes per rank; then, n the most rows that any rank has, two all_gathers: n indices of 8 bytes,
         and n rows.
         """
-        found = None if is_fake(full) else self._sum(full, scale, num_passes=2, label=label)
-        if found is None:
+        summed = None if is_fake(full) else self._sum(full, scale, num_passes=2, label=label)
+        if summed is None:
             return self._comm.all_reduce(full, scale=scale, label=label)
-        rows, total = found
+        rows, total = summed
         with torch.no_grad():
             self._table(full)[rows] = total.to(full.dtype)
         return FinishedWork(full)
@@ -75,13 +75,13 @@ class SparseSum:
         wire: WireFormat | None = None,
     ) -> Work:
         """As ``Communicator.reduce_scatter``. Communicates: as ``all_reduce``."""
-        found = None if is_fake(full) else self._sum(full, scale, num_passes=1, label=label)
-        if found is None:
+        summed = None if is_fake(full) else self._sum(full, scale, num_passes=1, label=label)
+        if summed is None:
             return self._comm.reduce_scatter(full, out, scale=scale, accumulate=accumulate, label=label, wire=wire)
         with torch.no_grad():
             if not accumulate:
                 out.zero_()
-            add_rows(out, self.rank * out.numel(), self._width, *found)
+            add_rows(out, self.rank * out.numel(), self._width, *summed)
         return FinishedWork(out)
 
     def _table(self, full: torch.Tensor) -> torch.Tensor:
@@ -162,9 +162,9 @@ def sum_rows(
 def gather_padded(comm: Communicator, mine: torch.Tensor, numel: int, *, label: str) -> torch.Tensor:
     """Every rank's 1-D tensor, padded to ``numel``, one after the other. Order: blocks until every rank has come."""
     full = comm.empty(comm.size * numel, mine.dtype, mine.device)
-    own = full[comm.rank * numel : (comm.rank + 1) * numel]
-    own[: mine.numel()] = mine
-    own[mine.numel() :] = 0
+    part = full[comm.rank * numel : (comm.rank + 1) * numel]
+    part[: mine.numel()] = mine
+    part[mine.numel() :] = 0
     comm.blocking.all_gather(full, label=label)
     return full
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -180,3 +181,35 @@ def host_mark() -> Callable[[], None]:
 
 def _nothing() -> None:
     return None
+
+
+class ThreadResult(Generic[T]):
+    """What a function on a ``HostThread`` returns, or will return."""
+
+    def __init__(self, future: Future[T], joined: Callable[[], None]) -> None:
+        self._future = future
+        self._joined = joined
+
+    def result(self) -> T:
+        """Order: blocks the host until it is there. Raises: what the function raised."""
+        try:
+            return self._future.result()
+        finally:
+            self._joined()
+
+
+class HostThread:
+    """A thread that calls functions in turn, while the one that asks for them goes on. It starts with the first one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def submit(self, run: Callable[[], T]) -> ThreadResult[T]:
+        """Call ``run()`` after the functions before. Does not block the host."""
+        run, joined = carried(run, self._name)
+        return ThreadResult(self._pool.submit(run), joined)
+
+    def close(self) -> None:
+        """End the thread after what was submitted."""
+        self._pool.shutdown()

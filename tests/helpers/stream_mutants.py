@@ -97,7 +97,7 @@ UNREACHED = {
     "shoal/engine/expert_balance.py self._axes.drain()": _HOST,
     "shoal/sharding/axes.py comm.drain()": _HOST,
     "shoal/sharding/buffer.py self.comm.drain()": _HOST,
-    "shoal/memory/host_thread.py self._future.result()": "the host's own; the order is ``_joined``",
+    "shoal/streams.py self._future.result()": "the host's own; the order is ``_joined``",
     "shoal/sharding/buffer.py self.reader.drain()": _AGAIN,
     "shoal/sharding/buffer.py self._first.drain()": _AGAIN,
     "shoal/sharding/buffer.py self._last.wait()": _AGAIN,

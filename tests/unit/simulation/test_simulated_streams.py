@@ -13,12 +13,11 @@ import shoal
 from shoal import streams
 from shoal.device import Device, host_empty, read_vector
 from shoal.errors import StreamError, UsageError
-from shoal.memory.host_thread import HostThread
 from shoal.memory.stream_copies import ComputeStream, StreamCopies, mark
 from shoal.simulation.accelerator import SimulatedAccelerator
 from shoal.simulation.accesses import bytes_of
 from shoal.simulation.check import StreamCheck
-from shoal.streams import host_memory, resize_storage
+from shoal.streams import HostThread, host_memory, resize_storage
 
 CPU = torch.device("cpu")
 

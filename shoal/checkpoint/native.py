@@ -190,25 +190,20 @@ def write_shoal(
     def read(kind: str, name: str) -> tuple[torch.Tensor]:
         return ((extra[name] if kind == EXTRA else source.read(kind, name)).reshape(-1),)
 
-    entries: list[TensorEntry] = []
-    owner: dict[str, int] = {}
-    for index, record in enumerate(manifest.tensors):
-        dtype = tree.dtype_of(record.dtype)
-        if record.numel:
-            key = f"{record.kind}/{record.name}"
-            entries.append(TensorEntry(key, dtype, record.shape, partial(read, record.kind, record.name)))
-            owner[key] = index
-    plan = plan_file(entries)
+    stored = {f"{record.kind}/{record.name}": record for record in manifest.tensors if record.numel}
+    plan = plan_file(
+        [
+            TensorEntry(key, tree.dtype_of(record.dtype), record.shape, partial(read, record.kind, record.name))
+            for key, record in stored.items()
+        ]
+    )
+    for entry, offset in zip(plan.entries, plan.offsets, strict=True):
+        stored[entry.key].chunks.append((0, offset, (0,) * len(entry.shape), entry.shape))
     commit = Commit(storage, tag)
     try:
         commit.begin(plan.nbytes)
         file = write_file(storage, commit.folder, f"rank-00000{commit.suffix}.safetensors", plan)
-        tensors = list(manifest.tensors)
-        for entry, offset in zip(plan.entries, plan.offsets, strict=True):
-            index = owner[entry.key]
-            chunk = (0, offset, (0,) * len(entry.shape), entry.shape)
-            tensors[index] = tensors[index].model_copy(update={"chunks": [chunk]})
-        written = {"tensors": tensors, "files": [file], "is_for_resuming": is_for_resuming}
+        written = {"files": [file], "is_for_resuming": is_for_resuming}
         commit.publish(manifest.model_copy(update=written), Retention(), save_latest=is_for_resuming)
     finally:
         commit.end()

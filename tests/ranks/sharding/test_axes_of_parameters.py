@@ -39,10 +39,9 @@ EXTRA = frozenset({"extra"})
 @pytest.fixture
 def toy_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of ``tp`` are those of an axis ``extra``; along it each has a summand of every gradient."""
-    make_axes = initialize._make_axes
 
     def axes_of_toy(*args: Any) -> Axes:
-        axes = make_axes(*args)
+        axes = axes_of(*args)
         named = {name.replace("tp", "extra"): comm for name, comm in axes.comms.items() if name != "tp_fold"}
         return replace(axes, comms=named)
 
@@ -50,7 +49,7 @@ def toy_axis(monkeypatch: pytest.MonkeyPatch) -> None:
         whole = {name: ParameterSpec.whole(name, tuple(p.shape)) for name, p in model.named_parameters()}
         return {name: replace(spec, summand_over=EXTRA) for name, spec in whole.items()}
 
-    monkeypatch.setattr(initialize, "_make_axes", axes_of_toy)
+    monkeypatch.setattr(initialize, "axes_of", axes_of_toy)
     monkeypatch.setattr(initialize, "parts_of", parts_of_toy)
 
 

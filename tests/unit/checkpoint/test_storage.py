@@ -259,6 +259,21 @@ def test_an_object_store_keeps_the_old_one_of_a_tag_until_the_new_manifest_is_th
     storage.remove("")
 
 
+@pytest.mark.parametrize("url", ["memory://partly/run", "folder"])
+def test_a_file_that_is_replaced_and_fails_is_not_there_in_part(root: Path, url: str) -> None:
+    storage = open_storage(url if "://" in url else root)
+    storage.make_folder("")
+
+    def write_half() -> None:
+        with storage.replacing("weights.bin") as sink:
+            sink.write(memoryview(b"the first half"))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_half()
+    assert storage.names() == []
+
+
 def test_where_the_second_rename_fails_the_tag_keeps_its_old_checkpoint(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,14 +85,14 @@ class Reducer:
                 self._issue(unit)
 
     def _issue(self, unit: Unit) -> None:
-        self._wait(MAX_UNDER_WAY - 1)
+        self.wait_reduced(MAX_UNDER_WAY - 1)
         with self.timed():
             unit.reduce(at_step=self.at_step)
         self._under_way.append((unit, self.at_step))
         if not self._has_overlap or self._comm.size == 1:
-            self._wait()
+            self.wait_reduced()
 
-    def _wait(self, num_left: int = 0) -> None:
+    def wait_reduced(self, num_left: int = 0) -> None:
         """Wait for the oldest reductions under way, until ``num_left`` are."""
         while len(self._under_way) > num_left:
             unit, at_step = self._under_way.popleft()  # a pass of another stage of the pipeline may have begun since
@@ -111,7 +111,7 @@ class Reducer:
                     unit.accumulate()
             elif not unit.is_reduced:
                 self._issue(unit)
-        self._wait()
+        self.wait_reduced()
         if is_reduced and self.is_syncing and self.at_step:
             self._adopt_order()
         for unit in self.units:
@@ -128,10 +128,6 @@ class Reducer:
             self._issue(unit)
         self.at_step = at_step
 
-    def wait_reduced(self) -> None:
-        """Wait for ``reduce_now``."""
-        self._wait()
-
     def reduce_unsynced(self, *, at_step: bool) -> None:
         """Between two passes: sum what passes in ``no_sync`` have accumulated, as a pass would. Every rank calls.
 
@@ -142,7 +138,7 @@ class Reducer:
         for unit in self._order:
             if self._reduces(unit):
                 self._issue(unit)
-        self._wait()
+        self.wait_reduced()
         for unit in self.units:
             unit.start_pass()
             for gradient in unit.gradients:
@@ -179,7 +175,7 @@ class Reducer:
     def reset(self) -> None:
         """After an error: drop what is under way, and the gradients of this pass."""
         with suppress(CommError):  # a peer is gone; the error that came first counts
-            self._wait()  # what still writes into a sum must not do so in a later step
+            self.wait_reduced()  # what still writes into a sum must not do so in a later step
         self._under_way.clear()
         self._next = 0
         for unit in self.units:

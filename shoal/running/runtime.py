@@ -188,8 +188,8 @@ class ShardedModel:
             if self._pass is not None:
                 self._pass.recomputed.add(unit.name)
             return
-        if torch.is_grad_enabled() and unit.has_second and unit.state is UnitState.FULL:
-            for second in filter(None, (group.second for group in unit.groups)):
+        if torch.is_grad_enabled() and unit.state is UnitState.FULL:
+            for second in unit.second_shards:
                 second.keep()
         for candidate in (unit, *unit.shared):
             is_needed = any(candidate is running or candidate in running.shared for running in self._running)

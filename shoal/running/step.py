@@ -36,6 +36,8 @@ HasGrad = Mapping[ParameterGroup, bytes]
 Gather = tuple[ParameterGroup, Work]
 """The all-gather of a group whose parameters are stored whole, after its update."""
 
+_Run = tuple[int, int, int]  # start and stop in the owned range, and the slot of the first parameter
+
 
 class ShardedStep:
     """Runs one torch optimizer over the ranges of all units.
@@ -79,7 +81,7 @@ class ShardedStep:
                 step=HostStep("auto" if numel >= TRIAL_NUMEL else "threads", num_threads=num_host_threads),
                 is_pinned=pins_host,
             )
-        self._is_whole_tensor = isinstance(optimizer, WholeTensorOptimizer)
+        self.is_whole_tensor = isinstance(optimizer, WholeTensorOptimizer)  # needs whole parameters (LAMB, Muon)
         sub_group = max(sub_group_numel or BATCH_NUMEL, MIN_RANGE_NUMEL)
         self._block_numel = block_numel or sub_group
         self._batch_numel = 0 if block_numel else min(sub_group, BATCH_NUMEL)
@@ -102,11 +104,6 @@ class ShardedStep:
         self._scratch = None
 
     @property
-    def is_whole_tensor(self) -> bool:
-        """True if the optimizer needs whole parameters (LAMB, Muon)."""
-        return self._is_whole_tensor
-
-    @property
     def host_nbytes(self) -> int:
         """Bytes of gradients and parameters on their way between device and host."""
         return 0 if self.cpu_optimizer is None else self.cpu_optimizer.host_nbytes
@@ -118,7 +115,7 @@ class ShardedStep:
         block = self._block_of(group)
         for index in layout.groups:
             for start, stop in self._extents(group, index):
-                if start == stop and not self._is_whole_tensor:
+                if start == stop and not self.is_whole_tensor:
                     continue
                 step = block or max(stop - start, 1)
                 for low in range(start, max(stop, start + 1), step):
@@ -126,13 +123,13 @@ class ShardedStep:
 
     def _extents(self, group: ParameterGroup, index: int) -> list[tuple[int, int]]:
         """What of this rank's range belongs to one optimizer group; on one rank by parameter, without gaps."""
-        if group.gradient.is_alone and not self._is_whole_tensor:
+        if group.gradient.is_alone and not self.is_whole_tensor:
             return [(s.offset, s.offset + s.numel) for s in group.buffer.layout.specs if s.group == index]
         return [group.buffer.layout.group_range(index, group.buffer.begin, group.buffer.end)]
 
     def _block_of(self, group: ParameterGroup) -> int | None:
         """Most elements of one range."""
-        if self._is_whole_tensor:
+        if self.is_whole_tensor:
             return None
         if group.updates is None:
             return self._block_numel
@@ -148,22 +145,18 @@ class ShardedStep:
 
     def _split(self, group: ParameterGroup, whole: ParameterRange, has_grad: bytes) -> list[ParameterRange]:
         """Cut a range into runs of parameters that did, and did not, get a gradient."""
-        runs: list[list[int]] = []  # [start, stop, has a gradient]
-        for segment in whole.segments:
-            if runs and runs[-1][2] == has_grad[segment.slot]:
-                runs[-1][1] = whole.start + segment.stop
-            else:
-                runs.append([whole.start + segment.start, whole.start + segment.stop, has_grad[segment.slot]])
         old = self.optimizer.state.pop(whole.param, None)
-        parts = []
-        for start, stop, _ in runs:
-            part = self._range(group, whole.group, start, stop)
-            if old:
-                low, high = start - whole.start, stop - whole.start
-                self.optimizer.state[part.param] = {
-                    key: _cut(value, whole.stop - whole.start, low, high) for key, value in old.items()
-                }
-            parts.append(part)
+        parts = self._replace(group, whole, _runs(whole, has_grad))
+        for part in parts if old else ():
+            low, high = part.start - whole.start, part.stop - whole.start
+            self.optimizer.state[part.param] = {
+                key: _cut(value, whole.stop - whole.start, low, high) for key, value in old.items()
+            }
+        return parts
+
+    def _replace(self, group: ParameterGroup, whole: ParameterRange, runs: Sequence[_Run]) -> list[ParameterRange]:
+        """Put one range for each run in the place of a range."""
+        parts = [self._range(group, whole.group, start, stop) for start, stop, _ in runs]
         index = group.ranges.index(whole)
         group.ranges[index : index + 1] = parts
         return parts
@@ -211,7 +204,7 @@ class ShardedStep:
         for unit in units:
             unit.has_pending_update = any(g.updates is not None and any(has_grad[g]) for g in unit.trained)
             for group in unit.trained:
-                if not self._batch_numel or self._is_whole_tensor or group.updates or group.disk:
+                if not self._batch_numel or self.is_whole_tensor or group.updates or group.disk:
                     works += self._step_group(group, gradient_scale, has_grad[group])
                     continue
                 if batch and sum(g.owned_numel for g in (*batch, group)) > self._batch_numel:
@@ -250,7 +243,7 @@ class ShardedStep:
             group.disk.fetch(group, reads_ahead=True)
         if any(has_grad):
             group.buffer.storage.pin(is_overwritten=all(has_grad))
-        if self._is_whole_tensor:
+        if self.is_whole_tensor:
             if any(has_grad):
                 self._step_whole(group, gradient_scale, has_grad)
         else:
@@ -447,26 +440,16 @@ class ShardedStep:
         for part in group.ranges:
             self.optimizer.state.pop(part.param, None)
         group.ranges = list(self._ranges_of(group))
-        if self._is_whole_tensor:
+        if self.is_whole_tensor:
             for part in group.ranges:
                 self._fill_whole(group, part, scalars, dtypes)
             return
         labels = [_label(s, d) for s, d in zip(scalars, dtypes, strict=True)]
         for part in list(group.ranges):
-            runs: list[list[int]] = []  # [start, stop, slot]
-            for segment in part.segments:
-                if runs and labels[runs[-1][2]] == labels[segment.slot]:
-                    runs[-1][1] = part.start + segment.stop
-                else:
-                    runs.append([part.start + segment.start, part.start + segment.stop, segment.slot])
-            if len(runs) == 1:
-                self._fill_range(part, scalars[runs[0][2]], dtypes[runs[0][2]])
-            elif runs:
-                cuts = [self._range(group, part.group, start, stop) for start, stop, _ in runs]
-                for cut, (_, _, slot) in zip(cuts, runs, strict=True):
-                    self._fill_range(cut, scalars[slot], dtypes[slot])
-                index = group.ranges.index(part)
-                group.ranges[index : index + 1] = cuts
+            runs = _runs(part, labels)
+            cuts = self._replace(group, part, runs) if len(runs) > 1 else [part] * len(runs)
+            for cut, (_, _, slot) in zip(cuts, runs, strict=True):
+                self._fill_range(cut, scalars[slot], dtypes[slot])
 
     def _fill_whole(
         self,
@@ -518,6 +501,17 @@ class ShardedStep:
 
 def _update_replicas(group: ParameterGroup) -> list[Gather]:
     return [] if group.row.after_step == "nothing" else [(group, group.update_replicas())]
+
+
+def _runs(whole: ParameterRange, labels: Sequence[Any]) -> list[_Run]:
+    """The parts of a range whose neighbouring parameters have equal labels. ``labels``: by slot."""
+    runs: list[_Run] = []
+    for segment in whole.segments:
+        start, slot = whole.start + segment.start, segment.slot
+        if runs and labels[runs[-1][2]] == labels[slot]:
+            start, _, slot = runs.pop()
+        runs.append((start, whole.start + segment.stop, slot))
+    return runs
 
 
 def _label(scalars: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> tuple[Any, ...]:

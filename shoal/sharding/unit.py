@@ -107,7 +107,7 @@ class Unit:
         self.trained = [group for group in self.groups if group.is_trained]
         self.is_sharded = any(group.buffer.is_sharded for group in self.groups)
         self.is_on_disk = any(group.buffer.storage.tier is Tier.DISK for group in self.groups)
-        self.has_second = any(group.second is not None for group in self.groups)
+        self.second_shards = [group.second for group in self.groups if group.second is not None]
         self.numel = sum(group.buffer.layout.numel for group in self.groups)
         self.if_used = if_used
         self._gathered: Used | None = None  # the blocks of the present, or last, gather; None: all

@@ -16,6 +16,8 @@ from torch import nn
 from shoal.build.materialize import Materializer, buffer_formats
 from shoal.build.plan import BuildPlan, GroupPlan, ModuleAsBuilt
 from shoal.build.settings import Precision, ZeroSettings
+from shoal.comm.protocol import Communicator
+from shoal.comm.two_level import TwoLevels
 from shoal.device import host_empty
 from shoal.errors import ModelError, OptimizerError
 from shoal.memory.stream_copies import StreamCopies, copies_of
@@ -99,6 +101,7 @@ def build(
     specs: Mapping[str, ParameterSpec] | None = None,
     whole: Sequence[ModuleAsBuilt] = (),
     if_used: Mapping[str, IfUsed] | None = None,
+    levels: Mapping[str, TwoLevels] | None = None,
 ) -> ShardedModel:
     """Shard ``model`` in place.
 
@@ -112,6 +115,7 @@ def build(
         whole: the modules of the whole model, the model first, where ``model`` is a part of it whose parameters came on
             the meta device.
         if_used: by name, modules that become units which are gathered if they are used.
+        levels: by the name in the rows, axes along which parameters and gradients move in two levels.
         open_disks: given the bytes of this rank's parameters and state that are stored on disks, opens the disks.
 
     Raises: OutOfMemoryError, TierError: a tier cannot hold what is stored there. The disks that were opened are closed.
@@ -136,7 +140,7 @@ def build(
     materializer = Materializer(model, device, axes, plan.spec_of, is_sharded=is_sharded, whole=whole)
     copies = copies_of(device) if any(on.parameter is not Tier.DEVICE for on in tiers) else None
     staging = {g.axes.shard: StagingBuffers(g.axes.comms[g.axes.shard], device) for g in groups_planned}
-    builder = _Builder(plan, device, staging, materializer, disks, {}, copies, sparse is not None)
+    builder = _Builder(plan, device, staging, materializer, disks, {}, copies, sparse is not None, levels or {})
     filled_last = [max(materializer.positions[name] for name in unit.spec.parameters) for unit in units]
     built: dict[int, Unit] = {}
     live = LiveNumel()
@@ -193,6 +197,12 @@ class _Builder:
     shards: dict[str, ShardBuffers]  # of offloaded gradients, by the axis that shards
     copies: StreamCopies | None  # of offloaded parameters, to the device
     has_direct_step: bool  # the optimizer steps the model's own parameters
+    levels: Mapping[str, TwoLevels]  # axes in two levels, by name
+
+    def _axes(self, comms: Mapping[str, Communicator]) -> dict[str, Axis]:
+        """What moves a buffer along each axis."""
+        levels = {name: axis for name, axis in self.levels.items() if name in comms and axis.comm is comms[name]}
+        return {**comms, **levels}
 
     def group(self, planned: GroupPlan) -> ParameterGroup:
         settings, precision, axes, row = self.plan.settings, self.plan.precision, planned.axes, planned.row
@@ -204,7 +214,7 @@ class _Builder:
         if not planned.is_trained:
             buffer.storage.unpin()
             return group()
-        is_wider = precision.has_wider_main(planned.dtype)
+        is_wider = precision.has_wider_main(planned.dtype) or row.needs_main
         main_buffer = buffer
         if is_wider or row.parameter.tier is Tier.DISK or is_state_offloaded != buffer.is_offloaded:
             main_buffer = self._main_buffer(planned, buffer, values, is_offloaded=is_state_offloaded)
@@ -229,7 +239,7 @@ class _Builder:
             dtype,
             self.device,
             comm,
-            {axes.shard: comm},
+            self._axes({axes.shard: comm}),
             row.parameter if is_sharded else Placement(),
             owned=Placement.of(**{axes.shard: SHARD}) if row.state.is_sharded else Placement(),
             full=full,
@@ -285,7 +295,7 @@ class _Builder:
         if precision.has_wider_main(planned.dtype) and precision.gradient.accumulate_dtype is None:
             sum_dtype = precision.main
         policy = precision.policy_of(planned.names[0])
-        axes: dict[str, Axis] = dict(planned.axes.comms)
+        axes = self._axes(planned.axes.comms)
         staging = self.staging[planned.axes.shard]
         if planned.sends_rows and not planned.keeps_rows and buffer.comm.size > 1:
             axes[planned.axes.shard] = SparseSum(buffer.comm, *layout.specs[0].shape)

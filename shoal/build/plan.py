@@ -14,7 +14,7 @@ from shoal.sharding.axes import Axes, GroupAxes
 from shoal.sharding.layout import BufferLayout, ParameterSpec, lay_out
 from shoal.sharding.memory_model import GroupMemory, UnitMemory
 from shoal.sharding.partition import UnitSpec, partition
-from shoal.sharding.table import Row, row_of_stage
+from shoal.sharding.table import Row, Sent, row_of_stage
 from shoal.sharding.unit import IfUsed
 
 
@@ -55,7 +55,7 @@ class GroupPlan:
             is_trained=self.is_trained,
             main_dtype=precision.main_of(self.dtype),
             gradient_dtype=precision.gradient.accumulate_dtype or self.dtype,
-            has_own_main=precision.has_wider_main(self.dtype),
+            has_own_main=precision.has_wider_main(self.dtype) or self.row.needs_main,
             state_dtype=precision.state,
         )
 
@@ -152,6 +152,7 @@ class BuildPlan:
                 has_second=self.settings.has_second and is_dense and not spec.is_gathered_if_used,
                 is_persistent=spec.is_persistent,
             )
+            row = replace(row, sent=self._sent(spec, first, axes, is_trained=is_trained))
             number_of = {name: self.group_of[id(self.parameters[name])] if is_trained else -1 for name in members}
             entries = {name: replace(self.spec_of[name], group=number_of[name]) for name in members}
             name_of = {spec.name: name for name, spec in entries.items()}
@@ -170,6 +171,24 @@ class BuildPlan:
                 )
             )
         return groups
+
+    def _sent(self, spec: UnitSpec, first: str, axes: GroupAxes, *, is_trained: bool) -> Sent:
+        """In which formats a group is sent. Parameters that stay whole at stage 3, and rows, are sent as they are."""
+        wire = self.settings.wire
+        gather, reduce = wire.of_unit(spec.name, is_trained=is_trained)
+        if spec.is_persistent or not self.precision.of(self.parameters[first].dtype).is_floating_point:
+            gather = None
+        names = self.axes.data_axes(self.spec_of[first])
+        formats = {axes.shard: reduce, names.replicate: wire.between or reduce}
+        if not is_trained or first in self.sends_rows:
+            formats = {}
+        return Sent(
+            gather,
+            tuple((name, each) for name, each in formats.items() if each is not None and name in axes.comms),
+            wire.between,
+            has_error=wire.has_error,
+            error_decay=wire.error_decay,
+        )
 
     def _split(self, spec: UnitSpec) -> list[list[str]]:
         kinds: dict[object, list[list[str]]] = {}

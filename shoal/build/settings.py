@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 import torch
 
+from shoal.comm.formats import WireFormat
 from shoal.offload.policy import Tiers, from_config
 from shoal.sharding.gradient import GradientPolicy
 from shoal.sharding.memory_model import UnitMemory
@@ -55,6 +57,42 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class WireSettings:
+    """In which formats parameters and gradients are sent; None: as they are.
+
+    Args:
+        gather: of trained parameters. ``frozen``: of frozen ones.
+        reduce: of gradients, over data-parallel ranks; ``between``: between nodes, in two levels; None: in one.
+        units: by a pattern of unit names: other formats than ``gather`` and ``reduce``.
+        is_difference: gathers after the step send differences.
+        has_error: what a reduction loses is added to the next one. ``error_decay``: see ``Wire``; ``error_reset``:
+            steps between two resets.
+        is_gather_split: gathers are made in two levels.
+        ranks_per_node: None: by host name.
+    """
+
+    gather: WireFormat | None = None
+    frozen: WireFormat | None = None
+    reduce: WireFormat | None = None
+    between: WireFormat | None = None
+    units: Mapping[str, tuple[WireFormat | None, WireFormat | None]] = field(default_factory=dict)
+    is_difference: bool = False
+    has_error: bool = False
+    error_decay: float = 0.0
+    error_reset: int | None = None
+    is_gather_split: bool = False
+    ranks_per_node: int | None = None
+
+    def of_unit(self, name: str, *, is_trained: bool) -> tuple[WireFormat | None, WireFormat | None]:
+        """The formats of a unit's gathers and reductions."""
+        gather, reduce = self.gather if is_trained else self.frozen, self.reduce
+        for pattern, formats in self.units.items():
+            if fnmatchcase(name, pattern):
+                gather, reduce = formats
+        return gather, reduce
+
+
+@dataclass(frozen=True)
 class ZeroSettings:
     """What the JSON file says about sharding, in Shoal's words. All ``numel`` are elements."""
 
@@ -74,6 +112,7 @@ class ZeroSettings:
     max_host_numel: int = 0  # of this rank's parameters, kept in host memory though their tier is the disk
     pins_parameters: bool = True
     pins_state: bool = True
+    wire: WireSettings = field(default_factory=WireSettings)
     is_host_separate: bool | None = None  # is host memory other memory than the device's? None: unless that is a CPU
 
     def is_offloaded(self, tier: Tier, device: torch.device) -> bool:

@@ -48,7 +48,7 @@ _MAX_LISTED = 20  # names of each kind of difference
 
 
 @dataclass(frozen=True)
-class _ModelTensor:
+class _Home:
     """A tensor of the model: its names (several where it is tied), and whether a gradient can reach it."""
 
     names: tuple[str, ...]
@@ -127,14 +127,14 @@ def _remove_quantization(model: nn.Module) -> None:
             vars(each).pop("quantization_config", None)
 
 
-def _parts_of_engines(homes: Sequence[_ModelTensor]) -> dict[str, ParameterSpec]:
+def _parts_of_engines(homes: Sequence[_Home]) -> dict[str, ParameterSpec]:
     """By the first name, the parts of parameters that engines have split over tensor-parallel ranks."""
     owners = ((home, OWNERS.get(home.tensor)) for home in homes)
     specs = {home.names[0]: owner.spec_of(home.tensor) for home, owner in owners if isinstance(owner, EngineParameters)}
     return {name: spec for name, spec in specs.items() if spec.is_part}
 
 
-def _homes(model: nn.Module) -> tuple[list[_ModelTensor], list[_ModelTensor]]:
+def _homes(model: nn.Module) -> tuple[list[_Home], list[_Home]]:
     """Parameters, and the buffers that a ``state_dict`` has."""
     skipped = {
         f"{prefix}.{key}" if prefix else key
@@ -147,16 +147,16 @@ def _homes(model: nn.Module) -> tuple[list[_ModelTensor], list[_ModelTensor]]:
     return _by_tensor(named), _by_tensor((rename(name), buffer) for name, buffer in buffers)
 
 
-def _by_tensor(named: Iterable[tuple[str, torch.Tensor]]) -> list[_ModelTensor]:
+def _by_tensor(named: Iterable[tuple[str, torch.Tensor]]) -> list[_Home]:
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in named:
         tensors[id(tensor)] = tensor
         names.setdefault(id(tensor), []).append(name)
-    return [_ModelTensor(tuple(names[key]), tensor) for key, tensor in tensors.items()]
+    return [_Home(tuple(names[key]), tensor) for key, tensor in tensors.items()]
 
 
-def _refuse(parameters: Sequence[_ModelTensor], dtype: torch.dtype | None) -> None:
+def _refuse(parameters: Sequence[_Home], dtype: torch.dtype | None) -> None:
     meta = [home.names[0] for home in parameters if home.tensor.is_meta]
     if meta:
         raise UsageError(
@@ -189,7 +189,7 @@ def _is_gathered(parameter: torch.Tensor) -> bool:
 
 def _matched(
     model: nn.Module,
-    homes: Sequence[_ModelTensor],
+    homes: Sequence[_Home],
     weights: ExpertWeights,
     strict: bool,
     parts: Mapping[str, ParameterSpec],
@@ -200,7 +200,7 @@ def _matched(
     matches: dict[tuple[str, ...], str] = {}
     used: set[str] = set()
     missing, shapes = [], []
-    narrow: list[tuple[_ModelTensor, torch.dtype]] = []
+    narrow: list[tuple[_Home, torch.dtype]] = []
     for home in homes:
         present = [name for name in map(rename, home.names) if name in weights.tensors]
         used.update(present)
@@ -242,7 +242,7 @@ def _matched(
     return matches
 
 
-def _check_dtype(home: _ModelTensor, stored: torch.dtype, url: str) -> None:
+def _check_dtype(home: _Home, stored: torch.dtype, url: str) -> None:
     """Raises: CheckpointError: values of a quantised parameter that have no scales, or integers."""
     is_narrow = stored.itemsize == 1 or not (stored.is_floating_point or stored.is_complex)
     ours = home.tensor.dtype
@@ -267,7 +267,7 @@ def _prefix_changes(model: nn.Module) -> list[Callable[[str], str]]:
 
 
 def _choose(
-    choices: Sequence[Callable[[str], str]], homes: Sequence[_ModelTensor], present: Mapping[str, object]
+    choices: Sequence[Callable[[str], str]], homes: Sequence[_Home], present: Mapping[str, object]
 ) -> Callable[[str], str]:
     names = [name for home in homes for name in home.names]
     return max(choices, key=lambda choice: sum(choice(name) in present for name in names))
@@ -310,6 +310,7 @@ def _experts_elsewhere(model: nn.Module) -> Callable[[str], bool]:
 
 
 def _unignored(names: list[str], model: nn.Module, attribute: str) -> list[str]:
+    """Without those that the model itself says do not matter (transformers' patterns)."""
     patterns = next((vars(cls)[attribute] for cls in type(model).__mro__ if vars(cls).get(attribute)), None) or ()
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
@@ -369,6 +370,7 @@ def _first_element(part: ParameterSpec) -> int | None:
 
 
 def _build(config: Any, dtype: torch.dtype | None) -> nn.Module:
+    """The model of a configuration of ``transformers``, built under ``zero.Init``."""
     try:
         import transformers
     except ImportError as error:

@@ -295,6 +295,7 @@ class Save:
 
 
 def _attempt(run: Callable[[], Any]) -> Any:
+    """What ``run`` returns, or the error that it raised."""
     try:
         return run()
     except Exception as error:
@@ -351,6 +352,7 @@ def _just(tensor: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:
 
 
 def _manifest(tag: str, state: SavedState, records: Sequence[dict[str, Any]], options: SaveOptions) -> Manifest:
+    """The manifest, from the records of all ranks."""
     tensors: dict[tuple[str, str], dict[str, Any]] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for number, record in enumerate(records):

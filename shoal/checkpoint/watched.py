@@ -37,6 +37,8 @@ def watched(source: Source, kinds: Iterable[str], console: Console) -> Iterator[
 
 
 class _Watched:
+    """A source that moves a progress bar when it is read."""
+
     def __init__(self, source: Source, bar: Progress, total: int) -> None:
         self.about = source.about
         self._source = source

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkab
 import torch
 
 from shoal.comm.recorder import Recorder
-from shoal.comm.wire import WireFormat, encoded_gather, encoded_scatter
+from shoal.comm.wire import Wire, decoded_sum, encoded_gather, encoded_scatter
 from shoal.errors import CommError, UsageError
 
 Verb = Literal[
@@ -82,27 +82,32 @@ class FinishedWork:
         return None
 
 
-class EncodedWork:
-    """A collective of encoded values, and the decoding once they are there."""
+class StagedWork:
+    """Collectives one after the other: each begins with what the one before has received.
 
-    __slots__ = ("_decode", "_result", "_work")
+    Args:
+        first: issued already.
+        steps: each takes the result of the work before, and returns the next one. They run in ``wait()``.
+    """
 
-    def __init__(self, work: Work, decode: Callable[[torch.Tensor], None], result: torch.Tensor) -> None:
-        self._work = work
-        self._decode: Callable[[torch.Tensor], None] | None = decode
-        self._result = result
+    __slots__ = ("_steps", "_works")
+
+    def __init__(self, first: Work, *steps: Callable[[torch.Tensor], Work]) -> None:
+        self._works = [first]
+        self._steps = list(steps)
 
     def wait(self) -> torch.Tensor:
-        if self._decode is not None:
-            received = self._work.wait()
+        result = self._works[-1].wait()
+        while self._steps:
             with torch.no_grad():
-                self._decode(received)
-            self._decode = None
-        return self._result
+                self._works.append(self._steps.pop(0)(result))
+            result = self._works[-1].wait()
+        return result
 
     def drain(self) -> None:
         self.wait()
-        self._work.drain()
+        for work in self._works:
+            work.drain()
 
 
 class Call(NamedTuple):
@@ -204,8 +209,9 @@ class Communicator:
         self.recorder.add(self.axis, call.verb, call.label, call.nbytes, call.sent.dtype, kind)
         return self.backend.issue(call)
 
-    def _encoded(self, work: Work, decode: Callable[[torch.Tensor], None], result: torch.Tensor) -> Work:
-        return EncodedWork(work, decode, result)
+    def staged(self, first: Work, *steps: Callable[[torch.Tensor], Work]) -> Work:
+        """Works one after the other, of which the first is issued: see ``StagedWork``."""
+        return StagedWork(first, *steps)
 
     def _record_blocking(self, op: str, label: str) -> None:
         if _IS_FOR_SHAPES.get():
@@ -229,7 +235,7 @@ class Communicator:
         return self.backend.empty(numel, dtype, device)
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: WireFormat | None = None
+        self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: Wire | None = None
     ) -> Work:
         """Gather every rank's shard into ``full``. Without ``shard``, this rank's range of ``full`` is the shard.
 
@@ -243,8 +249,13 @@ class Communicator:
         check_divides("all_gather", full, shard, self.size, label=label)
         source = own_range(full, self.rank, self.size) if shard is None else shard
         if wire is not None and self.size > 1 and not _IS_FOR_SHAPES.get():
-            message, received, decode = encoded_gather(wire, source, full, self.size, self.empty)
-            return self._encoded(self.all_gather(received, message, label=label), decode, full)
+            message, received, decode = encoded_gather(wire, source, full, self.rank, self.size, self.empty)
+
+            def finish(received: torch.Tensor) -> Work:
+                decode(received)
+                return FinishedWork(full)
+
+            return self.staged(self.all_gather(received, message, label=label), finish)
         return self.issue(Call("all_gather", label, full, source, full.nbytes * (self.size - 1) // self.size))
 
     def reduce_scatter(
@@ -255,7 +266,7 @@ class Communicator:
         scale: float = 1.0,
         accumulate: bool = False,
         label: str,
-        wire: WireFormat | None = None,
+        wire: Wire | None = None,
     ) -> Work:
         """``out = scale * sum over ranks of full[own range]``, or ``out += ...`` with ``accumulate``.
 
@@ -263,30 +274,35 @@ class Communicator:
         (then without ``accumulate``). The other ranges of ``full`` have undefined values afterwards.
 
         With ``wire``, each range of ``full`` is encoded and sent to its owner by an all_to_all. The owner decodes the
-        ranges to fp32 and sums them in rank order.
+        ranges to fp32 and sums them in rank order. ``full`` keeps its values then.
 
         Communicates: (size - 1) / size * full bytes received per rank; with ``wire`` the encoded bytes of this rank's
             range from every other rank.
         Memory: with ``wire`` the encoded bytes of ``full`` twice until ``wait()``, and there this rank's range in fp32
-            of every rank.
+            twice.
         """
         check_divides("reduce_scatter", full, out, self.size, label=label)
         if wire is not None and self.size > 1 and not _IS_FOR_SHAPES.get():
-            ranges = [own_range(full, rank, self.size) for rank in range(self.size)]
-            message, received, decode = encoded_scatter(
-                wire, ranges, out, self.empty, scale=scale, accumulate=accumulate
-            )
-            return self._encoded(self.all_to_all(received, message, label=label), decode, out)
+            message, received, layout = encoded_scatter(wire, full.view(self.size, -1), self.empty)
+
+            def finish(received: torch.Tensor) -> Work:
+                parts = layout.parts(received, self.size)
+                decoded_sum(wire.format, parts, out, scale=scale, accumulate=accumulate)
+                return FinishedWork(out)
+
+            return self.staged(self.all_to_all(received, message, label=label), finish)
         nbytes = full.nbytes * (self.size - 1) // self.size
         return self.issue(Call("reduce_scatter", label, out, full, nbytes, scale, accumulate))
 
-    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
+    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str, wire: Wire | None = None) -> Work:
         """``full = scale * sum over ranks of full``, in place: a reduce_scatter followed by an all_gather, to the bit.
 
         Any numel (not only multiples of ``size``).
 
-        Communicates: 2 (size - 1) / size * full bytes received per rank.
+        Communicates: 2 (size - 1) / size * full bytes received per rank; with ``wire`` the encoded bytes.
         """
+        if wire is not None and self.size > 1 and not _IS_FOR_SHAPES.get():
+            return encoded_all_reduce(self, self, full, scale=scale, label=label, wire=wire)
         return self.issue(Call("all_reduce", label, full, None, 2 * full.nbytes * (self.size - 1) // self.size, scale))
 
     def all_to_all(
@@ -389,15 +405,33 @@ class _BlockingCommunicator(Communicator):
         work.drain()
         return work
 
-    def _encoded(self, work: Work, decode: Callable[[torch.Tensor], None], result: torch.Tensor) -> Work:
-        decoded = super()._encoded(work, decode, result)
-        decoded.drain()
-        return decoded
+    def staged(self, first: Work, *steps: Callable[[torch.Tensor], Work]) -> Work:
+        work = super().staged(first, *steps)
+        work.drain()
+        return work
 
 
 def exchange_of(vector: torch.Tensor, size: int, label: str) -> Call:
     """The call that gathers ``vector`` of each of ``size`` ranks."""
     return Call("exchange", label, vector.new_empty(size, vector.numel()), vector, vector.nbytes * (size - 1))
+
+
+def encoded_all_reduce(
+    axis: Communicator | Any, comm: Communicator, full: torch.Tensor, *, scale: float, label: str, wire: Wire
+) -> Work:
+    """A reduce_scatter along ``axis`` and an all_gather of the sum, which is not rounded in between."""
+    padded = full
+    if full.numel() % axis.size:
+        padded = torch.nn.functional.pad(full, (0, -full.numel() % axis.size))
+    total = torch.empty(padded.numel() // axis.size, dtype=torch.float32, device=full.device)
+
+    def gather(total: torch.Tensor) -> Work:
+        return axis.all_gather(padded, total, label=label, wire=wire.of_sum())
+
+    def finish(padded: torch.Tensor) -> Work:
+        return FinishedWork(full if padded is full else full.copy_(padded[: full.numel()]))
+
+    return comm.staged(axis.reduce_scatter(padded, total, scale=scale, label=label, wire=wire), gather, finish)
 
 
 def own_range(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:

@@ -1,24 +1,23 @@
-"""Wire formats: how the values of an all_gather or a reduce_scatter are encoded while they are sent.
+"""Collectives of encoded values: what is sent, and what is done with what is received.
 
-    format = Int8Blocks()
-    comm.all_gather(full, shard, label="layer 3", wire=format)
+    comm.all_gather(full, shard, label="layer 3", wire=Wire(Int8()))
 
     all_gather       encode(shard) ---all_gather---> decode each rank's part into its range of full
     reduce_scatter   encode(each range) --all_to_all--> decode every rank's values of this range to fp32, sum in order
+    all_reduce       a reduce_scatter into this rank's range, then an all_gather of it
 
-A format encodes a tensor as several tensors (values, and for example their scales). Their bytes are packed into
-one message a rank.
+A format (``formats``) encodes a tensor as several tensors (codes, and for example their scales). Their bytes are packed
+into one message a rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import torch
 
-from shoal.comm.sums import RankOrderedSum
+from shoal.comm.formats import WireFormat
 
 _ALIGNMENT = 16  # bytes, so that a part can be viewed in its dtype
 
@@ -26,108 +25,121 @@ Empty = Callable[[int, torch.dtype, torch.device], torch.Tensor]  # memory that 
 Encoded = tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], None]]
 
 
-class WireFormat(Protocol):
-    """An encoding of floating-point tensors."""
-
-    def encode(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """1-D tensors to send. Their numels and dtypes depend on numel and dtype of ``tensor`` alone."""
-        ...
-
-    def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Write the values that ``parts`` encode to ``out``, which has the numel of the tensor that was encoded."""
-        ...
-
-
 @dataclass(frozen=True)
-class Int8Blocks:
-    """8-bit integers with one fp32 scale a block: ``value = scale * integer``, ``scale = max |block| / 127``.
-
-    The error of a value is at most half the scale of its block. A block with an infinity or a NaN decodes to NaN.
+class Wire:
+    """How one collective encodes what it sends.
 
     Args:
-        block: elements that share a scale. Sends ``1 + 4 / block`` bytes an element.
+        format: inside a node, and between nodes where ``between`` is None.
+        between: between nodes, of an axis in two levels.
+        is_difference: an all_gather sends the differences between the shards and the values that ``full`` has on every
+            rank, and adds them (SDP4Bit, arXiv:2410.15526, section 3.1). What a format loses then is part of the next
+            difference.
+        error: fp32, of what a reduction encodes first: added before, and set to what is lost. Shape: that of ``full``.
+        second_error: the same of what an all_reduce encodes after the sum. Shape: [this rank's range].
+        error_decay: the new error is ``error_decay * error + (1 - error_decay) * lost`` (LoCo, arXiv:2407.04480).
     """
 
-    block: int = 256
+    format: WireFormat
+    between: WireFormat | None = None
+    is_difference: bool = False
+    error: torch.Tensor | None = None
+    second_error: torch.Tensor | None = None
+    error_decay: float = 0.0
 
-    def encode(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        blocks = self._in_blocks(tensor.float())
-        scales = blocks.abs().amax(dim=1) / 127.0
-        # A block of zeros has scale 0; any divisor gives zeros. A NaN or infinite scale marks its whole block.
-        divisors = torch.where((scales > 0) & scales.isfinite(), scales, 1.0)
-        integers = (blocks / divisors[:, None]).nan_to_num(0.0, 127.0, -127.0).round_().clamp_(-127, 127).to(torch.int8)
-        return integers.flatten()[: tensor.numel()], scales
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Rows in ``format``, with the error fed back. Shape: [rows, numel]."""
+        error = self.error
+        if error is None:
+            return self.format.encode(rows)
+        error = error.view(rows.shape)
+        before = error.clone() if self.error_decay else None
+        parts = self.format.encode(rows, error)
+        if before is not None:
+            error.lerp_(before, self.error_decay)
+        return parts
 
-    def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        integers, scales = parts
-        scales = torch.where(scales.isfinite(), scales, torch.nan)
-        values = self._in_blocks(integers.float()) * scales[:, None]
-        out.copy_(values.flatten()[: out.numel()])
-
-    def _in_blocks(self, tensor: torch.Tensor) -> torch.Tensor:
-        padding = -tensor.numel() % self.block
-        return torch.nn.functional.pad(tensor, (0, padding)).view(-1, self.block)
+    def of_sum(self) -> Wire:
+        """For what an all_reduce sends after the sum."""
+        return replace(self, error=self.second_error, second_error=None)
 
 
-def encoded_gather(wire: WireFormat, shard: torch.Tensor, full: torch.Tensor, size: int, empty: Empty) -> Encoded:
+def encoded_gather(wire: Wire, shard: torch.Tensor, full: torch.Tensor, rank: int, size: int, empty: Empty) -> Encoded:
     """What an all_gather of ``shard`` sends, where it receives, and what writes the received values to ``full``."""
+    rows = full.view(size, -1)
     with torch.no_grad():
-        parts = wire.encode(shard)
+        parts = wire.encode(shard[None].float() - rows[rank] if wire.is_difference else shard[None])
         layout = _Layout(parts)
-        message = layout.pack([parts], empty)
+        message = layout.pack(parts, empty)
     received = torch.empty(size * layout.nbytes, dtype=torch.uint8, device=full.device)
 
     def decode(received: torch.Tensor) -> None:
-        for rank, values in enumerate(full.tensor_split(size)):
-            wire.decode(layout.parts(received, rank), values)
+        parts = layout.parts(received, size)
+        if not wire.is_difference:
+            wire.format.decode(parts, rows)
+            return
+        changes = torch.empty_like(rows, dtype=torch.float32)
+        wire.format.decode(parts, changes)
+        rows.add_(changes)
 
     return message, received, decode
 
 
-def encoded_scatter(
-    wire: WireFormat,
-    ranges: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    empty: Empty,
-    *,
-    scale: float,
-    accumulate: bool,
-) -> Encoded:
-    """What an all_to_all sends for a reduce_scatter of ``ranges``, where it receives, what sums this into ``out``."""
-    size = len(ranges)
+def encoded_scatter(wire: Wire, rows: torch.Tensor, empty: Empty) -> tuple[torch.Tensor, torch.Tensor, _Layout]:
+    """What an all_to_all sends for a reduce_scatter, where it receives, and how the received bytes are laid out.
+
+    Args:
+        rows: what each rank gets. Shape: [ranks, numel].
+    """
     with torch.no_grad():
-        encoded = [wire.encode(each) for each in ranges]
-        layout = _Layout(encoded[0])
-        message = layout.pack(encoded, empty)
+        parts = wire.encode(rows)
+        layout = _Layout(parts)
+        message = layout.pack(parts, empty)
+    return message, torch.empty_like(message), layout
 
-    def decode(received: torch.Tensor) -> None:
-        decoded = [torch.empty(out.numel(), dtype=torch.float32, device=out.device) for _ in range(size)]
-        for rank, values in enumerate(decoded):
-            wire.decode(layout.parts(received, rank), values)
-        RankOrderedSum()(decoded, out, scale=scale, accumulate=accumulate)
 
-    return message, torch.empty_like(message), decode
+def decoded_sum(
+    format: WireFormat, parts: Sequence[torch.Tensor], out: torch.Tensor, *, scale: float, accumulate: bool
+) -> None:
+    """Decode every rank's values to fp32, and write their sum in rank order, times ``scale``, to ``out``.
+
+    Args:
+        parts: of each part of the encoding [ranks, its numel].
+        out: 1-D; with ``accumulate`` the sum is added.
+    """
+    total = torch.empty(1, out.numel(), dtype=torch.float32, device=out.device)
+    format.decode([part[:1] for part in parts], total)
+    values = torch.empty_like(total) if len(parts[0]) > 1 else total
+    for rank in range(1, len(parts[0])):
+        format.decode([part[rank : rank + 1] for part in parts], values)
+        total.add_(values)
+    if scale != 1.0:
+        total.mul_(scale)
+    if accumulate:
+        total.add_(out)
+    out.copy_(total[0])
 
 
 class _Layout:
-    """Where each part lies in the bytes of one encoded range: one after the other, aligned."""
+    """Where each part lies in the bytes of one encoded row: one after the other, aligned."""
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         self._fields: list[tuple[int, int, torch.dtype]] = []  # offset and bytes, dtype
         self.nbytes = 0
         for part in parts:
-            self._fields.append((self.nbytes, part.nbytes, part.dtype))
-            self.nbytes += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+            nbytes = part.shape[1] * part.itemsize
+            self._fields.append((self.nbytes, nbytes, part.dtype))
+            self.nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
-    def pack(self, encoded: Sequence[Sequence[torch.Tensor]], empty: Empty) -> torch.Tensor:
-        """The bytes of every range of ``encoded``, one after the other."""
-        message = empty(len(encoded) * self.nbytes, torch.uint8, encoded[0][0].device)
-        for index, parts in enumerate(encoded):
-            for target, part in zip(self.parts(message, index), parts, strict=True):
-                target.copy_(part)
+    def pack(self, parts: Sequence[torch.Tensor], empty: Empty) -> torch.Tensor:
+        """The bytes of every row, one after the other."""
+        num_rows = len(parts[0])
+        message = empty(num_rows * self.nbytes, torch.uint8, parts[0].device)
+        for target, part in zip(self.parts(message, num_rows), parts, strict=True):
+            target.copy_(part)
         return message
 
-    def parts(self, message: torch.Tensor, index: int) -> list[torch.Tensor]:
-        """The parts of range ``index`` as views of ``message``."""
-        start = index * self.nbytes
-        return [message[start + offset : start + offset + size].view(dtype) for offset, size, dtype in self._fields]
+    def parts(self, message: torch.Tensor, num_rows: int) -> list[torch.Tensor]:
+        """The parts of all rows as views of ``message``. Shape of each: [rows, numel]."""
+        rows = message.view(num_rows, self.nbytes)
+        return [rows[:, offset : offset + size].view(dtype) for offset, size, dtype in self._fields]

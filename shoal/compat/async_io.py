@@ -161,6 +161,8 @@ class AsyncIoHandle(PinHandle):
 
 
 class _Request:
+    """One tensor to or from one file."""
+
     def __init__(self, buffer: torch.Tensor, filename: str, offset: int, *, is_write: bool) -> None:
         self._buffer, self._is_write, self._offset = buffer, is_write, offset
         is_read_to_device = not is_write and buffer.device.type != "cpu"

@@ -127,6 +127,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def _show(total: int, largest: int | None, per_node: int, nodes: int, rows: Sequence[Sequence[object]]) -> None:
+    """Write a table of estimates to stdout."""
     layer = "" if largest is None else f", the largest layer {format_count(largest)}"
     sys.stdout.write(
         f"Model states of {format_count(total)} parameters{layer}, on {nodes} node(s) of {per_node} device(s):\n"

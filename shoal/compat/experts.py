@@ -104,5 +104,6 @@ def drop_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def _tensor_parallel() -> Communicator | None:
+    """The tensor-parallel ranks of the current mesh; None: there is one."""
     world = current_world()
     return world.communicator("tp", world.mesh) if world.mesh.tp > 1 else None

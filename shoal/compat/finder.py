@@ -114,6 +114,8 @@ def _ours(real: str) -> ModuleSpec | None:
 
 
 class _Installed:
+    """What ``install`` has changed, for ``uninstall``."""
+
     def __init__(self) -> None:
         self.finder: Finder | None = None
         self.environment: dict[str, str | None] = {}

@@ -49,6 +49,7 @@ def _first_rank(axis: str, mesh: Mesh) -> int:
 
 
 def _along(read: Callable[[str, Mesh], Any], axis: str) -> Callable[[], Any]:
+    """``read`` along an axis of the current mesh."""
     return lambda: read(axis, current_world().mesh)
 
 
@@ -100,6 +101,7 @@ def _of_experts(read: Callable[[str, Mesh], Any], axis: str) -> Callable[[str], 
 
 
 def _groups_of_experts(axis: str) -> Callable[[], dict[str, Any]]:
+    """The group of the current mesh along an axis, by its name."""
     return lambda: {_get_max_expert_size_name(): _group(axis, current_world().mesh)}
 
 

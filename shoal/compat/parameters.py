@@ -122,6 +122,7 @@ _added = _AddedAttributes()
 
 
 def _property(read: Callable[[Any, ParameterOwner], Any], name: str) -> property:
+    """An attribute that only a ZeRO parameter has."""
     return property(lambda parameter: read(parameter, _owner(parameter, name)))
 
 

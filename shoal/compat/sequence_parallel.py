@@ -92,6 +92,8 @@ def _unit() -> SequenceParallelUnit:
 
 
 def _of_unit(name: str) -> Callable[[], Any]:
+    """The function of ``parallel_state_sp`` that calls the unit's method of the same name."""
+
     def get() -> Any:
         return getattr(_unit(), name)()
 

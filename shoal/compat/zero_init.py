@@ -163,6 +163,7 @@ def _check_group() -> None:
 
 
 def _wrapper() -> Callable[..., Any]:
+    """The wrapper in DeepSpeed's module, which a client may have replaced."""
     facade = sys.modules.get(_FACADE)
     return vars(facade)["zero_wrapper_for_fp_tensor_constructor"] if facade else zero_wrapper_for_fp_tensor_constructor
 

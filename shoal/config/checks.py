@@ -52,6 +52,7 @@ def check_together(config: Schema, reading: Normalised) -> Iterator[Problem]:
         yield Problem("precision.state_dtype", what, 'write "bf16" or "fp32".')
     if precision.state_dtype == "fp32" and bf16.bf16_optimizer_states:
         yield Problem("precision.state_dtype", '"fp32", but bf16.bf16_optimizer_states is true.', "leave one out.")
+    yield from _wire_problems(config)
     budget = config.activation_checkpointing.memory_budget
     where = "activation_checkpointing.memory_budget"
     if isinstance(budget, str) and parse_bytes(budget) is None:
@@ -102,6 +103,24 @@ def check_together(config: Schema, reading: Normalised) -> Iterator[Problem]:
             "so it fits no number of ranks.",
             "change one of the three, or leave one out.",
         )
+
+
+def _wire_problems(config: Schema) -> Iterator[Problem]:
+    """Problems of the formats in which parameters and gradients are sent."""
+    wire, zero = config.wire, config.zero_optimization
+    if wire.block is not None and wire.block % 32:
+        yield Problem("wire.block", f"{wire.block}, which is no multiple of 32.", "write 256, or another multiple.")
+    if wire.difference and zero.stage not in (1, 2):
+        what = f"true at stage {zero.stage}, where no rank has the whole parameters of the step before."
+        if zero.stage == 0:
+            what = "true at stage 0, which gathers nothing."
+        yield Problem("wire.difference", what, "use stage 1 or 2, or leave it out.")
+    elif wire.difference and not wire.gather:
+        yield Problem("wire.difference", "true, but wire.gather names no format.", 'write wire.gather, such as "int4".')
+    if config.communication_data_type and (wire.reduce or zero.zero_quantized_gradients):
+        key = "wire.reduce" if wire.reduce else "zero_optimization.zero_quantized_gradients"
+        what = f'"{config.communication_data_type}", and {key} is a format of the same gradients.'
+        yield Problem("communication_data_type", what, "leave one out.")
 
 
 def engine_problems(config: Schema) -> Iterator[Problem]:

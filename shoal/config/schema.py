@@ -13,7 +13,7 @@ from shoal.config.base import Auto, Dtype, Section, key, section
 from shoal.config.optimizer import Optimizer, Scheduler
 from shoal.config.parallel import ExpertParallel, Parallel, Pipeline, TensorParallel
 from shoal.config.tables import with_unsupported
-from shoal.config.zero import ZeroOptimization
+from shoal.config.zero import WireSection, ZeroOptimization
 
 
 class Fp16(Section):
@@ -457,5 +457,6 @@ class Schema(Section):
     precision: PrecisionSection = section(
         PrecisionSection, "formats of communication and state, and numbers that are not finite"
     )
+    wire: WireSection = section(WireSection, "formats in which parameters and gradients are sent")
     debug: Debug = section(Debug, "checks that cost time")
     data: Data = section(Data, "the position in the training data")

@@ -94,11 +94,6 @@ SUPPORT: dict[str, Support] = {
     "elasticity.model_parallel_size": Support("not built", "elastic runs with model-parallel ranks", harmless=(1,)),
 }
 
-# Of parts that are not built, keys that a stage below 3 has no use for: nothing is gathered there to be used.
-AT_STAGE_3 = frozenset(
-    {"zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_nontrainable_weights"}
-)
-
 # Types that are known and not built; other types are checked when the optimizer is built.
 TYPES_NOT_BUILT: dict[str, Support] = {
     name: Support(

@@ -10,7 +10,6 @@ from shoal.config.normalise import Given, Normalised
 from shoal.config.problems import Problem, shown
 from shoal.config.schema import Schema
 from shoal.config.support import (
-    AT_STAGE_3,
     PARAMS,
     SUPPORTED,
     SWITCHES,
@@ -80,8 +79,6 @@ def keys_with_support(reading: Normalised) -> list[KeySupport]:
 
 
 def _support(path: str, stage: Any) -> Support:
-    if path in AT_STAGE_3 and isinstance(stage, int) and stage != 3:
-        return Support("no effect", f"only stage 3 shards parameters, and this is stage {stage}")
     return support_of(path)
 
 
@@ -139,6 +136,8 @@ def unused_reasons(config: Schema) -> dict[str, str]:
     param, state = zero.offload_param, zero.offload_optimizer
     nonfinite, wire = config.precision.nonfinite, config.communication_data_type
     elasticity, experts = config.elasticity, config.expert_parallel
+    sends = config.wire
+    reduces = sends.reduce or zero.zero_quantized_gradients or any(unit.reduce for unit in sends.units.values())
     param_is = f'zero_optimization.offload_param.device is "{param.device}"'
     state_is = f'zero_optimization.offload_optimizer.device is "{state.device}"'
     auto = '"offload": "auto" decides'
@@ -151,7 +150,8 @@ def unused_reasons(config: Schema) -> dict[str, str]:
     checks: dict[str, tuple[bool, str]] = {  # by section and keys: True if they are used, and the reason where not
         "zero_optimization: stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_max_live_parameters"
         " stage3_model_persistence_threshold stage3_max_reuse_distance zero_hpz_partition_size"
-        " leaf_module.classes leaf_module.names leaf_module.name_suffixes": (
+        " leaf_module.classes leaf_module.names leaf_module.name_suffixes zero_quantized_weights"
+        " zero_quantized_nontrainable_weights": (
             zero.stage == 3,
             f"only stage 3 shards parameters, and this is stage {zero.stage}",
         ),
@@ -197,6 +197,18 @@ def unused_reasons(config: Schema) -> dict[str, str]:
         "gradient_predivide_factor": (
             not config.prescale_gradients,
             "prescale_gradients divides by all ranks before the sum",
+        ),
+        "wire: gather hierarchical_gather": (zero.stage > 0, "stage 0 gathers nothing"),
+        "zero_optimization: mics_hierarchical_params_gather": (zero.stage > 0, "stage 0 gathers nothing"),
+        "wire: frozen": (
+            zero.stage == 3,
+            f"only stage 3 gathers frozen parameters, and this is stage {zero.stage}",
+        ),
+        "wire: between_nodes error_feedback": (bool(reduces), "gradients are sent as they are"),
+        "wire: error_decay error_reset": (sends.error_feedback, "wire.error_feedback is false"),
+        "zero_optimization.zeropp_loco_param: err_beta reset_T": (
+            zero.zero_quantized_gradients,
+            "zero_optimization.zero_quantized_gradients is false",
         ),
         "bf16: check_grad_overflow": (nonfinite is None, f'precision.nonfinite = "{nonfinite}" decides'),
         "precision: reduce_dtype": (wire is None, f'communication_data_type = "{wire}" has priority'),

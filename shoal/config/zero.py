@@ -51,6 +51,54 @@ class OffloadOptimizer(Section):
     cpuadam_cores_perc: float = key(0.8, "share of the host's cores for the update", gt=0, le=1)
 
 
+class LoCo(Section):
+    """Error feedback for gradients that are reduced in few bits."""
+
+    err_beta: float = key(
+        0.8, "share of the last error in the new one; the rest is what the reduction loses", ge=0, le=1
+    )
+    reset_T: int = key(1024, "steps between two resets of the error", ge=1)
+
+
+Format = Literal["bf16", "fp16", "fp8", "int8", "int4", "int4_hadamard", "1bit"]
+
+
+class WireOfUnit(Section):
+    """Formats of the units that a pattern matches."""
+
+    gather: Format | Literal["none"] | None = key(
+        None, "of gathered parameters; null: as for all units; none: as they are"
+    )
+    reduce: Format | Literal["none"] | None = key(
+        None, "of reduced gradients; null: as for all units; none: as they are"
+    )
+
+
+class WireSection(Section):
+    """Shoal's own: the formats in which parameters and gradients are sent. A format of few bits has a scale for each
+    block of elements.
+    """
+
+    gather: Format | None = key(None, "parameters when they are gathered; null: as they are stored")
+    frozen: Format | None = key(None, "frozen parameters when they are gathered; null: as `gather` says")
+    reduce: Format | None = key(None, "gradients when they are summed over data-parallel ranks; null: as they are")
+    between_nodes: Format | None = key(
+        None, "gradients between nodes, where each node sums its own first; null: summed over all ranks at once"
+    )
+    block: int | None = key(None, "elements that share a scale, a multiple of 32; null: 256, of 1bit 512", ge=32)
+    difference: bool = key(
+        False, "at stages 1 and 2, send how parameters differ from those that every rank has, in the format of `gather`"
+    )
+    error_feedback: bool = key(False, "add what the format of `reduce` loses to what the next reduction sends")
+    error_decay: float = key(
+        0.0, "share of the last error in the new one; the rest is what the reduction loses", ge=0, lt=1
+    )
+    error_reset: int | None = key(None, "steps between two resets of the error; null: never", ge=1)
+    hierarchical_gather: bool = key(False, "gather between nodes first, then inside of each node")
+    ranks_per_node: int | Literal["auto"] = key("auto", "data-parallel ranks of one node; auto: by host name")
+    units: dict[str, WireOfUnit] = key({}, "by a pattern of unit names (`layers.*`): other formats for these")
+
+
 @with_unsupported("zero_optimization")
 class ZeroOptimization(Section):
     """What is sharded over the data-parallel ranks, and how it is communicated."""
@@ -107,6 +155,13 @@ class ZeroOptimization(Section):
     enable_sanity_checks: bool = key(False, "raise an error for changes that GatheredParameters would lose")
     zero_hpz_partition_size: int = key(1, "ranks of one group in the second sharding of the parameters (hpZ)", ge=0)
     mics_shard_size: int = key(-1, "ranks of one shard group (MiCS): shard inside it, replicate over the groups", ge=-1)
+    mics_hierarchical_params_gather: bool = key(False, "gather between nodes first, then inside of each node (MiCS)")
+    zero_quantized_weights: bool = key(False, "at stage 3, gather parameters in 8 bits (qwZ)")
+    zero_quantized_nontrainable_weights: bool = key(False, "at stage 3, gather frozen parameters in 8 bits")
+    zero_quantized_gradients: bool = key(
+        False, "reduce gradients in 8 bits inside of a node and in 4 bits between nodes (qgZ)"
+    )
+    zeropp_loco_param: LoCo | None = key(None, "error feedback for zero_quantized_gradients (LoCo)")
     leaf_module: LeafModule = section(LeafModule, "modules that are one unit with everything inside them")
     offload_param: OffloadParam = section(OffloadParam, "where sharded parameters are stored between uses")
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "where optimizer state is stored")

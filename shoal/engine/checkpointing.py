@@ -108,6 +108,8 @@ class Checkpointing:
         tag = self._agreed_tag(tag if tag is not None else f"global_step{self._accumulation.counters.global_steps}")
         options = SaveOptions(save_latest, settings.async_save, Retention(settings.keep_last, settings.keep_every))
         shards = self._sharding.local_shards()
+        for group in self._sharding.groups:
+            group.gradient.sent.share()
         wanted = list(shards.model(exclude_frozen=exclude_frozen)) + list(shards.optimizer())
         with self._on_all_ranks("checkpoint: own state"):
             state = self._state(shards, client_state, exclude_frozen=exclude_frozen)
@@ -138,6 +140,8 @@ class Checkpointing:
             return self._report(error)
         finally:
             shards.leave()
+            for group in self._sharding.groups:
+                group.gradient.sent.saved = {}
         if self.extra_files is not None and self._comm.rank == 0:
             self._after = self.extra_files(storage, tag, client_state or {}, exclude_frozen)
         if save.is_done:
@@ -395,6 +399,8 @@ class Checkpointing:
                 logger.warning("custom_load_fn was given, so only the model was loaded.")
         else:
             load.apply(chosen, reader)
+            if wanted.has_optimizer:
+                self._sharding.restore_errors()
         restored: set[str] = set()  # hyperparameters
         if not is_module_only and custom_load_fn is None:
             if wanted.has_optimizer and chosen.manifest.optimizer is not None and self._optimizer is not None:

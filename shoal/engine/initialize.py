@@ -34,13 +34,14 @@ from shoal.engine.client_optimizer import (
 )
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible
-from shoal.engine.model_parts import axes_of, parts_of, with_experts
+from shoal.engine.model_parts import axes_of, levels_of, parts_of, with_experts
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
 from shoal.engine.over_stages import from_stages
 from shoal.engine.parts.activations import SavedActivations
 from shoal.engine.parts.clipping import CheckClipping
 from shoal.engine.parts.curriculum import Curriculum
+from shoal.engine.parts.error_feedback import ErrorFeedback
 from shoal.engine.parts.experts import ExpertBalance
 from shoal.engine.parts.inputs import FirstInputs
 from shoal.engine.parts.part import Part
@@ -221,6 +222,7 @@ def _start(
             specs=specs,
             whole=whole_model,
             if_used=experts_if_used(model) if plan.zero.gathers_if_used else None,
+            levels=levels_of(axes, plan.zero.wire, hosts, is_sharded=plan.zero.stage > 0),
         )
         try:
             step = make_step(made, sharded, properties, offload.num_ranks_here)
@@ -287,6 +289,9 @@ def _parts(
     if balance.is_needed:
         yield balance
     yield CheckClipping(sharding, accumulation)
+    wire = properties.plan.zero.wire
+    if wire.has_error:
+        yield ErrorFeedback(sharding, accumulation, wire.error_reset)
     if properties.config.checkpoint.save_on_signal:
         yield SaveOnSignal()
 

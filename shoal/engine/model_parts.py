@@ -20,16 +20,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
 
+from shoal.build.settings import WireSettings
 from shoal.comm.protocol import Communicator
+from shoal.comm.two_level import TwoLevels
 from shoal.comm.world import current_world
 from shoal.config import Config
 from shoal.config.parallel import PartitionConfig
 from shoal.engine.over_stages import from_stages
 from shoal.errors import ConfigError, ModelError
+from shoal.mesh import Axis as MeshAxis
 from shoal.mesh import Mesh, factor_axis
 from shoal.parallel.expert.divide import complete_plan, divide, split_stacks, without_experts
 from shoal.parallel.expert.held import ExpertsHeld, TensorRanks, modules_with_experts
@@ -187,7 +191,7 @@ def with_experts(
         has_lists = any(held.form == "listed" and held.ep_size > 1 for _, _, held in modules_with_experts(model))
         if any(from_stages(axes.get("pp"), has_lists, "stages with lists of experts")):
             axes = replace(axes, names="world")
-        hierarchy = _two_steps(axes, config.expert_parallel.ranks_per_node, hosts)
+        hierarchy = _levels(axes.mesh, "ep", config.expert_parallel.ranks_per_node, hosts, code="expert-parallel-size")
     for _, _, held in modules_with_experts(model):
         held.hierarchy = hierarchy if held.ep_size > 1 else None
     return {**specs, **divided}, axes
@@ -200,21 +204,43 @@ def _parameters_of_experts(model: nn.Module) -> Iterator[tuple[str, ExpertsHeld]
             yield f"{prefix}.{name}", held
 
 
-def _two_steps(
-    axes: Axes, ranks_per_node: int | str, of_all: Sequence[str]
+def levels_of(axes: Axes, wire: WireSettings, hosts: Sequence[str], *, is_sharded: bool) -> dict[str, TwoLevels]:
+    """The axis that shards dense parameters in two levels, by its name in the rows, where the configuration asks so.
+
+    Args:
+        hosts: of each rank.
+        is_sharded: False: at stage 0, where it is all data-parallel ranks.
+
+    Raises: ConfigError: the ranks of a node do not divide those of the axis.
+    Communicates: opens two communicators, where there are several nodes.
+    """
+    if wire.between is None and not wire.is_gather_split:
+        return {}
+    names = axes.dense
+    comm = axes.shard if is_sharded else axes.data
+    axis = cast(MeshAxis, names.shard if is_sharded else names.all)
+    levels = _levels(axes.mesh, axis, wire.ranks_per_node or "auto", hosts, code="wire-nodes")
+    if levels is None:
+        return {}
+    return {names.shard: TwoLevels(comm, *levels, is_gather_split=wire.is_gather_split)}
+
+
+def _levels(
+    mesh: Mesh, axis: MeshAxis, ranks_per_node: int | str, of_all: Sequence[str], *, code: str
 ) -> tuple[Communicator, Communicator] | None:
-    """The expert-parallel ranks of this node, and those at this rank's place on the nodes; None: there is one node.
+    """The ranks along an axis of this node, and those at this rank's place on the nodes; None: there is one node.
 
     The same on every rank, since all of them open the two communicators.
 
     Args:
         of_all: the host of each rank.
+        code: of the error.
 
-    Raises: ConfigError: the ranks of a node do not divide the expert-parallel ranks.
+    Raises: ConfigError: the ranks of a node do not divide those of the axis.
     """
-    size = axes.mesh.ep
+    size = mesh.size(axis)
     if isinstance(ranks_per_node, str):
-        groups = [[of_all[rank] for rank in group] for group in axes.mesh.groups("ep")]
+        groups = [[of_all[rank] for rank in group] for group in mesh.groups(axis)]
         ranks_per_node = groups[0].count(groups[0][0])
         for hosts in groups:
             runs = [set(hosts[at : at + ranks_per_node]) for at in range(0, size, ranks_per_node)]
@@ -223,15 +249,15 @@ def _two_steps(
     if size % ranks_per_node:
         fits = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
         raise ConfigError(
-            f"expert_parallel.ranks_per_node is {ranks_per_node}, which does not divide {size} expert-parallel ranks.",
+            f"ranks_per_node is {ranks_per_node}, which does not divide {size} ranks along {axis!r}.",
             do=f"write one of {fits}, or leave it out.",
-            code="expert-parallel-size",
+            code=code,
         )
     if ranks_per_node in (1, size):
         return None
     sizes = (size // ranks_per_node, ranks_per_node)
     world = current_world()
-    local, node = (world.communicator(factor_axis("ep", sizes, (at,)), axes.mesh) for at in (1, 0))
+    local, node = (world.communicator(factor_axis(axis, sizes, (at,)), mesh) for at in (1, 0))
     return local, node
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.build.settings import Precision, ZeroSettings
+from shoal.build.settings import Precision, WireSettings, ZeroSettings
+from shoal.comm.formats import WireFormat, format_named
 from shoal.comm.world import World
 from shoal.config import Config
 from shoal.config.ranks import mesh_of
@@ -135,6 +136,7 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
             max_host_numel=int(zero.offload_param.max_in_cpu),
             pins_parameters=bool(zero.offload_param.pin_memory),
             pins_state=bool(zero.offload_optimizer.pin_memory),
+            wire=_wire(config),
         ),
         precision=Precision(
             parameter=compute,
@@ -152,6 +154,41 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
         input_dtype=torch.float16 if fp16.enabled and fp16.auto_cast else None,
         mesh=mesh,
         secondary_size=secondary_size,
+    )
+
+
+def _wire(config: Config) -> WireSettings:
+    """The formats of the section ``wire``, and of DeepSpeed's keys where the section names none."""
+    wire, zero = config.wire, config.zero_optimization
+
+    def of(name: str | None) -> WireFormat | None:
+        return None if name in (None, "none") else format_named(name, wire.block)
+
+    gather = wire.gather or ("int8" if zero.zero_quantized_weights and zero.stage == 3 else None)
+    frozen = wire.frozen or wire.gather or gather
+    if zero.zero_quantized_nontrainable_weights and zero.stage == 3:
+        frozen = wire.frozen or wire.gather or "int8"
+    is_quantized, loco = zero.zero_quantized_gradients, zero.zeropp_loco_param
+    reduce = wire.reduce or ("int8" if is_quantized else None)
+    between = wire.between_nodes or ("int4" if is_quantized and wire.reduce is None else None)
+    if is_quantized and loco is not None and not wire.error_feedback:
+        has_error, decay = True, loco.err_beta
+        reset: int | None = loco.reset_T
+    else:
+        has_error, decay, reset = wire.error_feedback, wire.error_decay, wire.error_reset
+    units = {pattern: (of(unit.gather or gather), of(unit.reduce or reduce)) for pattern, unit in wire.units.items()}
+    return WireSettings(
+        gather=of(gather),
+        frozen=of(frozen),
+        reduce=of(reduce),
+        between=of(between),
+        units=units,
+        is_difference=wire.difference,
+        has_error=has_error,
+        error_decay=decay,
+        error_reset=reset,
+        is_gather_split=wire.hierarchical_gather or zero.mics_hierarchical_params_gather,
+        ranks_per_node=None if wire.ranks_per_node == "auto" else wire.ranks_per_node,
     )
 
 

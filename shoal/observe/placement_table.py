@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from shoal.comm.formats import WireFormat
 from shoal.sharding.table import Row
 from shoal.text import table as text_table
 
@@ -24,13 +25,17 @@ def cells_of(row: Row) -> list[str]:
     tiers = [placement.tier.value for placement in (row.parameter, row.gradient_between, row.state)]
     return [
         row.unit,
-        str(row.parameter) + (" + hpZ" if row.has_second else ""),
+        str(row.parameter) + (" + hpZ" if row.has_second else "") + _in(row.sent.gather),
         str(row.gradient_between),
-        str(row.gradient_at_step),
+        str(row.gradient_at_step) + "".join(_in(each) for _, each in row.sent.reduce),
         str(row.state),
         row.after_step,
         "/".join(tiers) if len(set(tiers)) > 1 else tiers[0],
     ]
+
+
+def _in(sent: WireFormat | None) -> str:
+    return "" if sent is None else f", {sent.name}"
 
 
 @dataclass(frozen=True)

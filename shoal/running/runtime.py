@@ -362,11 +362,12 @@ class ShardedModel:
                 a pass, where autograd holds such views too.
         """
         self._follow_stream()
+        self.release_kept([unit for unit in units if any(group.row.sent.gather for group in unit.groups)])
         for unit in units:
             unit.pin_count += 1
         try:
             for unit in units:
-                unit.gather()
+                unit.gather(is_exact=True)
             yield
         finally:
             for unit in units:

@@ -328,7 +328,7 @@ def give_back(
     at_init = ShardedAtInit(ChunkedTransfer(comm, device))
     try:
         for unit in units:
-            unit.gather()
+            unit.gather(is_exact=True)
             for group in unit.groups:
                 group.detach()
             for parameter in unit.parameters:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
 from shoal.comm.protocol import Communicator, FinishedWork, Work
-from shoal.comm.wire import WireFormat
+from shoal.comm.wire import Wire
 from shoal.memory.host import round_up
 from shoal.memory.stream_copies import CopyDone, StreamCopies
 from shoal.memory.transfer import clipped
@@ -37,9 +37,9 @@ class Axis(Protocol):
     size: int
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: WireFormat | None = None
+        self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: Wire | None = None
     ) -> Work: ...
-    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work: ...
+    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str, wire: Wire | None = None) -> Work: ...
     def reduce_scatter(
         self,
         full: torch.Tensor,
@@ -48,8 +48,11 @@ class Axis(Protocol):
         scale: float = 1.0,
         accumulate: bool = False,
         label: str,
-        wire: WireFormat | None = None,
+        wire: Wire | None = None,
     ) -> Work: ...
+
+
+Wires: TypeAlias = Mapping[str, Wire]  # by axis
 
 
 class FlatBuffer:
@@ -165,7 +168,7 @@ class FlatBuffer:
         into: torch.Tensor | None = None,
         scale: float = 1.0,
         accumulate: bool = False,
-        wire: WireFormat | None = None,
+        wire: Wires | None = None,
     ) -> Work:
         """Move the values to another placement. Does not block the host.
 
@@ -174,7 +177,8 @@ class FlatBuffer:
             into: memory of the range that results, in place of ``shard``.
             scale: the sum over the first axis is multiplied by it.
             accumulate: a reduce-scatter adds to the range.
-            wire: how all-gathers and reduce-scatters encode what they send; an all-reduce sends values as they are.
+            wire: by axis, how its collective encodes what it sends; of an axis without an entry nothing is encoded.
+                A gather of ``ranges`` encodes nothing.
 
         Raises: PlacementError: on some axis no single collective leads from here to ``to``.
         Communicates: per axis whose placement changes the collective that ``placement.moves`` names.
@@ -198,20 +202,21 @@ class FlatBuffer:
         *,
         scale: float = 1.0,
         accumulate: bool = False,
-        wire: WireFormat | None = None,
+        wire: Wires | None = None,
     ) -> Work:
         """Start one move. Called by ``Redistribution`` alone."""
         axis, label = self.axes[move.axis], self.label
+        encoded = None if wire is None else wire.get(move.axis)
         if move.collective == "all_gather":
             if self.is_offloaded:
-                return self._gather_offloaded(axis, wire)
-            return axis.all_gather(self.full, self.shard if self.is_sharded else None, label=label, wire=wire)
+                return self._gather_offloaded(axis, encoded)
+            return axis.all_gather(self.full, self.shard if self.is_sharded else None, label=label, wire=encoded)
         if move.collective == "reduce_scatter":
             out = self.shard if into is None else into
-            return axis.reduce_scatter(self.full, out, scale=scale, accumulate=accumulate, label=label, wire=wire)
+            return axis.reduce_scatter(self.full, out, scale=scale, accumulate=accumulate, label=label, wire=encoded)
         if move.collective == "all_reduce":
             memory = self.memory if into is None or not self.placement.is_sharded else into
-            return axis.all_reduce(memory, scale=scale, label=label)
+            return axis.all_reduce(memory, scale=scale, label=label, wire=encoded)
         if self.is_sharded:
             numel = self.shard.numel()
             self.shard.copy_(self.full[axis.rank * numel : (axis.rank + 1) * numel])
@@ -221,7 +226,7 @@ class FlatBuffer:
         """The values have been, or are about to be, overwritten: this is their placement. Communicates nothing."""
         self.placement = placement
 
-    def _gather_offloaded(self, axis: Axis, wire: WireFormat | None) -> Work:
+    def _gather_offloaded(self, axis: Axis, wire: Wire | None) -> Work:
         """Copy the shard to the device and gather it. The current stream waits for neither before ``Work.wait()``."""
         # A tensor of its own: peers may read it after the full buffer was released.
         staged, self._staged = self._staged, None
@@ -339,7 +344,7 @@ class Redistribution:
         into: torch.Tensor | None,
         scale: float,
         accumulate: bool,
-        wire: WireFormat | None,
+        wire: Wires | None,
     ) -> None:
         self._todo = todo[1:]
         self._buffer = buffer if self._todo else None  # else the buffer, whose reader this may be, is in a cycle

@@ -32,6 +32,7 @@ from shoal.comm.protocol import Work
 from shoal.sharding.buffer import Axis, FlatBuffer
 from shoal.sharding.layout import Segment
 from shoal.sharding.placement import Placement
+from shoal.sharding.sent_gradient import SentGradient
 from shoal.sharding.sparse_sum import coalesced
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.table import Row
@@ -111,6 +112,7 @@ class Gradient:
             FlatBuffer(buffer.label, self.layout, dtype, buffer.device, buffer.comm, axes, stored, owned=buffer.owned)
             for stored in (between, row.gradient)
         )
+        self.sent = SentGradient(buffer, row, axes)
         self._left: list[torch.Tensor | None] = []  # by parameter, the ``.grad`` that the last pass left
         self._work: Work | None = None
         self._finish: Callable[[], None] | None = None  # what follows once ``_work`` is done
@@ -253,7 +255,7 @@ class Gradient:
                 source.full.mul_(policy.pre_scale)
             if policy.reduce_dtype in (None, self.dtype):
                 self.state = GradientState.REDUCING
-                self._work = source.reader = source.redistribute(to, scale=policy.post_scale)
+                self._work = source.reader = source.redistribute(to, scale=policy.post_scale, wire=self.sent.wires())
                 return
         else:
             if not at_step:
@@ -301,7 +303,9 @@ class Gradient:
         target = self.owned() if part is None else part
         accumulate = adds and part is None and not self._is_whole_at_step
         self.state = GradientState.REDUCING
-        work = staging.redistribute(to, into=target, scale=self.policy.post_scale, accumulate=accumulate)
+        work = staging.redistribute(
+            to, into=target, scale=self.policy.post_scale, accumulate=accumulate, wire=self.sent.wires()
+        )
         self._work = work
         self.sum.assume(to)
 
@@ -325,6 +329,8 @@ class Gradient:
         if self._finish is not None:
             self._finish()
         self._work, self._finish = None, None
+        if self.sent.fills_gaps:
+            self.sent.clear_gaps(self.owned(), self.buffer.begin)
         is_sum = at_step or self.is_whole
         self.state = GradientState.REDUCED if is_sum else GradientState.ACCUMULATING
         if self.is_view and is_sum:
@@ -345,7 +351,7 @@ class Gradient:
             self.num_reductions += 1
             self.memory()
             self.sum.assume(self.row.gradient_between)
-            self.sum.redistribute(self.row.gradient_at_step).wait()
+            self.sum.redistribute(self.row.gradient_at_step, wire=self.sent.wires()).wait()
         self.state = GradientState.REDUCED
 
     def norm_part(self) -> torch.Tensor:
@@ -382,6 +388,7 @@ class Gradient:
         self.reset()
         self.sum.reader = None
         self._drop_memory()
+        self.sent.forget()
 
     # what the script sees between two passes
 

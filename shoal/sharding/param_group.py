@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from shoal.comm.protocol import FinishedWork, Work
+from shoal.comm.wire import Wire
 from shoal.sharding.axes import GroupAxes
 from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.gradient import Gradient
@@ -125,6 +126,7 @@ class ParameterGroup:
         self._main_buffer = main_buffer
         self.has_own_main = main_buffer is not None and main_buffer is not buffer  # else they are the parameters
         self.is_state_offloaded = is_state_offloaded
+        self._wires = None if row.sent.gather is None else {axes.shard: Wire(row.sent.gather)}
         self.ranges: list[ParameterRange] = []
         self.optimizer: torch.optim.Optimizer | None = None  # that keeps the state of ``ranges``, by their ``param``
         self.updates: Updates | None = None  # set where the CPU optimizer updates the group
@@ -166,6 +168,7 @@ class ParameterGroup:
         if self._gradient is not None:
             yield "gradient", self._gradient.sum
             yield "gradient", self._gradient.unsynced
+            yield from (("error", error) for error in self._gradient.sent.errors)
         if self._main_buffer is not None and self.has_own_main:
             yield "master", self._main_buffer
 
@@ -176,12 +179,13 @@ class ParameterGroup:
 
     # parameters
 
-    def gather(self, *, from_second: bool = False, used: Used | None = None) -> Work:
+    def gather(self, *, from_second: bool = False, used: Used | None = None, is_exact: bool = False) -> Work:
         """Shard -> Replicate. The parameters may be read after ``Work.wait()`` and ``attach_views()``.
 
         Args:
             from_second: from the second sharding, if a forward pass has kept it.
             used: which blocks of the parameters; others are NaN. None: all.
+            is_exact: the values as they are stored, whatever format the row has for a gather.
 
         Communicates: one all-gather on the axis that shards (``from_second``: on that of the second sharding); of
             blocks, one of the rank's largest part of them, if that is less.
@@ -190,7 +194,7 @@ class ParameterGroup:
         ranges = self.buffer.layout.ranges_of(used)
         if from_second and self.second is not None and self.second.is_kept and ranges is None:
             return self.second.gather()
-        return self.buffer.redistribute(Placement(), ranges=ranges)
+        return self.buffer.redistribute(Placement(), ranges=ranges, wire=None if is_exact else self._wires)
 
     def release(self, *, keep_user_views: bool = False) -> None:
         """Replicate -> Shard: the parameters become placeholders, the whole buffer is freed. Communicates nothing.
@@ -211,7 +215,7 @@ class ParameterGroup:
         if self.buffer.is_sharded or self.buffer.comm.size == 1:
             return FinishedWork(self.buffer.full)
         self.buffer.assume(self.buffer.owned)
-        return self.buffer.redistribute(Placement())
+        return self.buffer.redistribute(Placement(), wire=self._wires)
 
     def start_fetch(self, *, from_second: bool = False, used: Used | None = None) -> None:
         """Begin to read what ``gather`` with these arguments needs from a disk. Does not block the host."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from shoal.comm.protocol import Communicator, FinishedWork, Work
-from shoal.comm.wire import WireFormat
+from shoal.comm.wire import Wire
 from shoal.device import is_fake, read_vector
 
 INDEX_NBYTES = 8
@@ -45,12 +45,12 @@ class SparseSum:
         self._width = width
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: WireFormat | None = None
+        self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: Wire | None = None
     ) -> Work:
         """As ``Communicator.all_gather``."""
         return self._comm.all_gather(full, shard, label=label, wire=wire)
 
-    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
+    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str, wire: Wire | None = None) -> Work:
         """As ``Communicator.all_reduce``.
 
         Communicates: 8 bytes per rank; then, n the most rows that any rank has, two all_gathers: n indices of 8 bytes,
@@ -58,7 +58,7 @@ class SparseSum:
         """
         summed = None if is_fake(full) else self._sum(full, scale, num_passes=2, label=label)
         if summed is None:
-            return self._comm.all_reduce(full, scale=scale, label=label)
+            return self._comm.all_reduce(full, scale=scale, label=label, wire=wire)
         rows, total = summed
         with torch.no_grad():
             self._table(full)[rows] = total.to(full.dtype)
@@ -72,7 +72,7 @@ class SparseSum:
         scale: float = 1.0,
         accumulate: bool = False,
         label: str,
-        wire: WireFormat | None = None,
+        wire: Wire | None = None,
     ) -> Work:
         """As ``Communicator.reduce_scatter``. Communicates: as ``all_reduce``."""
         summed = None if is_fake(full) else self._sum(full, scale, num_passes=1, label=label)

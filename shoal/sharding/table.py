@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shoal.comm.formats import WireFormat
 from shoal.sharding.placement import PARTIAL, REPLICATE, SHARD, Placement, Spread, Tier, moves
 
 _STAGES: dict[int, tuple[Spread, Spread, Spread, Spread]] = {
@@ -24,6 +25,25 @@ _STAGES: dict[int, tuple[Spread, Spread, Spread, Spread]] = {
     2: (REPLICATE, SHARD, SHARD, SHARD),
     3: (SHARD, SHARD, SHARD, SHARD),
 }
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The formats in which a group is sent; None, and no entry: values are sent as they are.
+
+    Args:
+        gather: of parameters.
+        reduce: of gradients, by axis.
+        between: of gradients between nodes, along an axis in two levels; None: the axis' own.
+        has_error: what the first reduction of a gradient loses is added to the next one.
+        error_decay: see ``Wire``.
+    """
+
+    gather: WireFormat | None = None
+    reduce: tuple[tuple[str, WireFormat], ...] = ()
+    between: WireFormat | None = None
+    has_error: bool = False
+    error_decay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +60,7 @@ class Row:
     gradient_at_step: Placement
     state: Placement  # main parameters and optimizer state
     has_second: bool = False  # a second sharding is kept from forward to backward
+    sent: Sent = Sent()
 
     def __post_init__(self) -> None:
         moves(self.gradient, self.gradient_between)
@@ -50,6 +71,11 @@ class Row:
     def after_step(self) -> str:
         """The collective that brings the parameters up to date once the optimizer has updated this rank's range."""
         return "all_gather" if self.state.is_sharded and not self.parameter.is_sharded else "nothing"
+
+    @property
+    def needs_main(self) -> bool:
+        """True if main parameters need memory of their own: a gather overwrites the whole buffer by what it lost."""
+        return self.sent.gather is not None and self.after_step == "all_gather"
 
     def on(self, parameter: Tier, state: Tier, *, is_gradient_offloaded: bool = False) -> Row:
         """The same row on other tiers. Parameters that are stored whole are stored on the device.

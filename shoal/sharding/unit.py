@@ -190,11 +190,12 @@ class Unit:
         """True if there is room to read the shard ahead of its use."""
         return all(group.buffer.storage.can_fetch_ahead() for group in self.groups)
 
-    def start_gather(self, *, from_second: bool = False, used: Used | None = None) -> None:
+    def start_gather(self, *, from_second: bool = False, used: Used | None = None, is_exact: bool = False) -> None:
         """Begin to gather. Nothing when it is gathered or on the way.
 
         Args:
             used: the blocks that are gathered; None: all.
+            is_exact: values are sent as they are stored, whatever format the row has.
 
         Raises: TierError: the shard could not be read from its disk.
         Communicates: per sharded group, and per group that a step has left to this, one all-gather, (N - 1) / N of the
@@ -216,7 +217,9 @@ class Unit:
         self._move(UnitState.GATHERING)
         self._gathered = used
         self._works = [
-            group.gather(from_second=from_second, used=used) for group in self.groups if group.buffer.is_sharded
+            group.gather(from_second=from_second, used=used, is_exact=is_exact)
+            for group in self.groups
+            if group.buffer.is_sharded
         ]
 
     def wait_also(self, done: CopyDone) -> None:
@@ -245,11 +248,12 @@ class Unit:
         for group in self._hidden:
             group.hide()
 
-    def gather(self, *, from_second: bool = False, used: Used | None = None) -> None:
+    def gather(self, *, from_second: bool = False, used: Used | None = None, is_exact: bool = False) -> None:
         """Make the parameters whole and usable; or some blocks of them, in addition to those that are gathered.
 
         Args:
             used: the blocks; None: all.
+            is_exact: as ``start_gather`` takes it.
         """
         if not self.is_released and not self.holds(used):
             self._complete()
@@ -257,7 +261,7 @@ class Unit:
             used = _union(self._gathered, used)
         if self.state is UnitState.FULL:
             return
-        self.start_gather(from_second=from_second, used=used)
+        self.start_gather(from_second=from_second, used=used, is_exact=is_exact)
         self._complete()
 
     def _complete(self) -> None:

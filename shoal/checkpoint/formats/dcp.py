@@ -368,6 +368,8 @@ def _dtype(item: Item) -> torch.dtype:
 
 
 class _Sorted:
+    """Leaves by what they are."""
+
     def __init__(self, items: Iterable[Item]) -> None:
         self.model: dict[str, Item] = {}
         self.state: dict[tuple[str, str], Item] = {}  # by parameter and key

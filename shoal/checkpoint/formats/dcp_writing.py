@@ -88,6 +88,8 @@ def _tree(source: Source) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
 
 
 class _LazyPlanner(DefaultSavePlanner):
+    """Reads a tensor when its turn comes."""
+
     def __init__(self, source: Source, homes: dict[str, tuple[str, str]]) -> None:
         super().__init__()
         self._source, self.homes = source, homes
@@ -98,6 +100,8 @@ class _LazyPlanner(DefaultSavePlanner):
 
 
 class _StreamingWriter(FileSystemWriter):
+    """Drops each tensor when it is written."""
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._folder = folder

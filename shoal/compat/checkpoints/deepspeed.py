@@ -252,6 +252,7 @@ def _placeholders(state: Mapping[str, Any], layers: Sequence[AutoEpLayer]) -> di
 
 
 def _joined(parts: list[_RankFiles], turns: Turns) -> dict[str, dict[str, StateTensor]]:
+    """The tensors of all tensor-parallel ranks."""
     joins = _joins(parts, turns)
     for part in parts[1:]:
         parts[0].take_experts(part)

@@ -355,6 +355,7 @@ def _by_rank(place: Path, names: Iterable[str], pattern: re.Pattern[str], part: 
 
 
 def _matches(names: Iterable[str], pattern: re.Pattern[str], part: int) -> list[re.Match[str]]:
+    """The files of one tensor-parallel rank."""
     return [match for match in map(pattern.fullmatch, names) if match is not None and int(match["mp"]) == part]
 
 

@@ -119,6 +119,7 @@ class ModelFile:
         return about
 
     def _tied(self) -> dict[str, tuple[str, ...]]:
+        """The other names of tied weights."""
         said = self.state.get("shared_params")
         aliases: dict[str, tuple[str, ...]] = {}
         if said is None and not self.is_stage_3:

@@ -101,6 +101,7 @@ def _describe(stage: CheckpointFiles, state: dict[str, Any], size: int, turns: T
 
 
 def _names_in(state: Mapping[str, Any]) -> Iterator[str]:
+    """The names of parameters and buffers that a stage's model file lists."""
     shapes = state.get("param_shapes") or ()
     yield from chain.from_iterable(shapes)
     yield from state.get("frozen_param_shapes") or ()

@@ -258,6 +258,8 @@ def write_deepspeed_universal(
 
 
 class _UniversalFiles(DeepSpeedFiles):
+    """The files of one universal checkpoint."""
+
     def __init__(
         self, source: Source, settings: DeepSpeedSettings, config: dict[str, Any], row_parallel: Sequence[str]
     ) -> None:

@@ -56,7 +56,7 @@ class _SeparateTensors:
         return position + 1
 
     def fewest(self, position: int) -> int:
-        """The number of parameters that are still to come, at least."""
+        """How many parameters are still to come at least."""
         return self.end - position
 
     def place(self, position: int, tensor: torch.Tensor) -> FlatRange:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from shoal.comm.formats import Int8
 from shoal.comm.protocol import Communicator
 from shoal.comm.threads import run_ranks
-from shoal.comm.wire import Int8Blocks
+from shoal.comm.wire import Wire
 from shoal.comm.world import current_world
 from shoal.mesh import Mesh
 from shoal.sharding.buffer import FlatBuffer
@@ -51,13 +52,13 @@ def test_a_move_sends_what_its_wire_format_encodes() -> None:
         shard = values[1024 * comm.rank : 1024 * (comm.rank + 1)].clone()
         buffer = buffer_of("b", comm, {"dp_shard": comm}, sharded, torch.empty(2048), shard)
         with world.recorder.recording() as records:
-            buffer.redistribute(whole, wire=Int8Blocks()).wait()
+            buffer.redistribute(whole, wire={"dp_shard": Wire(Int8())}).wait()
         assert [(entry.op, entry.nbytes) for entry in records] == [("all_gather", 1024 + 4 * 4)]
         scales = values.view(-1, 256).abs().amax(1, keepdim=True) / 127
         assert ((buffer.full - values).view(-1, 256).abs() <= scales / 2 + 1e-7).all()
         gradient = buffer_of("g", comm, {"dp_shard": comm}, Placement.of(dp_shard=PARTIAL), values.clone())
         result = torch.empty(1024)
-        gradient.redistribute(sharded, into=result, wire=Int8Blocks()).drain()
+        gradient.redistribute(sharded, into=result, wire={"dp_shard": Wire(Int8())}).drain()
         expected = 2 * values[1024 * comm.rank : 1024 * (comm.rank + 1)]
         torch.testing.assert_close(result, expected, rtol=0, atol=0.05)
 

@@ -23,7 +23,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"compression_training": QUANTIZED}, r": compression"),
     ({"graph_harvesting": True}, r": CUDA graphs"),
     ({"checkpoint": {"use_node_local_storage": True}}, r": checkpoints on disks that nodes do not share"),
-    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, r": quantized communication"),
     ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, r": offload \(ZenFlow\)"),
     ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, r": 1-bit optimizers(.|\n)*use \"Adam\", the"),
     ({"optimizer": {"type": "ZeroOneAdam", "params": {"lr": 1e-3}}}, r"\"ZeroOneAdam\" .*: 1-bit optimizers"),

@@ -11,7 +11,6 @@ from shoal.config.base import walk
 from shoal.config.schema import Schema
 from shoal.config.support import support_of
 from shoal.config.supported import unused_reasons
-from shoal.errors import ConfigError
 
 
 def unused(config: dict[str, Any]) -> list[str]:
@@ -135,10 +134,9 @@ def test_every_listed_key_is_one_that_is_supported() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
-def test_a_part_of_stage_3_that_is_not_built_is_no_error_where_nothing_is_gathered(key: str, stage: int) -> None:
+def test_a_format_of_gathers_is_no_error_where_nothing_is_gathered(key: str, stage: int) -> None:
     config = {"train_batch_size": 1, "zero_optimization": {"stage": stage, key: True}}
-    said = f"zero_optimization.{key} = true: accepted, no effect: only stage 3 shards parameters, and this is stage"
+    said = f"zero_optimization.{key} = true: no effect here: only stage 3 shards parameters, and this is stage"
     assert f"{said} {stage}." in load(config, world_size=1).notes()
     config["zero_optimization"] = {"stage": 3, key: True}
-    with pytest.raises(ConfigError, match=rf"{key}: true asks for a part that is not built yet"):
-        load(config, world_size=1)
+    assert not [note for note in load(config, world_size=1).notes() if key in note]

@@ -1,0 +1,322 @@
+"""Wire formats: how values are written with fewer bits while they are sent, and what the writing loses.
+
+    name            bytes for each element     what is lost
+    bf16, fp16      2                          mantissa; fp16: values over 65,504 become infinite
+    fp8             1 + 4 / block              e4m3 with a scale for each block: 3 bits of mantissa
+    int8            1 + 4 / block              half of a step: the largest value of the block / 254
+    int4            1/2 + 4 / block            the same / 14
+    int4_hadamard   1/2 + 4 / block            the same, after a rotation that spreads outliers over 32 elements
+    1bit            1/8 + 4 / block            all but the sign, and the mean of the magnitudes
+
+Values are encoded by rows: one for each rank that gets another range. A block never crosses a row. A block with an
+infinity or a NaN decodes to NaN alone, so that the norm of a gradient tells, as it does without a format.
+
+With ``error`` (error feedback, 1-bit SGD: Seide et al. 2014) what earlier messages lost is added before the encoding,
+and ``error`` is set to what this one loses.
+
+Sources: blocks of int8 and int4, ZeRO++ (arXiv:2306.10209, section 3); the rotation, SDP4Bit (arXiv:2410.15526,
+section 3.2); signs with the mean magnitude, arXiv:1901.09847.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from shoal.device import is_fake
+from shoal.errors import ConfigError
+
+_CHUNK = 1 << 15  # elements that are encoded at once on a CPU, so that what lies between two passes stays in the cache
+_ROTATED = 32  # elements that a rotation mixes
+
+
+class WireFormat(Protocol):
+    """An encoding of floating-point rows."""
+
+    @property
+    def name(self) -> str:
+        """As in ``FORMATS``."""
+        ...
+
+    def encode(self, rows: torch.Tensor, error: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """What to send for each row. Shapes: [rows, numel] -> of each part [rows, its numel].
+
+        The numels and dtypes of the parts depend on the numel and dtype of a row alone.
+
+        Args:
+            error: fp32; added to ``rows``, then set to what is lost. Shape: that of ``rows``.
+        """
+        ...
+
+    def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Write the values that ``parts`` encode to ``out``. Shape: [rows, numel], as they were encoded."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Another dtype: ``torch.bfloat16`` or ``torch.float16``."""
+
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return "bf16" if self.dtype is torch.bfloat16 else "fp16"
+
+    def encode(self, rows: torch.Tensor, error: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        if error is None:
+            return (rows.to(self.dtype),)
+        error.add_(rows)
+        sent = error.to(self.dtype)
+        error.sub_(sent)
+        _drop_nonfinite(error)
+        return (sent,)
+
+    def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        out.copy_(parts[0])
+
+
+@dataclass(frozen=True)
+class BlockFormat(ABC):
+    """Codes of a few bits, with one fp32 scale for each block of a row.
+
+    Args:
+        block: elements that share a scale. The last block of a row may be shorter.
+    """
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.block < _ROTATED or self.block % _ROTATED:
+            raise ConfigError(
+                f"a wire format has blocks of {self.block} elements: not a multiple of {_ROTATED}.",
+                do=f"use a multiple of {_ROTATED}, such as 256.",
+                code="wire-block",
+            )
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """Of a code."""
+
+    @abstractmethod
+    def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Write the codes and scales of blocks. Shapes: [..., numel] fp32 -> uint8 [..., bytes], [...]."""
+
+    @abstractmethod
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """The values of blocks. Shapes: uint8 [..., bytes], [...] -> fp32 [..., numel]."""
+
+    def encode(self, rows: torch.Tensor, error: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        num_rows, numel = rows.shape
+        codes = torch.empty(num_rows, self._code_bytes(numel), dtype=torch.uint8, device=rows.device)
+        scales = torch.empty(num_rows, -(-numel // self.block), dtype=torch.float32, device=rows.device)
+        for piece in self._pieces(rows):
+            values = piece.of(rows).float()
+            if error is not None:
+                values = values + piece.of(error)
+            part, scale = piece.coded(codes, self.bits), piece.scaled(scales, self.block)
+            self.quantize(values, part, scale)
+            if error is not None:
+                lost = values.sub_(self.dequantize(part, scale))
+                piece.put(error, _drop_nonfinite(lost))
+        return codes, scales
+
+    def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        codes, scales = parts
+        for piece in self._pieces(out):
+            piece.put(out, self.dequantize(piece.coded(codes, self.bits), piece.scaled(scales, self.block)))
+
+    def _code_bytes(self, numel: int) -> int:
+        return -(-numel // _ROTATED) * _ROTATED * self.bits // 8
+
+    def _pieces(self, rows: torch.Tensor) -> Iterator[_BlockRange]:
+        """What is encoded at once: blocks of some rows; the last block of each row, where it is shorter."""
+        num_rows, numel = rows.shape
+        whole = numel // self.block * self.block
+        chunk = _CHUNK if rows.device.type == "cpu" and not is_fake(rows) else max(rows.numel(), 1)
+        step = max(chunk // self.block, 1) * self.block
+        for start in range(0, whole, step):
+            stop = min(start + step, whole)
+            count = max(chunk // (stop - start), 1)
+            for row in range(0, num_rows, count):
+                yield _BlockRange(row, min(row + count, num_rows), start, stop, self.block)
+        if whole < numel:
+            yield _BlockRange(0, num_rows, whole, numel, -(-(numel - whole) // _ROTATED) * _ROTATED)
+
+
+@dataclass(frozen=True)
+class _BlockRange:
+    """Elements ``start`` to ``stop`` of some rows, in blocks of ``width`` elements; the last one is padded."""
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    width: int
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The elements. Shape: [rows, blocks, width]."""
+        values: torch.Tensor = rows[self.first : self.last, self.start : self.stop]
+        padding = -(self.stop - self.start) % self.width
+        if padding:
+            values = torch.nn.functional.pad(values, (0, padding))
+        return _in_blocks(values, self.width)
+
+    def put(self, rows: torch.Tensor, values: torch.Tensor) -> None:
+        rows[self.first : self.last, self.start : self.stop] = values.flatten(1)[:, : self.stop - self.start]
+
+    def coded(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
+        padded = self.start + -(-(self.stop - self.start) // self.width) * self.width
+        part = codes[self.first : self.last, self.start * bits // 8 : padded * bits // 8]
+        return _in_blocks(part, self.width * bits // 8)
+
+    def scaled(self, scales: torch.Tensor, block: int) -> torch.Tensor:
+        return scales[self.first : self.last, self.start // block : -(-self.stop // block)]
+
+
+@dataclass(frozen=True)
+class Float8(BlockFormat):
+    """``torch.float8_e4m3fn`` with ``scale = max |block| / 448``."""
+
+    name = "fp8"
+    bits = 8
+
+    def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        factors = _scales_of(values, 448.0, scales)
+        codes.view(torch.float8_e4m3fn).copy_((values * factors).nan_to_num_(0.0))
+
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        # torch's own conversion is 30 times slower on CPUs. The bits of e4m3, one place further left in those of fp16,
+        # are the value / 256, since the exponent's bias there is 15 in place of 7.
+        bits = (codes.view(torch.int8).to(torch.int16) << 7) & ~(1 << 14)
+        return bits.view(torch.float16).float().mul_((scales * 256.0)[..., None])
+
+
+@dataclass(frozen=True)
+class Int8(BlockFormat):
+    """``value = scale * integer``, ``scale = max |block| / 127``."""
+
+    name = "int8"
+    bits = 8
+
+    def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        factors = _scales_of(values, 127.0, scales)
+        codes.view(torch.int8).copy_((values * factors).round_())
+
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return codes.view(torch.int8) * scales[..., None]
+
+
+@dataclass(frozen=True)
+class Int4(BlockFormat):
+    """``value = scale * integer``, ``scale = max |block| / 7``. A byte has an element of each half of the block.
+
+    Args:
+        is_rotated: each 32 elements are multiplied by a Hadamard matrix first.
+    """
+
+    is_rotated: bool = False
+
+    bits = 4
+
+    @property
+    def name(self) -> str:
+        return "int4_hadamard" if self.is_rotated else "int4"
+
+    def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        if self.is_rotated:
+            values = _rotated(values)
+        factors = _scales_of(values, 7.0, scales)
+        low, high = (values * factors).round_().tensor_split(2, dim=-1)
+        codes.copy_(torch.add(low, high, alpha=16.0).add_(8.0 + 16.0 * 8.0))
+
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        values = torch.cat([codes & 15, codes >> 4], dim=-1).float().sub_(8.0).mul_(scales[..., None])
+        return _rotated(values) if self.is_rotated else values
+
+
+@dataclass(frozen=True)
+class OneBit(BlockFormat):
+    """The sign of each element, times the mean magnitude of its block. A byte has an element of each eighth of it."""
+
+    block: int = 512
+
+    name = "1bit"
+    bits = 1
+
+    def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        means = values.abs().mean(dim=-1)
+        scales.copy_(torch.where(means.isfinite(), means, torch.nan))
+        is_negative = (values.view(torch.int32) >> 31).unflatten(-1, (8, -1))  # -1 or 0
+        places = is_negative[..., 0, :] & 1
+        for place in range(1, 8):
+            places |= is_negative[..., place, :] & (1 << place)
+        codes.copy_(places)
+
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(8, dtype=torch.uint8, device=codes.device)[:, None]
+        is_negative = ((codes[..., None, :] >> places) & 1).flatten(-2).float()
+        return is_negative.mul_(-2.0).add_(1.0).mul_(scales[..., None])
+
+
+def _scales_of(values: torch.Tensor, largest: float, scales: torch.Tensor) -> torch.Tensor:
+    """Write the scale of each block: its largest magnitude over ``largest``. Returns: factors to codes. [..., 1]."""
+    most = values.abs().amax(dim=-1).div_(largest)
+    scales.copy_(torch.where(most.isfinite(), most, torch.nan))
+    factors = most.reciprocal_()  # infinite for zeros, and for scales that are too small to have a reciprocal
+    return torch.where(factors.isfinite(), factors, 0.0)[..., None]
+
+
+def _in_blocks(values: torch.Tensor, width: int) -> torch.Tensor:
+    """The last dimension as blocks. Shape: [..., numel] -> [..., blocks, width]."""
+    blocks: torch.Tensor = values.unflatten(-1, (-1, width))
+    return blocks
+
+
+@cache
+def _hadamard(device: torch.device) -> torch.Tensor:
+    matrix = torch.ones(1, 1)
+    while len(matrix) < _ROTATED:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (matrix / math.sqrt(_ROTATED)).to(device)
+
+
+def _rotated(values: torch.Tensor) -> torch.Tensor:
+    """Each 32 elements multiplied by the Hadamard matrix, whose inverse is itself."""
+    matrix = values.new_empty(_ROTATED, _ROTATED) if is_fake(values) else _hadamard(values.device)
+    return (_in_blocks(values, _ROTATED) @ matrix).flatten(-2)
+
+
+def _drop_nonfinite(error: torch.Tensor) -> torch.Tensor:
+    """What an infinite or missing value loses is nothing that can be sent later."""
+    return error.nan_to_num_(0.0, 0.0, 0.0)
+
+
+FORMATS: dict[str, Callable[[int | None], WireFormat]] = {
+    "bf16": lambda _block: Cast(torch.bfloat16),
+    "fp16": lambda _block: Cast(torch.float16),
+    "fp8": lambda block: Float8(block or 256),
+    "int8": lambda block: Int8(block or 256),
+    "int4": lambda block: Int4(block or 256),
+    "int4_hadamard": lambda block: Int4(block or 256, is_rotated=True),
+    "1bit": lambda block: OneBit(block or 512),
+}
+
+
+def format_named(name: str, block: int | None = None) -> WireFormat:
+    """The format of a name in ``FORMATS``.
+
+    Raises: ConfigError: blocks that are no multiple of 32 elements.
+    """
+    return FORMATS[name](block)

@@ -1,0 +1,135 @@
+"""The formats in which a gradient is sent, and error feedback: what a reduction loses is added to the next one.
+
+| error | what it has                                             | memory, fp32                              |
+| ----- | ------------------------------------------------------- | ----------------------------------------- |
+| first | what this rank's gradient lost, before the sum          | the whole buffer, from the first pass on  |
+| sum   | what the sum lost, where it is sent to all ranks again  | this rank's range (stage 0)               |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from shoal.comm.wire import Wire
+from shoal.sharding.buffer import Axis, FlatBuffer, Wires
+from shoal.sharding.placement import PARTIAL, SHARD, Placement
+from shoal.sharding.table import Row
+
+
+class SentGradient:
+    """How the gradient of one parameter group is sent.
+
+    Args:
+        buffer: of the parameters.
+        axes: by name, what sums along each axis on which the gradient is Partial.
+    """
+
+    def __init__(self, buffer: FlatBuffer, row: Row, axes: Mapping[str, Axis]) -> None:
+        sent = row.sent
+        self._buffer = buffer
+        self.saved: dict[str, torch.Tensor] = {}  # what a checkpoint under way saves of this rank's range
+        self._wires = {axis: Wire(each, sent.between, error_decay=sent.error_decay) for axis, each in sent.reduce}
+        self._axis = next((axis for axis in self._wires if axes[axis].size > 1), "")
+        # Without an error, zeros are decoded to zeros, except by the sign.
+        self.fills_gaps = sent.has_error or any(each.name == "1bit" for _, each in sent.reduce)
+        self.errors: tuple[FlatBuffer, ...] = ()  # of the first axis
+        if sent.has_error and self._axis:
+            placed = [row.gradient]
+            if not row.gradient_at_step.is_sharded:
+                placed.append(Placement.of(**{self._axis: SHARD}))
+            self.errors = tuple(
+                FlatBuffer(buffer.label, buffer.layout, torch.float32, buffer.device, buffer.comm, axes, each)
+                for each in placed
+            )
+
+    def wires(self) -> Wires | None:
+        """The format along each axis; None: nothing is encoded."""
+        if not self._wires:
+            return None
+        for name, error in zip(("error", "second_error"), self.errors, strict=False):
+            if not error.stored_values.numel():
+                error.store(torch.zeros(error.stored_numel, dtype=error.dtype, device=error.device))
+            changed: dict[str, torch.Tensor] = {name: error.stored_values}
+            self._wires[self._axis] = replace(self._wires[self._axis], **changed)  # type: ignore[arg-type]
+        return self._wires
+
+    def clear_gaps(self, values: torch.Tensor, begin: int) -> None:
+        """Set to zero what decoding has left between the parameters, which belongs to no gradient.
+
+        Args:
+            values: of the buffer, from ``begin`` on. 1-D.
+        """
+        at = 0
+        for segment in self._buffer.layout.segments_in(begin, begin + values.numel()):
+            values[at : segment.start].zero_()
+            at = segment.stop
+        values[at:].zero_()
+
+    # to and from a checkpoint
+
+    def share(self) -> None:
+        """Give every rank the mean of the ranks' errors, and keep this rank's range of it in ``saved``.
+
+        What the reductions to come add up to is the same. So a checkpoint has one error for each element, which any
+        layout loads, and a run that is continued from it has the bits of the one that went on.
+
+        Communicates: an all_reduce of the buffer in fp32 along each axis of the gradient; at stage 0
+            one more.
+        """
+        if not self.errors or not self.errors[0].stored_values.numel():
+            return
+        first, *others = self.errors
+        num_ranks = math.prod(axis.size for axis in first.axes.values())
+        partial = first.placement
+        first.redistribute(Placement(), scale=1 / num_ranks).drain()
+        first.assume(partial)
+        self.clear_gaps(first.full, 0)  # which a checkpoint does not have
+        owned = slice(self._buffer.begin, self._buffer.end)
+        self.saved = {"wire_error": first.full[owned].clone()}
+        for other in others:
+            self.clear_gaps(other.stored_values, other.begin)
+            self.saved["wire_error_sum"] = self._gathered(other.stored_values, other.begin)
+
+    def _gathered(self, part: torch.Tensor, begin: int) -> torch.Tensor:
+        """The whole buffer of which each rank has a part, as a sum in which the others are zero."""
+        first = self.errors[0]
+        full = torch.zeros(first.layout.numel, dtype=first.dtype, device=first.device)
+        full[begin : begin + part.numel()].copy_(part)
+        placed = Placement.of(**{self._axis: PARTIAL})
+        whole = FlatBuffer(
+            first.label, first.layout, first.dtype, first.device, first.comm, first.axes, placed, full=full
+        )
+        whole.redistribute(Placement()).drain()
+        return full
+
+    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Set what ``share`` has kept, perhaps in another layout. Every rank calls.
+
+        Communicates: where optimizer state is sharded, an all_reduce of the buffer in fp32.
+        """
+        self.forget()
+        owned = saved.get("wire_error")
+        if not self.errors or owned is None:
+            return
+        self.wires()  # allocates
+        first, *others = self.errors
+        is_whole = owned.numel() == first.full.numel()
+        first.full.copy_(owned if is_whole else self._gathered(owned, self._buffer.begin))
+        for other in others:
+            if "wire_error_sum" in saved:
+                other.stored_values.copy_(saved["wire_error_sum"][other.begin : other.end])
+
+    def scale(self, factor: float) -> None:
+        """The gradients to come are larger by ``factor`` (the loss scale)."""
+        for error in self.errors:
+            error.stored_values.mul_(factor)
+
+    def forget(self) -> None:
+        """Nothing was lost."""
+        self.saved = {}
+        for error in self.errors:
+            error.drop()

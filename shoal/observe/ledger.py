@@ -19,6 +19,7 @@ from shoal.text import table as text_table
 KINDS = (
     "parameter",
     "gradient",
+    "error",  # of formats in which gradients are sent
     "master",
     "optimizer state",
     "gathered",
@@ -213,6 +214,8 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[Le
     else:  # of a sparse one as many rows as were looked up
         formula = None if gradient.is_sparse else model.gradient
         yield entry("gradient", row.gradient_between.tier, gradient.nbytes, formula)
+    if errors := sum(error.stored_values.nbytes for error in gradient.sent.errors):
+        yield entry("error", Tier.DEVICE, errors, model.error)
     if group.has_own_main:
         yield entry("master", row.state.tier, group.main.nbytes, model.main)
     nbytes, num_states, itemsize = _optimizer_bytes(group)

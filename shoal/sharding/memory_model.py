@@ -64,6 +64,15 @@ class GroupMemory:
         return self._numel(self.row.is_gradient_sharded) * self.gradient_dtype.itemsize
 
     @property
+    def error(self) -> int:
+        """What was lost in sending gradients: of the whole, and where all ranks get the sum, of this rank's range."""
+        sent = self.row.sent
+        if not sent.has_error or not sent.reduce:
+            return 0
+        numel = self.layout.numel + (0 if self.row.gradient_at_step.is_sharded else self.layout.shard_numel)
+        return numel * torch.float32.itemsize
+
+    @property
     def main(self) -> int:
         """Main parameters that have memory of their own."""
         return self.owned_numel * self.main_dtype.itemsize if self.has_own_main else 0
@@ -100,7 +109,7 @@ class UnitMemory:
             trained_numel=sum(group.owned_numel for group in trained),
             parameter_nbytes=sum(group.parameter for group in groups),
             gathered_nbytes=sum(group.whole for group in groups if group.row.parameter.is_sharded),
-            gradient_nbytes=sum(group.gradient for group in trained),
+            gradient_nbytes=sum(group.gradient + group.error for group in trained),
             reduce_nbytes=sum(group.whole for group in trained if group.row.is_gradient_sharded),
             state_nbytes=sum(group.main + group.state() for group in trained),
             offloaded_state_nbytes=sum(

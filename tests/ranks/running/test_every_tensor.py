@@ -95,11 +95,13 @@ def check(engine: Engine, phase: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp32 in 8 bits"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_every_large_tensor_is_in_one_buffer_after_each_phase(stage: int, precision: str, accumulation: int) -> None:
     def job() -> None:
         sections: dict[str, Any] = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+        if precision == "fp32 in 8 bits":
+            sections["wire"] = {"reduce": "int8", "error_feedback": True, **({"gather": "int8"} if stage else {})}
         settings = config(stage, gradient_accumulation_steps=accumulation, **sections)
         engine = start(lambda: Plain(3, hidden=32), settings, adamw)
         rank = engine.global_rank

@@ -25,6 +25,7 @@ from shoal.checkpoint.storage import Storage
 from shoal.comm.protocol import Communicator
 from shoal.errors import CheckpointError, NotBuiltError
 from shoal.sharding.layout import ParameterSpec
+from shoal.sharding.sent_gradient import ERRORS
 from shoal.text import listed
 
 
@@ -262,6 +263,8 @@ class Load:
         except (CheckpointError, OSError) as error:
             problem = error
         agree(self._comm, problem, None, "checkpoint: applied")
+        for group in self._shards.states:
+            group.gradient.sent.restore()
         for buffer, flat in self._apart:
             _set(buffer, flat.view(buffer.shape))
         self._apart.clear()
@@ -273,7 +276,7 @@ class Load:
         scalars = {p.name: tree.decode(p.scalars, _no_tensor) for p in manifest.parameters}
         saved: dict[str, dict[str, str]] = {}
         for tensor in manifest.tensors:
-            if tensor.kind.startswith(OPTIMIZER):
+            if tensor.kind.startswith(OPTIMIZER) and tensor.kind.removeprefix(OPTIMIZER) not in ERRORS:
                 saved.setdefault(tensor.name, {})[tensor.kind.removeprefix(OPTIMIZER)] = tensor.dtype
         for group in self._shards.states:
             slots, own = group.buffer.layout.specs, step.state_dtype or group.main.dtype
@@ -287,6 +290,10 @@ class Load:
                         for key, dtype in saved.get(slot.name, {}).items()
                     }
                 )
+            lost = {
+                key for key in ERRORS if any(manifest.find(OPTIMIZER + key, slot.name) is not None for slot in slots)
+            }
+            group.gradient.sent.expect(lost)
             with group.resident():
                 step.allocate_state(group, [scalars.get(slot.name, {}) for slot in slots], dtypes)
 

@@ -399,8 +399,6 @@ class Checkpointing:
                 logger.warning("custom_load_fn was given, so only the model was loaded.")
         else:
             load.apply(chosen, reader)
-            if wanted.has_optimizer:
-                self._sharding.restore_errors()
         restored: set[str] = set()  # hyperparameters
         if not is_module_only and custom_load_fn is None:
             if wanted.has_optimizer and chosen.manifest.optimizer is not None and self._optimizer is not None:

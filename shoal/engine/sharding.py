@@ -189,21 +189,6 @@ class Sharding:
 
     # all of the state
 
-    def restore_errors(self) -> None:
-        """After a load: what was lost in sending gradients, from the optimizer's state, where the checkpoint has it.
-
-        Communicates: as ``SentGradient.restore``.
-        """
-        for group in self.groups:
-            saved: dict[str, torch.Tensor] = {}
-            for part in group.ranges:
-                state = {} if group.optimizer is None else group.optimizer.state.get(part.param, {})
-                for key in ("wire_error", "wire_error_sum"):
-                    if key in state:
-                        whole = saved.setdefault(key, torch.zeros(group.owned_numel, device=self._device.torch_device))
-                        whole[part.start : part.stop] = state.pop(key)
-            group.gradient.sent.restore(saved)
-
     def local_shards(self) -> LocalShards:
         """What this rank holds of the model and of the optimizer, for saving and loading."""
         return LocalShards(self.model, self.groups, self.step, self._axes)

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,8 @@ from shoal.comm.wire import Wire
 from shoal.sharding.buffer import Axis, FlatBuffer, Wires
 from shoal.sharding.placement import PARTIAL, SHARD, Placement
 from shoal.sharding.table import Row
+
+ERRORS = ("wire_error", "wire_error_sum")  # their kinds in a checkpoint: of this rank's owned range
 
 
 class SentGradient:
@@ -106,17 +108,24 @@ class SentGradient:
         whole.redistribute(Placement()).drain()
         return full
 
-    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Set what ``share`` has kept, perhaps in another layout. Every rank calls.
+    def expect(self, keys: Collection[str]) -> None:
+        """A checkpoint has these errors: allocate ``saved``, which its values are copied to."""
+        self.forget()
+        if self.errors:
+            numel = self._buffer.owned_numel
+            self.saved = {key: torch.zeros(numel, device=self._buffer.device) for key in ERRORS if key in keys}
+
+    def restore(self) -> None:
+        """Set the errors to what ``saved`` has, perhaps of another layout. Every rank calls.
 
         Communicates: where optimizer state is sharded, an all_reduce of the buffer in fp32.
         """
-        self.forget()
-        owned = saved.get("wire_error")
-        if not self.errors or owned is None:
+        saved, self.saved = self.saved, {}
+        if not saved:
             return
         self.wires()  # allocates
         first, *others = self.errors
+        owned = saved["wire_error"]
         is_whole = owned.numel() == first.full.numel()
         first.full.copy_(owned if is_whole else self._gathered(owned, self._buffer.begin))
         for other in others:

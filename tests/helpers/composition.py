@@ -135,6 +135,8 @@ AXES: dict[str, Values] = {
         "momentum": _optimizer("SGD", momentum=0.9),
         "client": {**_optimizer("AdamW", eps=_EPS), **_run(is_client=True)},
     },
+    # In the runs int8 is a format that loses nothing: the way that encoded values take is that of any format.
+    "wire": _switch(wire={"gather": "int8", "reduce": "int8", "error_feedback": True}),
     "buckets": {"wide": {}, "narrow": _zero(reduce_bucket_size=40)},
     "gathering": {
         "ahead": {},

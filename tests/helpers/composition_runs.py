@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import shoal
+from shoal.comm.formats import FORMATS
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.engine.engine import Engine
@@ -25,6 +26,7 @@ from shoal.parallel.expert.huggingface import StackRows
 from shoal.parallel.loss import count_tokens
 from tests.helpers.compiling import CountsGraphs, compiling
 from tests.helpers.composition import Combination, Run, settings_of
+from tests.helpers.exact_format import Exact
 from tests.ranks.offload.test_offload import make_apart
 
 VOCABULARY = 53  # as 50257, a number that neither ranks nor alignments divide
@@ -315,6 +317,7 @@ def train(settings: dict[str, Any], run: Run, device: torch.device = CPU) -> lis
                 torch.set_autocast_cache_enabled(False)
                 return Trainer(settings, run, folder, backend).train()
 
+            patch.setitem(FORMATS, "int8", lambda _block: Exact())
             results = run_ranks(run.world_size, job, device=device)
         if run.compiled != "no" and "activation_checkpointing" not in settings:  # recomputed segments run uncompiled
             assert backend.num_graphs > 0

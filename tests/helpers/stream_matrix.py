@@ -47,6 +47,7 @@ STREAM_AXES: dict[str, Values] = {
     "precision": _some("precision", "fp32", "bf16", "fp16"),
     "accumulation": AXES["accumulation"],
     "gathering": AXES["gathering"],
+    "wire": AXES["wire"],
     "between": {
         "nothing": {},
         "evaluation": {"run": {"between": "evaluate"}},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,23 +15,10 @@ from shoal.comm.wire import Wire
 from shoal.comm.world import World, current_world
 from shoal.mesh import Mesh, factor_axis
 from tests.helpers.comm_cases import current_dp, data_of
+from tests.helpers.exact_format import Exact
 from tests.ranks.comm.test_processes import own_world
 
 Gloo = Callable[..., list[Any]]
-
-
-class Exact:
-    """A format that loses nothing: the values reversed, and their number."""
-
-    name = "exact"
-
-    def encode(self, rows: torch.Tensor, error: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        assert error is None
-        return rows.flip(1), torch.full((len(rows), 1), rows.shape[1])
-
-    def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        assert (parts[1] == out.shape[1]).all()
-        out.copy_(parts[0].flip(1))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -140,8 +140,6 @@ class Checkpointing:
             return self._report(error)
         finally:
             shards.leave()
-            for group in self._sharding.groups:
-                group.gradient.sent.saved = {}
         if self.extra_files is not None and self._comm.rank == 0:
             self._after = self.extra_files(storage, tag, client_state or {}, exclude_frozen)
         if save.is_done:

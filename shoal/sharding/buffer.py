@@ -237,7 +237,7 @@ class FlatBuffer:
             with self.storage.resident(is_read_only=True):
                 (self.full if staged is None else staged).copy_(self.shard, non_blocking=True)
             work = axis.all_gather(self.full, staged, label=self.label, wire=wire)
-        return _GatherAfterCopy(work, copied)
+        return _GatherAfterCopy(work, copied, staged)
 
     def _gather_ranges(self, ranges: Ranges) -> Work:
         """Gather ranges of the buffer only. The current stream waits for nothing before ``Work.wait()``."""
@@ -259,7 +259,7 @@ class FlatBuffer:
                     at += stop - start
             if self.comm.size > 1:
                 work = self.comm.all_gather(gathered, staged, label=self.label)
-        work = _GatherAfterCopy(work, copied)
+        work = _GatherAfterCopy(work, copied, staged)
         return work if self.comm.size == 1 else _GatherOfRanges(work, gathered, owned, self.full)
 
     def bytes_of(self, ranges: Ranges | None) -> ByteRanges | None:
@@ -374,14 +374,20 @@ class Redistribution:
 
 
 class _GatherAfterCopy:
-    """An all-gather whose source is copied to the device first, both concurrently to the current stream."""
+    """An all-gather whose source is copied to the device first, both concurrently to the current stream.
 
-    def __init__(self, work: Work, copied: CopyDone) -> None:
+    Args:
+        source: has memory until ``wait()``: where it is encoded, the collective reads something else.
+    """
+
+    def __init__(self, work: Work, copied: CopyDone, source: torch.Tensor | None) -> None:
         self._work = work
         self._copied = copied
+        self._source = source
 
     def wait(self) -> torch.Tensor:
         self._copied.wait()
+        self._source = None
         return self._work.wait()
 
     def drain(self) -> None:

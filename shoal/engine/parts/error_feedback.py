@@ -31,6 +31,8 @@ class ErrorFeedback(Part):
         steps, factor = self._accumulation.counters.global_steps, self._current() / self._scale
         is_reset = self._reset_steps is not None and steps % self._reset_steps == 0
         for group in self._sharding.groups:
+            if was_applied:
+                group.gradient.sent.saved = {}  # the update has waited for a save that read it
             if is_reset:
                 group.gradient.sent.forget()
             elif factor != 1.0:

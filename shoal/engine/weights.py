@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from shoal.engine.over_stages import aliases_of, joined_values, names_elsewhere
 from shoal.engine.settings import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import CheckpointError
+from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.parts import cut, gather_parts
+from shoal.sharding.unit import Unit
 
 
 class Weights:
@@ -59,7 +62,7 @@ class Weights:
         values: dict[str, torch.Tensor] = {}
         names = names_of(self._module)[0]
         for unit in model.units:
-            with model.gathered([unit] if unit.is_sharded else []):
+            with model.gathered([unit] if unit.is_sharded else []), self._exact(unit):
                 for group in unit.groups:
                     if exclude_frozen and not any(p.requires_grad for p in group.parameters):
                         continue
@@ -82,6 +85,25 @@ class Weights:
             if names[id(parameter)] in values:
                 result[f"{prefix}{name}"] = values[names[id(parameter)]]
         return result | {f"{prefix}{name}": buffer for name, buffer in buffers.items()}
+
+    @contextmanager
+    def _exact(self, unit: Unit) -> Iterator[None]:
+        """Inside the block parameters are what main parameters round to, where a format of gathers leaves less.
+
+        Communicates: of parameters that are stored whole, an all_gather, and one in the format at the end.
+        """
+        groups = [group for group in unit.groups if group.is_trained and group.row.needs_main]
+        try:
+            self._publish(groups, is_exact=True)
+            yield
+        finally:
+            self._publish(groups, is_exact=False)
+
+    def _publish(self, groups: Sequence[ParameterGroup], *, is_exact: bool) -> None:
+        for group in groups:
+            with torch.no_grad(), group.resident():
+                group.buffer.shard.copy_(group.main)
+                group.update_replicas(is_exact=is_exact).drain()
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """The other names of tied weights, by the first name. Communicates: names, between pipeline stages."""

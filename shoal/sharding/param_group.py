@@ -207,7 +207,7 @@ class ParameterGroup:
         if self.second is not None:
             self.second.assume(self.second.stored)
 
-    def update_replicas(self) -> Work:
+    def update_replicas(self, *, is_exact: bool = False) -> Work:
         """After the optimizer has updated this rank's range of the whole buffer: bring all ranges up to date.
 
         Communicates: one all-gather where optimizer state is sharded and parameters are not, else nothing.
@@ -215,7 +215,7 @@ class ParameterGroup:
         if self.buffer.is_sharded or self.buffer.comm.size == 1:
             return FinishedWork(self.buffer.full)
         self.buffer.assume(self.buffer.owned)
-        return self.buffer.redistribute(Placement(), wire=self._wires)
+        return self.buffer.redistribute(Placement(), wire=None if is_exact else self._wires)
 
     def start_fetch(self, *, from_second: bool = False, used: Used | None = None) -> None:
         """Begin to read what ``gather`` with these arguments needs from a disk. Does not block the host."""

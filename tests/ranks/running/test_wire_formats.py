@@ -362,3 +362,21 @@ def test_an_error_follows_the_loss_scale_and_is_reset(ranks: Callable[..., Any])
 def test_what_does_not_fit_is_named(sections: dict[str, Any], said: str, ranks: Callable[..., Any]) -> None:
     with pytest.raises(shoal.ShoalError, match=said):
         ranks(2, trained, config(2, **sections))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_are_taken_as_they_are_and_taking_them_changes_nothing(stage: int, ranks: Callable[..., Any]) -> None:
+    def take(is_taken: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        engine = start(Plain, config(stage, wire={"gather": "int4"}))
+        run_steps(engine, 2)
+        values = engine.module_state_dict() if is_taken else {}
+        if is_taken:
+            main = main_parameters(engine)
+            assert all(torch.equal(value, values[name]) for name, value in main.items())
+        run_steps(engine, 1, first=2)
+        found = main_parameters(engine)
+        engine.destroy()
+        return values, found
+
+    for (_, taken), (_, not_taken) in zip(ranks(2, take, True), ranks(2, take, False), strict=True):
+        assert all(torch.equal(value, not_taken[name]) for name, value in taken.items())

@@ -103,7 +103,8 @@ class Weights:
         for group in groups:
             with torch.no_grad(), group.resident():
                 group.buffer.shard.copy_(group.main)
-                group.update_replicas(is_exact=is_exact).drain()
+                group.update_replicas(is_exact=is_exact).wait()
+                group.buffer.wait_for_peers()
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """The other names of tied weights, by the first name. Communicates: names, between pipeline stages."""

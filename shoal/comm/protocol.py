@@ -249,13 +249,7 @@ class Communicator:
         check_divides("all_gather", full, shard, self.size, label=label)
         source = own_range(full, self.rank, self.size) if shard is None else shard
         if wire is not None and self.size > 1 and not _IS_FOR_SHAPES.get():
-            message, received, decode = encoded_gather(wire, source, full, self.rank, self.size, self.empty)
-
-            def finish(received: torch.Tensor) -> Work:
-                decode(received)
-                return FinishedWork(full)
-
-            return self.staged(self.all_gather(received, message, label=label), finish)
+            return encoded_all_gather(self, self, full, source, label=label, wire=wire)
         return self.issue(Call("all_gather", label, full, source, full.nbytes * (self.size - 1) // self.size))
 
     def reduce_scatter(
@@ -414,6 +408,19 @@ class _BlockingCommunicator(Communicator):
 def exchange_of(vector: torch.Tensor, size: int, label: str) -> Call:
     """The call that gathers ``vector`` of each of ``size`` ranks."""
     return Call("exchange", label, vector.new_empty(size, vector.numel()), vector, vector.nbytes * (size - 1))
+
+
+def encoded_all_gather(
+    axis: Communicator | Any, comm: Communicator, full: torch.Tensor, source: torch.Tensor, *, label: str, wire: Wire
+) -> Work:
+    """An all_gather along ``axis`` of the encoded bytes of ``source``, which are decoded into ``full``."""
+    message, received, decode = encoded_gather(wire, source, full, axis.rank, axis.size, comm.empty)
+
+    def finish(received: torch.Tensor) -> Work:
+        decode(received)
+        return FinishedWork(full)
+
+    return comm.staged(axis.all_gather(received, message, label=label), finish)
 
 
 def encoded_all_reduce(

@@ -18,8 +18,8 @@ from dataclasses import replace
 
 import torch
 
-from shoal.comm.protocol import Communicator, FinishedWork, Work, encoded_all_reduce, own_range
-from shoal.comm.wire import Wire, decoded_sum, encoded_gather, encoded_scatter
+from shoal.comm.protocol import Communicator, FinishedWork, Work, encoded_all_gather, encoded_all_reduce, own_range
+from shoal.comm.wire import Wire, decoded_sum, encoded_scatter
 
 
 class TwoLevels:
@@ -52,13 +52,7 @@ class TwoLevels:
         """
         source = own_range(full, self.rank, self.size) if shard is None else shard
         if wire is not None:
-            message, received, decode = encoded_gather(wire, source, full, self.rank, self.size, self.comm.empty)
-
-            def finish(received: torch.Tensor) -> Work:
-                decode(received)
-                return FinishedWork(full)
-
-            return self.comm.staged(self.all_gather(received, message, label=label), finish)
+            return encoded_all_gather(self, self.comm, full, source, label=label, wire=wire)
         if not self.is_gather_split:
             return self.comm.all_gather(full, shard, label=label)
         nodes, width = self.between.size, self.inside.size

@@ -50,14 +50,15 @@ class SentGradient:
 
     def wires(self) -> Wires | None:
         """The format along each axis; None: nothing is encoded."""
-        if not self._wires:
-            return None
-        for name, error in zip(("error", "second_error"), self.errors, strict=False):
-            if not error.stored_values.numel():
+        if self.errors and not self.errors[0].has_memory:
+            for error in self.errors:
                 error.store(torch.zeros(error.stored_numel, dtype=error.dtype, device=error.device))
-            changed: dict[str, torch.Tensor] = {name: error.stored_values}
-            self._wires[self._axis] = replace(self._wires[self._axis], **changed)  # type: ignore[arg-type]
-        return self._wires
+            first, *others = (error.stored_values for error in self.errors)
+            self._set_errors(first, others[0] if others else None)
+        return self._wires or None
+
+    def _set_errors(self, first: torch.Tensor | None, second: torch.Tensor | None) -> None:
+        self._wires[self._axis] = replace(self._wires[self._axis], error=first, second_error=second)
 
     def clear_gaps(self, values: torch.Tensor, begin: int) -> None:
         """Set to zero what decoding has left between the parameters, which belongs to no gradient.
@@ -142,3 +143,5 @@ class SentGradient:
         self.saved = {}
         for error in self.errors:
             error.drop()
+        if self.errors:
+            self._set_errors(None, None)

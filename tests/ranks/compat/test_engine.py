@@ -319,7 +319,7 @@ def test_the_engine_is_a_module_whose_state_names_begin_with_module() -> None:
 # What DeepSpeed asserts, where `import deepspeed` is Shoal
 
 
-def lent(stage: int, **sections: Any) -> DeepSpeedEngine:
+def engine_that_asserts(stage: int, **sections: Any) -> DeepSpeedEngine:
     engine = start(Plain, config(stage, **sections), adamw)
     engine.follows_deepspeed = True
     return engine
@@ -328,7 +328,7 @@ def lent(stage: int, **sections: Any) -> DeepSpeedEngine:
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_sync_is_refused_where_deepspeed_refuses_it_and_only_there(stage: int) -> None:
     def job() -> None:
-        engine = lent(stage)
+        engine = engine_that_asserts(stage)
         if stage > 1:
             with pytest.raises(
                 AssertionError, match=f"incompatible with gradient partitioning logic of ZeRO stage {stage}"

@@ -184,6 +184,7 @@ class BuildPlan:
             formats = {}
         return Sent(
             gather,
+            wire.is_difference and gather is not None,
             tuple((name, each) for name, each in formats.items() if each is not None and name in axes.comms),
             wire.between,
             has_error=wire.has_error,

@@ -32,9 +32,9 @@ class Wire:
     Args:
         format: inside a node, and between nodes where ``between`` is None.
         between: between nodes, of an axis in two levels.
-        is_difference: an all_gather sends the differences between the shards and the values that ``full`` has on every
-            rank, and adds them (SDP4Bit, arXiv:2410.15526, section 3.1). What a format loses then is part of the next
-            difference.
+        base: an all_gather sends how the shards differ from the values that every rank has: ``full`` has those of the
+            other ranks' ranges, ``base`` those of this rank's. The differences are added (SDP4Bit, arXiv:2410.15526,
+            section 3.1). What a format loses then is part of the next difference. Shape: that of the shard.
         error: fp32, of what a reduction encodes first: added before, and set to what is lost. Shape: that of ``full``.
         second_error: the same of what an all_reduce encodes after the sum. Shape: [this rank's range].
         error_decay: the new error is ``error_decay * error + (1 - error_decay) * lost`` (LoCo, arXiv:2407.04480).
@@ -42,7 +42,7 @@ class Wire:
 
     format: WireFormat
     between: WireFormat | None = None
-    is_difference: bool = False
+    base: torch.Tensor | None = None
     error: torch.Tensor | None = None
     second_error: torch.Tensor | None = None
     error_decay: float = 0.0
@@ -68,14 +68,16 @@ def encoded_gather(wire: Wire, shard: torch.Tensor, full: torch.Tensor, rank: in
     """What an all_gather of ``shard`` sends, where it receives, and what writes the received values to ``full``."""
     rows = full.view(size, -1)
     with torch.no_grad():
-        parts = wire.encode(shard[None].float() - rows[rank] if wire.is_difference else shard[None])
+        parts = wire.encode(shard[None] if wire.base is None else shard[None].float() - wire.base)
         layout = _Layout(parts)
         message = layout.pack(parts, empty)
+        if wire.base is not None:
+            rows[rank].copy_(wire.base)
     received = torch.empty(size * layout.nbytes, dtype=torch.uint8, device=full.device)
 
     def decode(received: torch.Tensor) -> None:
         parts = layout.parts(received, size)
-        if not wire.is_difference:
+        if wire.base is None:
             wire.format.decode(parts, rows)
             return
         changes = torch.empty_like(rows, dtype=torch.float32)

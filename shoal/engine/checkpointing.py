@@ -110,6 +110,8 @@ class Checkpointing:
         shards = self._sharding.local_shards()
         for group in self._sharding.groups:
             group.gradient.sent.share()
+            if group.row.sent.is_difference:
+                group.publish()  # as a run is that is continued from the checkpoint
         wanted = list(shards.model(exclude_frozen=exclude_frozen)) + list(shards.optimizer())
         with self._on_all_ranks("checkpoint: own state"):
             state = self._state(shards, client_state, exclude_frozen=exclude_frozen)

@@ -90,21 +90,19 @@ class Weights:
     def _exact(self, unit: Unit) -> Iterator[None]:
         """Inside the block parameters are what main parameters round to, where a format of gathers leaves less.
 
-        Communicates: of parameters that are stored whole, an all_gather, and one in the format at the end.
+        Communicates: of parameters that are stored whole, an all_gather.
+        Memory: there, a copy of the unit inside the block.
         """
         groups = [group for group in unit.groups if group.is_trained and group.row.needs_main]
+        sent = [group.buffer.full.clone() for group in groups]
         try:
-            self._publish(groups, is_exact=True)
+            for group in groups:
+                group.publish()
             yield
         finally:
-            self._publish(groups, is_exact=False)
-
-    def _publish(self, groups: Sequence[ParameterGroup], *, is_exact: bool) -> None:
-        for group in groups:
-            with torch.no_grad(), group.resident():
-                group.buffer.shard.copy_(group.main)
-                group.update_replicas(is_exact=is_exact).wait()
-                group.buffer.wait_for_peers()
+            with torch.no_grad():
+                for group, values in zip(groups, sent, strict=True):
+                    group.buffer.full.copy_(values)
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """The other names of tied weights, by the first name. Communicates: names, between pipeline stages."""

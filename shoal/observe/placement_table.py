@@ -29,7 +29,7 @@ def cells_of(row: Row) -> list[str]:
         str(row.gradient_between),
         str(row.gradient_at_step) + "".join(_in(each) for _, each in row.sent.reduce),
         str(row.state),
-        row.after_step,
+        row.after_step + (" of differences" if row.sent.is_difference else ""),
         "/".join(tiers) if len(set(tiers)) > 1 else tiers[0],
     ]
 

@@ -227,7 +227,7 @@ class ShardedStep:
     def _step_batch(self, batch: Sequence[ParameterGroup], gradient_scale: float, has_grad: HasGrad) -> list[Gather]:
         """Update groups whose state is on the device, all in one call."""
         for group in batch:
-            group.wait_for_readers()
+            group.begin_update()
         with_disk = [group for group in batch if any(has_grad[group])]
         for group in with_disk:
             group.buffer.storage.pin(is_overwritten=all(has_grad[group]))
@@ -238,7 +238,7 @@ class ShardedStep:
         return [work for group in batch for work in _update_replicas(group)]
 
     def _step_group(self, group: ParameterGroup, gradient_scale: float, has_grad: bytes) -> list[Gather]:
-        group.wait_for_readers()
+        group.begin_update()
         if group.disk is not None:
             group.disk.fetch(group, reads_ahead=True)
         if any(has_grad):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -127,6 +127,7 @@ class ParameterGroup:
         self.has_own_main = main_buffer is not None and main_buffer is not buffer  # else they are the parameters
         self.is_state_offloaded = is_state_offloaded
         self._wires = None if row.sent.gather is None else {axes.shard: Wire(row.sent.gather)}
+        self._base: torch.Tensor | None = None  # before an update, what every rank has of this rank's range
         self.ranges: list[ParameterRange] = []
         self.optimizer: torch.optim.Optimizer | None = None  # that keeps the state of ``ranges``, by their ``param``
         self.updates: Updates | None = None  # set where the CPU optimizer updates the group
@@ -207,15 +208,39 @@ class ParameterGroup:
         if self.second is not None:
             self.second.assume(self.second.stored)
 
+    def begin_update(self) -> None:
+        """The optimizer is about to update: wait for readers; note the parameters, where differences will be sent."""
+        self.wait_for_readers()
+        if self.row.sent.is_difference:
+            self._base = self.buffer.shard.clone()
+
     def update_replicas(self, *, is_exact: bool = False) -> Work:
         """After the optimizer has updated this rank's range of the whole buffer: bring all ranges up to date.
 
+        Args:
+            is_exact: the values as they are stored, whatever format the row has. So are differences without
+                ``begin_update()``: nothing is known then that all ranks have.
+
         Communicates: one all-gather where optimizer state is sharded and parameters are not, else nothing.
         """
+        base, self._base = self._base, None
         if self.buffer.is_sharded or self.buffer.comm.size == 1:
             return FinishedWork(self.buffer.full)
         self.buffer.assume(self.buffer.owned)
-        return self.buffer.redistribute(Placement(), wire=None if is_exact else self._wires)
+        wires = None if is_exact or (self.row.sent.is_difference and base is None) else self._wires
+        if wires and base is not None:
+            wires = {axis: replace(wire, base=base) for axis, wire in wires.items()}
+        return self.buffer.redistribute(Placement(), wire=wires)
+
+    def publish(self) -> None:
+        """Give parameters that are stored whole, on all ranks, the values that main parameters round to.
+
+        Communicates: one all-gather. Order: blocks until peers have read this rank's range.
+        """
+        with torch.no_grad(), self.resident():
+            self.buffer.shard.copy_(self.main)
+            self.update_replicas(is_exact=True).wait()
+            self.buffer.wait_for_peers()
 
     def start_fetch(self, *, from_second: bool = False, used: Used | None = None) -> None:
         """Begin to read what ``gather`` with these arguments needs from a disk. Does not block the host."""

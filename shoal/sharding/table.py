@@ -33,6 +33,7 @@ class Sent:
 
     Args:
         gather: of parameters.
+        is_difference: after a step, how they differ from those that every rank has.
         reduce: of gradients, by axis.
         between: of gradients between nodes, along an axis in two levels; None: the axis' own.
         has_error: what the first reduction of a gradient loses is added to the next one.
@@ -40,6 +41,7 @@ class Sent:
     """
 
     gather: WireFormat | None = None
+    is_difference: bool = False
     reduce: tuple[tuple[str, WireFormat], ...] = ()
     between: WireFormat | None = None
     has_error: bool = False

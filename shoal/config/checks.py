@@ -114,7 +114,7 @@ def _wire_problems(config: Schema) -> Iterator[Problem]:
         what = f"true at stage {zero.stage}, where no rank has the whole parameters of the step before."
         if zero.stage == 0:
             what = "true at stage 0, which gathers nothing."
-        yield Problem("wire.difference", what, "use stage 1 or 2, or leave it out.")
+        yield Problem("wire.difference", what, "use stage 1 or 2, or leave it out.", code="wire-difference")
     elif wire.difference and not (wire.gather or any(unit.gather for unit in wire.units.values())):
         yield Problem("wire.difference", "true, but wire.gather names no format.", 'write wire.gather, such as "int4".')
     if config.communication_data_type and (wire.reduce or zero.zero_quantized_gradients):

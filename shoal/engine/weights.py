@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,6 @@ from shoal.engine.over_stages import aliases_of, joined_values, names_elsewhere
 from shoal.engine.settings import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import CheckpointError
-from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.parts import cut, gather_parts
 from shoal.sharding.unit import Unit
 

@@ -136,7 +136,11 @@ AXES: dict[str, Values] = {
         "client": {**_optimizer("AdamW", eps=_EPS), **_run(is_client=True)},
     },
     # In the runs int8 is a format that loses nothing: the way that encoded values take is that of any format.
-    "wire": _switch(wire={"gather": "int8", "reduce": "int8", "error_feedback": True}),
+    "wire": {
+        "no": {},
+        "yes": {"wire": {"gather": "int8", "reduce": "int8", "error_feedback": True}},
+        "difference": {"wire": {"gather": "int8", "difference": True}},
+    },
     "buckets": {"wide": {}, "narrow": _zero(reduce_bucket_size=40)},
     "gathering": {
         "ahead": {},
@@ -216,6 +220,7 @@ REFUSALS = (
     Refusal({"tp": ("1",), "experts": ("ep 2 split",)}, "mesh"),
     Refusal({"ranks": ("1",), "hybrid": ("mics", "replicas", "hpz")}, "mesh"),
     Refusal({"pp": ("2",), "backward": ("loss", "no_sync")}, "pipeline-call"),
+    Refusal({"stage": ("0", "3"), "wire": ("difference",)}, "wire-difference"),
 )
 # Neither refused at start-up nor run: a block that is called again is out of order in a pipeline, which its stage
 # refuses in the forward.

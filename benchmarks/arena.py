@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -77,16 +77,32 @@ class Result:
         }
 
 
+@dataclass(frozen=True)
+class Host:
+    """Where one rank runs: the command that enters it, and what its environment has in place of this machine's."""
+
+    enter: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
 class Team:
     """The processes of one contender.
 
     Args:
         deadline: of ``time.monotonic()``, after which no answer is waited for; None: as long as is usual.
         root: the folder that holds the ``shoal`` to measure; None: the working tree.
+        hosts: of each rank; none: this machine.
     """
 
     def __init__(
-        self, contender: str, task: Task, ranks: int, deadline: float | None = None, *, root: Path | None = None
+        self,
+        contender: str,
+        task: Task,
+        ranks: int,
+        deadline: float | None = None,
+        *,
+        root: Path | None = None,
+        hosts: Sequence[Host] = (),
     ) -> None:
         self.contender = contender
         self._deadline = deadline
@@ -96,14 +112,21 @@ class Team:
         self._logs: list[IO[str]] = []
         for rank in range(self.size):
             log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
+            host = hosts[rank] if hosts else Host()
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "benchmarks.worker"],  # -P: no modules from the current folder
+                [
+                    *host.enter,
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "benchmarks.worker",
+                ],  # -P: no modules from the current folder
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 bufsize=1,
-                env=_environment(rank, self.size, port, task.threads, root, task.device),
+                env=_environment(rank, self.size, port, task.threads, root, task.device) | host.environment,
                 start_new_session=True,
             )
             self._processes.append(process)

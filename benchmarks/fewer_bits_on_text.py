@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", nargs="+", default=list(RUNS), metavar="NAME", help="; ".join(RUNS))
-    parser.add_argument("--out", type=Path, required=True, help="JSON file of the results, which later runs are added to")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file that results are added to")
     options = parser.parse_args()
     unknown = [name for name in options.runs if name not in RUNS]
     if unknown:

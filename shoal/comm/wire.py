@@ -122,6 +122,33 @@ def decoded_sum(
     out.copy_(total[0])
 
 
+class RowBytes:
+    """Rows of one numel, each encoded by itself to the same number of bytes: any of them may go to any rank.
+
+    Args:
+        numel, dtype: of a row.
+    """
+
+    def __init__(self, format: WireFormat, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._format = format
+        self._layout = _Layout(format.encode(torch.empty(0, numel, dtype=dtype, device=device)))
+
+    @property
+    def nbytes(self) -> int:
+        """Of a row."""
+        return self._layout.nbytes
+
+    @torch.no_grad()
+    def encode(self, rows: torch.Tensor, empty: Empty) -> torch.Tensor:
+        """Shape: [rows, numel] -> uint8 [rows, nbytes]."""
+        return self._layout.pack(self._format.encode(rows), empty).view(len(rows), self.nbytes)
+
+    @torch.no_grad()
+    def decode(self, received: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the values to ``out``. Shape: uint8 [rows, nbytes], [rows, numel]."""
+        self._format.decode(self._layout.parts(received.view(-1), len(out)), out)
+
+
 class _Layout:
     """Where each part lies in the bytes of one encoded row: one after the other, aligned."""
 

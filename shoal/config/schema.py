@@ -457,6 +457,6 @@ class Schema(Section):
     precision: PrecisionSection = section(
         PrecisionSection, "formats of communication and state, and numbers that are not finite"
     )
-    wire: WireSection = section(WireSection, "formats in which parameters and gradients are sent")
+    wire: WireSection = section(WireSection, "formats in which parameters, gradients and activations are sent")
     debug: Debug = section(Debug, "checks that cost time")
     data: Data = section(Data, "the position in the training data")

@@ -75,8 +75,8 @@ class WireOfUnit(Section):
 
 
 class WireSection(Section):
-    """Shoal's own: the formats in which parameters and gradients are sent. A format of few bits has a scale for each
-    block of elements.
+    """Shoal's own: the formats in which parameters, gradients and activations are sent. A format of few bits has a
+    scale for each block of elements.
     """
 
     gather: Format | None = key(None, "parameters when they are gathered; null: as they are stored")
@@ -96,6 +96,16 @@ class WireSection(Section):
     error_reset: int | None = key(None, "steps between two resets of the error; null: never", ge=1)
     hierarchical_gather: bool = key(False, "gather between nodes first, then inside of each node")
     ranks_per_node: int | Literal["auto"] = key("auto", "data-parallel ranks of one node; auto: by host name")
+    experts: Format | None = key(
+        None, "tokens on their way to experts and back, and their gradients; null: as they are"
+    )
+    pipeline: Format | None = key(None, "activations between pipeline stages, and their gradients; null: as they are")
+    tensor: Format | None = key(
+        None, "activations that tensor-parallel layers sum and gather, and their gradients; null: as they are"
+    )
+    sequence: Format | None = key(
+        None, "heads of attention between ranks of `sp`, and their gradients; null: as they are"
+    )
     units: dict[str, WireOfUnit] = key({}, "by a pattern of unit names (`layers.*`): other formats for these")
 
 

@@ -164,7 +164,7 @@ def _start(
     section = settings.expert_parallel
     if section.enabled or section.load_balance_coeff is not None or axes.get("ep") is not None:
         prepare_experts(model, axes.get("ep"), section, is_part=isinstance(model, StageModule))
-    specs = parts_of(model, axes, settings, world.device)
+    specs = parts_of(model, axes, settings, world.device, plan.zero.wire.tensor)
     pp = axes.get("pp")
     whole_model: Sequence[ModuleAsBuilt] = ()
     if is_cut := pp is not None or isinstance(model, StageModule):
@@ -178,7 +178,7 @@ def _start(
             optimizer, model_parameters, lambda p: id(p) in here if is_cut else id(p) not in of_others
         )
     hosts = list(axes.world.gather_objects(socket.gethostname(), label="hosts"))
-    specs, axes = with_experts(model, specs, axes, settings, hosts)
+    specs, axes = with_experts(model, specs, axes, settings, hosts, plan.zero.wire.experts)
     is_part = pp is not None
     has_parts = any(spec.is_divided for spec in specs.values())
     made = make_optimizer(
@@ -255,6 +255,11 @@ def _start(
     if not device.is_cuda:
         notes += emulation_notes(settings.low_precision_formats)
     notes += offload.notes()
+    notes += [
+        f"wire.{key} = {sent.name}{_NO_EFFECT}there is one rank along {axis}."
+        for key, sent, axis in plan.zero.wire.of_activations()
+        if axes.get(axis) is None
+    ]
     if collective_log(world).is_on:
         notes.append(
             "comms_logger: to time collectives, each is waited for at once, so none overlaps with computation."

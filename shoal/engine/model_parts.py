@@ -26,6 +26,8 @@ import torch
 from torch import nn
 
 from shoal.build.settings import WireSettings
+from shoal.comm.encoded import encoded
+from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator
 from shoal.comm.two_level import TwoLevels
 from shoal.comm.world import current_world
@@ -95,7 +97,9 @@ def axes_of(mesh: Mesh, open_axis: Callable[[str], Communicator], secondary_size
     )
 
 
-def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device) -> Specs:
+def parts_of(
+    model: nn.Module, axes: Axes, config: Config, device: torch.device, wire: WireFormat | None = None
+) -> Specs:
     """What this rank holds of the model, on a tensor-parallel axis. A model that is whole is split.
 
     Raises: ModelError: the plan does not fit the model, or the model cannot be split as it is.
@@ -119,7 +123,13 @@ def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device)
     if etp is not None and etp is not comm:
         _check_declared(model, parts, etp)
     if not parts:
-        parts, partial = split(model, axes, config)
+        parts, partial = split(model, axes, config, wire)
+    elif wire is not None:
+        raise ConfigError(
+            f'wire.tensor is "{wire.name}", and the model was split before initialize().',
+            do="give the format to parallelize(..., wire=...), and leave wire.tensor out.",
+            code="wire-tensor",
+        )
     if etp is not None:
         parts |= split_stacks(model, etp)
     return _along_tp(model, axes, parts, partial)
@@ -152,12 +162,18 @@ def _is_folded(axes: Axes) -> bool:
 
 
 def with_experts(
-    model: nn.Module, specs: Specs, axes: Axes, config: Config, hosts: Sequence[str]
+    model: nn.Module,
+    specs: Specs,
+    axes: Axes,
+    config: Config,
+    hosts: Sequence[str],
+    wire: WireFormat | None = None,
 ) -> tuple[Specs, Axes]:
     """Divide the experts of a model among the expert-parallel ranks.
 
     Args:
         hosts: of each rank.
+        wire: the format in which tokens are sent to experts and back.
 
     Returns: ``specs`` with those of the experts; the axes, with the ranks that hold parameters of other names.
     Raises: ModelError, ConfigError: the model has no experts to divide, or they do not fit the ranks.
@@ -194,6 +210,7 @@ def with_experts(
         hierarchy = _levels(axes.mesh, "ep", config.expert_parallel.ranks_per_node, hosts, code="expert-parallel-size")
     for _, _, held in modules_with_experts(model):
         held.hierarchy = hierarchy if held.ep_size > 1 else None
+        held.wire = wire
     return {**specs, **divided}, axes
 
 
@@ -261,7 +278,7 @@ def _levels(
     return local, node
 
 
-def split(model: nn.Module, axes: Axes, config: Config) -> tuple[Specs, frozenset[str]]:
+def split(model: nn.Module, axes: Axes, config: Config, wire: WireFormat | None = None) -> tuple[Specs, frozenset[str]]:
     """Split a model by the config's plan, or by the model's own.
 
     Returns: the parts, by name; names of the parameters of whose gradient each rank has a summand.
@@ -277,10 +294,10 @@ def split(model: nn.Module, axes: Axes, config: Config) -> tuple[Specs, frozense
         _check_expert_split(config)
         plan = complete_plan(model, plan)
     if asked.tp_grid != "1d":
-        if asked.tp_sequence_parallel or config.tensor_parallel.tp_overlap_comm:
+        if asked.tp_sequence_parallel or config.tensor_parallel.tp_overlap_comm or wire is not None:
             raise ConfigError(
-                f"parallel.tp_grid is {asked.tp_grid!r}, with tp_sequence_parallel or tp_overlap_comm, which are of "
-                "layers split along one dim.",
+                f"parallel.tp_grid is {asked.tp_grid!r}, with tp_sequence_parallel, tp_overlap_comm or wire.tensor, "
+                "which are of layers split along one dim.",
                 do="turn those off (on a grid all activations between the layers are split), or set tp_grid to 1d.",
                 code="tensor-parallel",
             )
@@ -295,7 +312,9 @@ def split(model: nn.Module, axes: Axes, config: Config) -> tuple[Specs, frozense
         strict=partition.strict_mode,
         overlap=config.tensor_parallel.tp_overlap_comm,
         inner={} if etp is None else {name: etp for name, _, _ in modules_with_experts(model)},
+        wire=wire,
     )
+    etp = None if etp is None else encoded(etp, wire)
     for name, _, held in modules_with_experts(model):
         held.tensor = TensorRanks(etp=etp, region=None if parallel.region_of is None else parallel.region_of(name))
     # Ranks along ``tp_fold`` have other tokens; those along ``etp`` have gathered theirs.

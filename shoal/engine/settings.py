@@ -189,6 +189,10 @@ def _wire(config: Config) -> WireSettings:
         error_reset=reset,
         is_gather_split=wire.hierarchical_gather or zero.mics_hierarchical_params_gather,
         ranks_per_node=None if wire.ranks_per_node == "auto" else wire.ranks_per_node,
+        experts=of(wire.experts),
+        pipeline=of(wire.pipeline),
+        tensor=of(wire.tensor),
+        sequence=of(wire.sequence),
     )
 
 

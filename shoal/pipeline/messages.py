@@ -22,7 +22,9 @@ from typing import Any
 import torch
 
 from shoal.comm.fake import FakeStages
+from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator, Work
+from shoal.comm.wire import RowBytes
 from shoal.errors import UsageError
 
 _ALIGNMENT = 16  # bytes, at which each tensor of a message begins
@@ -40,6 +42,12 @@ class TensorForm:
     dtype: torch.dtype
     shape: tuple[int, ...]
     has_gradient: bool  # the receiver sends its gradient back
+    is_gradient: bool = False
+
+    @property
+    def is_activation(self) -> bool:
+        """True of what a format may encode: activations, and their gradients."""
+        return (self.has_gradient or self.is_gradient) and self.dtype.is_floating_point and len(self.shape) > 1
 
     @cached_property
     def nbytes(self) -> int:
@@ -74,7 +82,7 @@ class MessageForm:
     @cached_property
     def gradients(self) -> MessageForm:
         """The message that goes back: the gradients of the tensors that have one."""
-        tensors = tuple(TensorForm(t.dtype, t.shape, False) for t in self.tensors if t.has_gradient)
+        tensors = tuple(TensorForm(t.dtype, t.shape, False, True) for t in self.tensors if t.has_gradient)
         return MessageForm(["tuple", [["tensor", index] for index in range(len(tensors))]], tensors)
 
 
@@ -142,6 +150,8 @@ class Incoming:
     form: MessageForm
     _buffer: torch.Tensor | None
     _work: Work | None
+    _sent: MessageForm  # as it is on the way
+    _codes: Sequence[RowBytes | None]  # of each tensor; None: it is sent as it is
 
     def wait(self) -> list[torch.Tensor]:
         """The tensors, of their shapes, in memory of their own."""
@@ -150,12 +160,23 @@ class Incoming:
         assert self._work is not None
         self._work.wait()
         if len(self.form.tensors) == 1:
-            return [self._buffer.view(self.form.tensors[0].shape)]
-        offsets, _ = _offsets(self.form)
+            received = [self._buffer.view(self._sent.tensors[0].shape)]
+        else:
+            offsets, _ = _offsets(self._sent)
+            received = [
+                self._buffer[start : start + t.nbytes].view(t.dtype).view(t.shape)
+                for start, t in zip(offsets, self._sent.tensors, strict=True)
+            ]
         return [
-            self._buffer[start : start + t.nbytes].view(t.dtype).view(t.shape)
-            for start, t in zip(offsets, self.form.tensors, strict=True)
+            values if codes is None else _decoded(codes, values, t)
+            for values, codes, t in zip(received, self._codes, self.form.tensors, strict=True)
         ]
+
+
+def _decoded(codes: RowBytes, received: torch.Tensor, form: TensorForm) -> torch.Tensor:
+    out = torch.empty(form.shape, dtype=form.dtype, device=received.device)
+    codes.decode(received, out.view(-1, form.shape[-1]))
+    return out
 
 
 def _offsets(form: MessageForm) -> tuple[list[int], int]:
@@ -170,10 +191,20 @@ class Channel:
     Args:
         comm: the ranks along ``pp``.
         stages: of a dry run, whose messages have no values: what knows the structures; None: they are sent.
+        wire: the format of activations that have a gradient, and of their gradients; None: as they are. Each row along
+            the last dim is encoded by itself.
     """
 
-    def __init__(self, comm: Communicator, device: torch.device, stages: FakeStages | None = None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        device: torch.device,
+        stages: FakeStages | None = None,
+        wire: WireFormat | None = None,
+    ) -> None:
         self._comm = comm
+        self._wire = wire
+        self._codes: dict[tuple[int, torch.dtype], RowBytes] = {}  # by numel and dtype of a row
         self._device = device
         self._stages = stages
         self._known: dict[tuple[str, int], MessageForm] = {}  # by boundary and signature
@@ -233,6 +264,11 @@ class Channel:
         """Send tensors in one message. ``drain()`` the result before they are overwritten."""
         if not form.nbytes:
             return None
+        form, codes = self._on_the_way(form)
+        tensors = [
+            tensor if of is None else of.encode(tensor.detach().reshape(-1, tensor.shape[-1]), self._comm.empty)
+            for tensor, of in zip(tensors, codes, strict=True)
+        ]
         if len(tensors) == 1:
             return self._comm.send(tensors[0].detach().contiguous().view(-1), peer, label=label)
         offsets, nbytes = _offsets(form)
@@ -243,14 +279,34 @@ class Channel:
 
     def recv(self, form: MessageForm, peer: int, *, label: str) -> Incoming:
         """Begin to receive a message."""
+        sent, codes = self._on_the_way(form)
         if not form.nbytes:
-            return Incoming(form, None, None)
+            return Incoming(form, None, None, sent, codes)
         if len(form.tensors) == 1:
-            only = form.tensors[0]
+            only = sent.tensors[0]
             buffer = torch.empty(prod(only.shape), dtype=only.dtype, device=self._device)
         else:
-            buffer = torch.empty(_offsets(form)[1], dtype=torch.uint8, device=self._device)
-        return Incoming(form, buffer, self._comm.recv(buffer, peer, label=label))
+            buffer = torch.empty(_offsets(sent)[1], dtype=torch.uint8, device=self._device)
+        return Incoming(form, buffer, self._comm.recv(buffer, peer, label=label), sent, codes)
+
+    def _on_the_way(self, form: MessageForm) -> tuple[MessageForm, list[RowBytes | None]]:
+        """The structure of the encoded message, and how each tensor is encoded."""
+        codes = [None if self._wire is None else self._codes_of(self._wire, t) for t in form.tensors]
+        if not any(codes):
+            return form, codes
+        tensors = (
+            t if of is None else TensorForm(torch.uint8, (prod(t.shape[:-1]), of.nbytes), False)
+            for t, of in zip(form.tensors, codes, strict=True)
+        )
+        return MessageForm(form.tree, tuple(tensors)), codes
+
+    def _codes_of(self, wire: WireFormat, form: TensorForm) -> RowBytes | None:
+        if not form.is_activation or not form.nbytes:
+            return None
+        key = form.shape[-1], form.dtype
+        if key not in self._codes:
+            self._codes[key] = RowBytes(wire, *key, self._device)
+        return self._codes[key]
 
 
 def _text(form: MessageForm) -> str:

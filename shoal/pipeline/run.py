@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from shoal.comm.fake import FakeStages
+from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator, Work
 from shoal.errors import CommError, UsageError
 from shoal.pipeline.messages import Channel, Incoming, MessageForm, flatten, unflatten
@@ -107,6 +108,7 @@ class PipelineRun:
         goes_on: after an error, go on with the sends and receives of the schedule, so that the other stages reach its
             end too; False: raise at once.
         fake_stages: of a dry run.
+        wire: the format of activations and their gradients; see ``Channel``.
     """
 
     def __init__(
@@ -121,10 +123,11 @@ class PipelineRun:
         is_dynamic: bool = False,
         goes_on: bool = True,
         fake_stages: FakeStages | None = None,
+        wire: WireFormat | None = None,
     ) -> None:
         self._comm = comm
         self._compute = compute
-        self._channel = Channel(comm, device, fake_stages)
+        self._channel = Channel(comm, device, fake_stages, wire)
         self._device = device
         self._stages = frozenset(stages)
         self._num_stages = num_stages

@@ -140,6 +140,7 @@ AXES: dict[str, Values] = {
         "no": {},
         "yes": {"wire": {"gather": "int8", "reduce": "int8", "error_feedback": True}},
         "difference": {"wire": {"gather": "int8", "difference": True}},
+        "activations": {"wire": dict.fromkeys(("experts", "pipeline", "tensor", "sequence"), "int8")},
     },
     "buckets": {"wide": {}, "narrow": _zero(reduce_bucket_size=40)},
     "gathering": {

@@ -49,7 +49,9 @@ class SequenceRanks(Part):
         axes = properties.axes
         self.context = None
         if axes.get("sp") is not None or axes.get("cp") is not None:
-            self.context = SequenceContext(sp=axes.get("sp"), cp=axes.get("cp"))
+            self.context = SequenceContext(
+                sp=axes.get("sp"), cp=axes.get("cp"), wire=properties.plan.zero.wire.sequence
+            )
         # What the script has set for attention, in register_with_transformers for example, is for one engine.
         registered = take_sequence_context()
         self._used = self.context or registered

@@ -31,6 +31,7 @@ from torch.nn.functional import pad
 from shoal.comm import autograd
 from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator, Work
+from shoal.comm.wire import RowBytes
 from shoal.compiler import untraced
 from shoal.parallel.expert.grouped import gather_rows, sum_rows
 from shoal.parallel.expert.held import ExpertsHeld
@@ -250,6 +251,9 @@ class _Moving:
     Args:
         counts: rows from each rank to each.
         padding: rows of zeros after the received ones.
+
+    With ``held.wire`` each row is encoded by itself, also one that stays on this rank: a token's values do not depend
+    on what is sent with it, nor on where its experts are.
     """
 
     def __init__(self, held: ExpertsHeld, rows: Tensor, counts: Counts, label: str, padding: int) -> None:
@@ -257,10 +261,16 @@ class _Moving:
         self._steps: TwoStepRows | None = None
         self._work: Work | None = None
         self._padding = padding
+        self._decoded: Callable[[Tensor], Tensor] | None = None
         self._sent = rows = rows.detach().contiguous()
         if comm is None:
             self._received = self._padded(rows)
             return
+        if held.wire is not None:
+            coded = RowBytes(held.wire, rows.shape[1], rows.dtype, rows.device)
+            self._decoded = partial(_decoded, coded, rows.new_empty(0, rows.shape[1]), padding)
+            self._sent = rows = coded.encode(rows, comm.empty)
+            self._padding = padding = 0
         if held.hierarchy is not None:
             self._steps = TwoStepRows(rows, counts, *held.hierarchy, label)
             return
@@ -280,13 +290,21 @@ class _Moving:
     def wait(self) -> Tensor:
         """The received rows. Shape: [received, width]."""
         if self._steps is not None:
-            return self._padded(self._steps.wait())
+            self._received = self._padded(self._steps.wait())
         if self._work is not None:
             self._work.drain()
-        return self._received
+        return self._received if self._decoded is None else self._decoded(self._received)
 
     def _padded(self, rows: Tensor) -> Tensor:
         return torch.cat((rows, rows.new_zeros(self._padding, rows.shape[1]))) if self._padding else rows
+
+
+def _decoded(coded: RowBytes, like: Tensor, padding: int, received: Tensor) -> Tensor:
+    """The rows that were received as bytes, and ``padding`` rows of zeros, of the width and dtype of ``like``."""
+    out = like.new_empty(len(received) + padding, like.shape[1])
+    out[len(received) :] = 0
+    coded.decode(received, out[: len(received)])
+    return out
 
 
 class _Chunk:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from shoal.comm import autograd
+from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator
 from shoal.device import is_fake, read_vector
 from shoal.errors import ConfigError, UsageError
@@ -197,6 +198,7 @@ class ExpertsHeld:
         owners: by expert, the coordinate along ``comm`` of the rank that holds it.
         hierarchy: two axes that ``comm`` is the product of: the ranks of a node, and those of one coordinate on the
             nodes. Rows are then sent in two steps; see ``dispatch.TwoStepRows``.
+        wire: the format in which rows are sent along ``comm``; None: as they are.
         tensor: the tensor-parallel ranks.
         router_check: of the layer's router.
         load: counts this rank's tokens by expert; None: nothing asks for them.
@@ -211,6 +213,7 @@ class ExpertsHeld:
     ids: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
     hierarchy: tuple[Communicator, Communicator] | None = None
+    wire: WireFormat | None = None
     tensor: TensorRanks = TensorRanks()
     router_check: RouterCheck = field(default_factory=RouterCheck)
     load: ExpertLoad | None = None

@@ -122,7 +122,7 @@ def attention(
         options = replace(options, window=None)
     if context.sp is None or split is None:
         return _inner(query, key, value, options, context, length, label)
-    exchange = HeadExchange(context.sp, context.sp_lengths(length))
+    exchange = HeadExchange(context.sp, context.sp_lengths(length), wire=context.wire)
     query, key, value = exchange.to_heads(
         (query, key, value), (split.queries, split.keys, split.keys), f"{label}: heads"
     )

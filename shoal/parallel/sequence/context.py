@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.comm import autograd
+from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.errors import UsageError
@@ -64,6 +65,7 @@ class SequenceContext:
             positions.
         exchange: keys and values along ``cp`` by a ``ring`` of sends, or by one ``all_gather``.
         length: positions of the whole sequence, where ranks hold unequal parts; None: every rank holds as many.
+        wire: the format in which heads are sent along ``sp``; None: as they are.
         is_alone: attention returns each position's own value, and nothing is exchanged: for a check of the rest.
     """
 
@@ -72,6 +74,7 @@ class SequenceContext:
     order: ChunkOrder = "balanced"
     exchange: KeyExchange = "ring"
     length: int | None = None
+    wire: WireFormat | None = None
     is_alone: bool = False
     masks: MaskWindows = field(default_factory=MaskWindows, init=False, repr=False, compare=False)
     # The tensors that describe the documents of the last batch, and the documents: one exchange serves all layers.

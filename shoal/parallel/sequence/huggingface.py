@@ -201,7 +201,7 @@ class _AttentionFunction:
         lengths = context.sp_lengths(context.whole_length(query.shape[2]))
         heads = split_heads(query.shape[1], key.shape[1], context.sp_size)
         of_query = heads.key_of_query(context.sp.rank)
-        exchange = HeadExchange(context.sp, lengths)
+        exchange = HeadExchange(context.sp, lengths, wire=context.wire)
         query, key, value = exchange.to_heads(
             (query, key, value), (heads.queries, heads.keys, heads.keys), "attention: heads"
         )

@@ -16,6 +16,7 @@ Source: DeepSpeed-Ulysses (arXiv:2309.14509).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -25,7 +26,9 @@ import torch
 from torch import Tensor
 
 from shoal.comm.autograd import once_differentiable
+from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator
+from shoal.comm.wire import RowBytes
 from shoal.compiler import untraced
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import cuts
@@ -106,12 +109,15 @@ class HeadExchange:
     Args:
         lengths: the positions of each rank.
         head_dim, sequence_dim: of the tensors.
+        wire: the format in which they are sent, the elements of each head at each position by themselves; None: as they
+            are. The last dim is neither that of heads nor that of positions then.
     """
 
     comm: Communicator
     lengths: tuple[int, ...]
     head_dim: int = 1
     sequence_dim: int = 2
+    wire: WireFormat | None = None
 
     @untraced
     def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[tuple[range, ...]], label: str) -> tuple[Tensor, ...]:
@@ -182,16 +188,28 @@ class HeadExchange:
         out = torch.empty(sum(received), dtype=like.dtype, device=like.device)
         for view, part in _views(source, parts):
             view.copy_(part)
-        if len({*sent, *received}) == 1:
-            work = self.comm.all_to_all(out, source, label=label)
+        if self.wire is None:
+            self._exchange(out, source, received, sent, label)
         else:
-            work = self.comm.all_to_all(out, source, out_splits=received, source_splits=sent, label=label)
-        work.drain()
+            width = math.gcd(*(part.shape[-1] for part in parts[0]))
+            coded = RowBytes(self.wire, width, like.dtype, like.device)
+            message = coded.encode(source.view(-1, width), self.comm.empty)
+            of_all = message.new_empty(out.numel() // width, coded.nbytes)
+            received, sent = ([numel // width * coded.nbytes for numel in each] for each in (received, sent))
+            self._exchange(of_all.view(-1), message.view(-1), received, sent, label)
+            coded.decode(of_all, out.view(-1, width))
         for view, place in _views(out, places):
             if accumulate:
                 place.add_(view)
             else:
                 place.copy_(view)
+
+    def _exchange(self, out: Tensor, source: Tensor, received: list[int], sent: list[int], label: str) -> None:
+        if len({*sent, *received}) == 1:
+            work = self.comm.all_to_all(out, source, label=label)
+        else:
+            work = self.comm.all_to_all(out, source, out_splits=received, source_splits=sent, label=label)
+        work.drain()
 
 
 def _views(buffer: Tensor, parts: list[list[Tensor]]) -> list[tuple[Tensor, Tensor]]:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError
 from shoal.parallel.tensor.attention import AttentionSplit, numel_of, split_heads
@@ -93,6 +94,7 @@ def parallelize(
     strict: bool = True,
     overlap: bool = False,
     inner: Mapping[str, Communicator] | None = None,
+    wire: WireFormat | None = None,
 ) -> TensorParallelModel:
     """Split ``model`` over the ranks of ``comm``, in place.
 
@@ -105,6 +107,8 @@ def parallelize(
         overlap: communicate during the matrix products, in chunks, where possible (``shoal.parallel.tensor.overlap``).
         inner: by name, modules (of experts) inside of which layers are split over these ranks instead. Their inputs are
             whole, also under ``sequence_parallel``.
+        wire: the format in which activations and their gradients are sent where split layers sum and gather them;
+            None: as they are.
 
     Raises: ModelError: a plan that does not fit the model, before anything is changed.
     Communicates: nothing.
@@ -113,7 +117,7 @@ def parallelize(
     plan = plan_for(model) if plan is None else plan
     splitter = _Splitter(
         model, comm, plan, inner or {},
-        sequence=sequence_parallel, strict=strict, overlaps=overlap, gathers_logits=not loss_parallel,
+        sequence=sequence_parallel, strict=strict, overlaps=overlap, gathers_logits=not loss_parallel, wire=wire,
     )  # fmt: skip
     loss = splitter.find_loss() if loss_parallel else None
     splitter.prepare()
@@ -240,16 +244,17 @@ class _Splitter(Resolver):
         strict: bool,
         overlaps: bool,
         gathers_logits: bool,
+        wire: WireFormat | None,
     ) -> None:
         super().__init__(model, plan)
         self.comm, self.overlaps, self.gathers_logits = comm, overlaps, gathers_logits
-        self.inner = {f"{name}.": TensorRegion(ranks) for name, ranks in inner.items()}
+        self.inner = {f"{name}.": TensorRegion(ranks, wire=wire) for name, ranks in inner.items()}
         self.plan = {name: plan[key] for name, key in self.keys.items()}
         if strict:
             self._check_covered()
         self.prepared = [name for name, style in self.styles.items() if style.kind == "prepare_input"]
-        self.plain = TensorRegion(comm)
-        self.stack_region = TensorRegion(comm, splits_sequence=True) if sequence else self.plain
+        self.plain = TensorRegion(comm, wire=wire)
+        self.stack_region = TensorRegion(comm, splits_sequence=True, wire=wire) if sequence else self.plain
         self.stacks = self._stacks() if sequence else []
         self.columns: dict[str, InputColumns] = {}  # by prepared module
 

@@ -81,7 +81,7 @@ class ColumnParallelLinear(nn.Module):
         if split.overlaps and split.communicates:
             region.check_split(label)
             splits = region.splits_sequence
-            output = column_linears(input, [weight], region.comm, splits_sequence=splits, label=label)[1][0]
+            output = column_linears(input, [weight], region.activations, splits_sequence=splits, label=label)[1][0]
         elif split.columns is not None:
             output = split.columns.take(split.name, input)
         if output is None:
@@ -109,7 +109,7 @@ class RowParallelLinear(nn.Module):
             region.fork.end()
         weight = self.weight.t() if split.is_transposed else self.weight
         if split.overlaps:
-            output = row_linear(own, weight, region.comm, splits_sequence=region.splits_sequence, label=label)
+            output = row_linear(own, weight, region.activations, splits_sequence=region.splits_sequence, label=label)
         else:
             output = region.leave(F.linear(own, weight), label)
         return add_bias(output, getattr(self, "bias", None))

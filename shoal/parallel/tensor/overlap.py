@@ -101,7 +101,7 @@ class InputColumns(SharedByCopies):
         else:
             region.check_split(label)
             self._input, outputs = column_linears(
-                x, weights, region.comm, splits_sequence=region.splits_sequence, label=label
+                x, weights, region.activations, splits_sequence=region.splits_sequence, label=label
             )
             self._outputs = dict(zip(self._computed, outputs, strict=True))
         if self._input.grad_fn is not None and not in_backward():

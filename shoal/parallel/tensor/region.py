@@ -32,6 +32,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.comm import autograd
 from shoal.comm.autograd import Gathering, begin_gather, once_differentiable
+from shoal.comm.encoded import encoded
+from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator
 from shoal.device import in_backward
 from shoal.errors import UsageError
@@ -73,15 +75,18 @@ class TensorRegion(SharedByCopies):
 
     Args:
         splits_sequence: True if activations outside the split layers are split along the sequence.
+        wire: the format in which sums and gathers of split layers are sent; None: as they are.
 
     Attributes:
+        activations: the ranks as those sums and gathers use them; everything else uses ``comm``.
         is_split: True while layers run that have a split sequence.
         stacks: the names of the lists of layers between which the sequence is split.
         unfinished: what is wrong with the last forward, where it split the sequence and did not gather it.
     """
 
-    def __init__(self, comm: Communicator, *, splits_sequence: bool = False) -> None:
+    def __init__(self, comm: Communicator, *, splits_sequence: bool = False, wire: WireFormat | None = None) -> None:
         self.comm = comm
+        self.activations = encoded(comm, wire)
         self._splits_sequence = splits_sequence
         self._divides = True
         self.fork = RngFork(comm.rank)
@@ -129,8 +134,8 @@ class TensorRegion(SharedByCopies):
         if not self.splits_sequence:
             return self.copy(tensor, label)
         dim = _sequence_dim(tensor)
-        whole = autograd.all_gather(tensor, self.comm, dim=dim, label=label)
-        self._gathered[whole] = GatheredInput(tensor, InputGather(self.comm, dim, label))
+        whole = autograd.all_gather(tensor, self.activations, dim=dim, label=label)
+        self._gathered[whole] = GatheredInput(tensor, InputGather(self.activations, dim, label))
         return whole
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -152,13 +157,13 @@ class TensorRegion(SharedByCopies):
 
     def copy(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """A tensor that all ranks have whole, also under sequence parallelism."""
-        return autograd.copy(tensor, self.comm, label=label)
+        return autograd.copy(tensor, self.activations, label=label)
 
     def leave(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """The sum over the ranks; under sequence parallelism this rank's part of it."""
         if self.splits_sequence:
-            return autograd.reduce_scatter(tensor, self.comm, dim=_sequence_dim(tensor), label=label)
-        return autograd.all_reduce(tensor, self.comm, label=label)
+            return autograd.reduce_scatter(tensor, self.activations, dim=_sequence_dim(tensor), label=label)
+        return autograd.all_reduce(tensor, self.activations, label=label)
 
 
 def _sequence_dim(tensor: torch.Tensor) -> int:

@@ -1,0 +1,65 @@
+"""A communicator of activations: the floating-point values that it sums and gathers are sent in a format.
+
+    tp = Encoded(world.communicator("tp", mesh), Int8())
+    autograd.all_reduce(linear(x), tp, label="mlp out")    # and what backward sends for it
+
+What it does for another rank alone (all_to_all, send) is sent as it is: see ``wire.RowBytes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shoal.comm.formats import WireFormat
+from shoal.comm.protocol import Call, Communicator, Work
+from shoal.comm.wire import Wire
+
+
+class Encoded(Communicator):
+    """The ranks of another communicator.
+
+    Args:
+        format: of floating-point tensors, whatever their dtype.
+    """
+
+    def __init__(self, comm: Communicator, format: WireFormat) -> None:
+        super().__init__(comm.backend, comm.recorder)
+        self._comm = comm
+        self._wire = Wire(format)
+
+    def _wire_of(self, tensor: torch.Tensor) -> Wire | None:
+        return self._wire if tensor.is_floating_point() else None
+
+    def issue(self, call: Call) -> Work:
+        return self._comm.issue(call)
+
+    def staged(self, first: Work, *steps: Callable[[torch.Tensor], Work]) -> Work:
+        return self._comm.staged(first, *steps)
+
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: Wire | None = None
+    ) -> Work:
+        return super().all_gather(full, shard, label=label, wire=wire or self._wire_of(full))
+
+    def reduce_scatter(
+        self,
+        full: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        label: str,
+        wire: Wire | None = None,
+    ) -> Work:
+        wire = wire or self._wire_of(full)
+        return super().reduce_scatter(full, out, scale=scale, accumulate=accumulate, label=label, wire=wire)
+
+    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str, wire: Wire | None = None) -> Work:
+        return super().all_reduce(full, scale=scale, label=label, wire=wire or self._wire_of(full))
+
+
+def encoded(comm: Communicator, format: WireFormat | None) -> Communicator:
+    """``comm``, whose activations are sent in ``format``; None: as they are."""
+    return comm if format is None else Encoded(comm, format)

@@ -152,7 +152,9 @@ class BuildPlan:
                 has_second=self.settings.has_second and is_dense and not spec.is_gathered_if_used,
                 is_persistent=spec.is_persistent,
             )
-            row = replace(row, sent=self._sent(spec, first, axes, is_trained=is_trained))
+            num_outer_states = self.settings.num_outer_states if is_trained else 0
+            sent = self._sent(spec, first, axes, is_trained=is_trained)
+            row = replace(row, sent=sent, num_outer_states=num_outer_states)
             number_of = {name: self.group_of[id(self.parameters[name])] if is_trained else -1 for name in members}
             entries = {name: replace(self.spec_of[name], group=number_of[name]) for name in members}
             name_of = {spec.name: name for name, spec in entries.items()}

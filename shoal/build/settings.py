@@ -125,6 +125,7 @@ class ZeroSettings:
     pins_parameters: bool = True
     pins_state: bool = True
     wire: WireSettings = field(default_factory=WireSettings)
+    num_outer_states: int = 0  # that replicas keep which take steps of their own; 0: they do not
     is_host_separate: bool | None = None  # is host memory other memory than the device's? None: unless that is a CPU
 
     def is_offloaded(self, tier: Tier, device: torch.device) -> bool:

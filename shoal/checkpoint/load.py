@@ -25,8 +25,11 @@ from shoal.checkpoint.storage import Storage
 from shoal.comm.protocol import Communicator
 from shoal.errors import CheckpointError, NotBuiltError
 from shoal.sharding.layout import ParameterSpec
+from shoal.sharding.outer_state import OUTER
 from shoal.sharding.sent_gradient import ERRORS
 from shoal.text import listed
+
+_KEPT = (*ERRORS, *OUTER)  # kinds of optimizer state that no optimizer has
 
 
 @dataclass(frozen=True)
@@ -263,8 +266,8 @@ class Load:
         except (CheckpointError, OSError) as error:
             problem = error
         agree(self._comm, problem, None, "checkpoint: applied")
-        for group in self._shards.states:
-            group.gradient.sent.restore()
+        for kept in [kept for group in self._shards.states for kept in group.kept]:
+            kept.restore()
         for buffer, flat in self._apart:
             _set(buffer, flat.view(buffer.shape))
         self._apart.clear()
@@ -276,7 +279,7 @@ class Load:
         scalars = {p.name: tree.decode(p.scalars, _no_tensor) for p in manifest.parameters}
         saved: dict[str, dict[str, str]] = {}
         for tensor in manifest.tensors:
-            if tensor.kind.startswith(OPTIMIZER) and tensor.kind.removeprefix(OPTIMIZER) not in ERRORS:
+            if tensor.kind.startswith(OPTIMIZER) and tensor.kind.removeprefix(OPTIMIZER) not in _KEPT:
                 saved.setdefault(tensor.name, {})[tensor.kind.removeprefix(OPTIMIZER)] = tensor.dtype
         for group in self._shards.states:
             slots, own = group.buffer.layout.specs, step.state_dtype or group.main.dtype
@@ -290,25 +293,18 @@ class Load:
                         for key, dtype in saved.get(slot.name, {}).items()
                     }
                 )
-            lost = {
-                key for key in ERRORS if any(manifest.find(OPTIMIZER + key, slot.name) is not None for slot in slots)
+            found = {
+                key for key in _KEPT if any(manifest.find(OPTIMIZER + key, slot.name) is not None for slot in slots)
             }
-            group.gradient.sent.expect(lost)
+            for kept in group.kept:
+                kept.expect(found)
             with group.resident():
                 step.allocate_state(group, [scalars.get(slot.name, {}) for slot in slots], dtypes)
 
     def publish(self) -> None:
         """Copy main parameters to parameters, and gather those that are not sharded."""
-        works = []
         for group in self._shards.sharded.groups:
-            buffer = group.buffer
-            if group.is_trained and group.has_own_main:
-                with group.resident(), buffer.storage.resident(is_overwritten=True):
-                    buffer.shard.copy_(group.main)
-            if not buffer.is_sharded and buffer.owned_numel < buffer.layout.numel:
-                works.append(group.update_replicas())
-        for work in works:
-            work.wait()
+            group.publish()
 
 
 def _set(buffer: torch.Tensor, value: torch.Tensor) -> None:

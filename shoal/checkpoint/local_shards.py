@@ -215,8 +215,9 @@ class LocalShards:
             for key, value in self.step.optimizer.state.get(part.param, {}).items():
                 if is_elementwise(value, part.param.numel()):
                     parts.setdefault(key, []).append(value[segment.start : segment.stop])
-            for key, value in group.gradient.sent.saved.items():
-                parts.setdefault(key, []).append(value[part.start :][segment.start : segment.stop])
+            for kept in group.kept:
+                for key, value in kept.saved.items():
+                    parts.setdefault(key, []).append(value[part.start :][segment.start : segment.stop])
         return parts
 
     def _fetched(self, group: ParameterGroup, index: int, key: str) -> tuple[torch.Tensor, ...]:

@@ -53,6 +53,7 @@ def check_together(config: Schema, reading: Normalised) -> Iterator[Problem]:
     if precision.state_dtype == "fp32" and bf16.bf16_optimizer_states:
         yield Problem("precision.state_dtype", '"fp32", but bf16.bf16_optimizer_states is true.', "leave one out.")
     yield from _wire_problems(config)
+    yield from _local_problems(config)
     budget = config.activation_checkpointing.memory_budget
     where = "activation_checkpointing.memory_budget"
     if isinstance(budget, str) and parse_bytes(budget) is None:
@@ -121,6 +122,24 @@ def _wire_problems(config: Schema) -> Iterator[Problem]:
         key = "wire.reduce" if wire.reduce else "zero_optimization.zero_quantized_gradients"
         what = f'"{config.communication_data_type}", and {key} is a format of the same gradients.'
         yield Problem("communication_data_type", what, "leave one out.")
+
+
+def _local_problems(config: Schema) -> Iterator[Problem]:
+    """Problems of replicas that take steps of their own."""
+    local = config.local_steps
+    if local.every is None:
+        return
+    if local.fragments > local.every:
+        what = f"{local.fragments} in a round of {local.every} steps, each of which synchronises at most one."
+        yield Problem("local_steps.fragments", what, f"write at most {local.every}.", code="local-steps")
+    if local.block is not None and local.block % 32:
+        what = f"{local.block}, which is no multiple of 32."
+        yield Problem("local_steps.block", what, "write 256, or another multiple.", code="local-steps")
+    if config.expert_parallel.rebalance_every:
+        what = f"{config.expert_parallel.rebalance_every}, and local_steps.every is {local.every}: each replica would"
+        what += " move other experts."
+        do = "leave one of them out."
+        yield Problem("expert_parallel.rebalance_every", what, do, code="local-steps")
 
 
 def engine_problems(config: Schema) -> Iterator[Problem]:

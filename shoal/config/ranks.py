@@ -108,6 +108,12 @@ def _shard_problems(config: Schema, dp: int) -> Iterator[Problem]:
             yield Problem(path, what, f"write one of {_divisors(number)}.", code="mesh")
         elif path != HPZ:
             groups[path] = dp // size if path.endswith("dp_replicate") else size
+    local = config.local_steps.every
+    is_left_open = not groups and config.parallel.dp_replicate != 1 and dp > 1
+    if local is not None and config.zero_optimization.stage and is_left_open:
+        what = f"{local}, and no key says which of the {dp} data-parallel ranks are one replica."
+        do = "write the number of replicas to parallel.dp_replicate, or the ranks of one to parallel.dp_shard."
+        yield Problem("local_steps.every", what, do, code="local-steps")
     if len(set(groups.values())) > 1:
         what = f"the keys ask for different shard groups: {', '.join(f'{p} for {n} ranks' for p, n in groups.items())}."
         yield Problem(next(iter(groups)), what, "set one of them.", code="mesh")
@@ -137,7 +143,8 @@ def _shard_problems(config: Schema, dp: int) -> Iterator[Problem]:
 
 
 def mesh_of(config: Schema, num_ranks: int) -> Mesh:
-    """The mesh that a config means for a number of ranks. At stage 0 nothing is sharded: one shard group has all ranks.
+    """The mesh that a config means for a number of ranks. At stage 0 nothing is sharded: one shard group has all ranks,
+    or, where replicas take steps of their own, each rank is one unless the keys name groups.
 
     Raises: ConfigError: the degrees do not fit the ranks, or each other.
     """
@@ -145,7 +152,8 @@ def mesh_of(config: Schema, num_ranks: int) -> Mesh:
         raise ConfigError(f"{problem.path} = {problem.what}", do=problem.do, code="mesh")
     dp = num_ranks // model_size(config)
     groups = [dp // size if path.endswith("dp_replicate") else size for path, size in _shard_keys(config).items()]
-    dp_shard = groups[0] if groups and config.zero_optimization.stage > 0 else dp
+    is_local, stage = config.local_steps.every is not None, config.zero_optimization.stage
+    dp_shard = groups[0] if groups and (stage or is_local) else 1 if is_local and not stage else dp
     ep = max(_asked(config)["ep"].values(), default=1)
     split = config.expert_parallel.expert_tensor_parallel_size
     return Mesh.of(num_ranks, dp_replicate=dp // dp_shard, dp_shard=dp_shard, ep=ep, etp=split, **model_degrees(config))

@@ -13,7 +13,7 @@ from shoal.config.base import Auto, Dtype, Section, key, section
 from shoal.config.optimizer import Optimizer, Scheduler
 from shoal.config.parallel import ExpertParallel, Parallel, Pipeline, TensorParallel
 from shoal.config.tables import with_unsupported
-from shoal.config.zero import WireSection, ZeroOptimization
+from shoal.config.zero import LocalStepsSection, WireSection, ZeroOptimization
 
 
 class Fp16(Section):
@@ -458,5 +458,6 @@ class Schema(Section):
         PrecisionSection, "formats of communication and state, and numbers that are not finite"
     )
     wire: WireSection = section(WireSection, "formats in which parameters, gradients and activations are sent")
+    local_steps: LocalStepsSection = section(LocalStepsSection, "replicas that are synchronised from time to time")
     debug: Debug = section(Debug, "checks that cost time")
     data: Data = section(Data, "the position in the training data")

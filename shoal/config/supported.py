@@ -141,6 +141,7 @@ def unused_reasons(config: Schema) -> dict[str, str]:
     param_is = f'zero_optimization.offload_param.device is "{param.device}"'
     state_is = f'zero_optimization.offload_optimizer.device is "{state.device}"'
     auto = '"offload": "auto" decides'
+    is_local = config.local_steps.every is not None
     has_disk = "nvme" in (param.device, state.device) or bool(is_auto and (param.nvme_path or state.nvme_path))
     is_divided = config.parallel.ep not in ("auto", 1) or (experts.enabled and experts.autoep_size > 1)
     whole = "one rank holds all experts of a layer"
@@ -159,8 +160,16 @@ def unused_reasons(config: Schema) -> dict[str, str]:
             zero.stage in (1, 2),
             f"the step gathers parameters at stages 1 and 2, and this is stage {zero.stage}",
         ),
-        "zero_optimization: mics_shard_size": (zero.stage != 0, "stage 0 shards nothing"),
-        "parallel: dp_shard dp_replicate": (zero.stage != 0, "stage 0 shards nothing"),
+        "zero_optimization: mics_shard_size": (zero.stage != 0 or is_local, "stage 0 shards nothing"),
+        "parallel: dp_shard dp_replicate": (zero.stage != 0 or is_local, "stage 0 shards nothing"),
+        "local_steps: outer_lr outer_momentum nesterov fragments wire": (
+            is_local,
+            "local_steps.every is not set",
+        ),
+        "local_steps: block error_feedback": (
+            is_local and config.local_steps.wire is not None,
+            "local_steps.wire is not set",
+        ),
         "expert_parallel: rebalance_every": (is_divided, whole),
         "expert_parallel: gather_if_used": (
             is_offloaded,

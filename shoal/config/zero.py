@@ -109,6 +109,25 @@ class WireSection(Section):
     units: dict[str, WireOfUnit] = key({}, "by a pattern of unit names (`layers.*`): other formats for these")
 
 
+class LocalStepsSection(Section):
+    """Shoal's own: each replica takes steps of its own, and an outer optimizer brings the replicas together from time
+    to time (DiLoCo).
+    """
+
+    every: int | None = key(
+        None, "steps between two synchronisations; null: gradients are summed over all replicas in each step", ge=1
+    )
+    outer_lr: float = key(0.7, "learning rate of the outer SGD", gt=0, allow_inf_nan=False)
+    outer_momentum: float = key(0.9, "momentum of the outer SGD", ge=0, lt=1)
+    nesterov: bool = key(True, "Nesterov's momentum in the outer SGD")
+    fragments: int = key(
+        1, "groups of units, each of which is synchronised in another step of the round (Streaming DiLoCo)", ge=1
+    )
+    wire: Format | None = key(None, "format in which the replicas send outer gradients; null: fp32")
+    block: int | None = key(None, "elements that share a scale, a multiple of 32; null: 256, of 1bit 512", ge=32)
+    error_feedback: bool = key(False, "add what the format of `wire` loses to what the next synchronisation sends")
+
+
 @with_unsupported("zero_optimization")
 class ZeroOptimization(Section):
     """What is sharded over the data-parallel ranks, and how it is communicated."""

@@ -109,9 +109,10 @@ class Checkpointing:
         options = SaveOptions(save_latest, settings.async_save, Retention(settings.keep_last, settings.keep_every))
         shards = self._sharding.local_shards()
         for group in self._sharding.groups:
-            group.gradient.sent.share()
+            for kept in group.kept:
+                kept.share()
             if group.row.sent.is_difference:
-                group.publish()  # as a run is that is continued from the checkpoint
+                group.publish(is_exact=True)  # as a run is that is continued from the checkpoint
         wanted = list(shards.model(exclude_frozen=exclude_frozen)) + list(shards.optimizer())
         with self._on_all_ranks("checkpoint: own state"):
             state = self._state(shards, client_state, exclude_frozen=exclude_frozen)

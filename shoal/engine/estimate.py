@@ -70,7 +70,8 @@ def estimate(model: nn.Module, config: Mapping[str, Any], num_ranks: int) -> Est
         )
     zero = replace(plan.zero, is_host_separate=True)
     world = World(0, num_ranks, 0, torch.device("cpu"), "fake", FakeTransport(0))
-    axes = axes_of(plan.mesh, partial(world.communicator, mesh=plan.mesh))
+    is_apart = zero.num_outer_states > 0
+    axes = axes_of(plan.mesh, partial(world.communicator, mesh=plan.mesh), are_replicas_apart=is_apart)
     group_of = {id(parameter): 0 for parameter in model.parameters() if parameter.requires_grad}
     build_plan = BuildPlan.of(model, group_of, zero, plan.precision, axes, {})
     units = build_plan.units(model)
@@ -84,7 +85,8 @@ def estimate(model: nn.Module, config: Mapping[str, Any], num_ranks: int) -> Est
             nbytes["buffers", Tier.HOST] += unit.memory.transfer_nbytes
     for group in groups:
         nbytes.update(_of_group(build_plan, group, num_states))
-    nbytes["buffers", Tier.HOST] -= nbytes["gradient", Tier.HOST]  # which the transfers count, too
+    counted_twice = nbytes["gradient", Tier.HOST] + nbytes["outer state", Tier.HOST]  # in the transfers, too
+    nbytes["buffers", Tier.HOST] -= counted_twice
     if num_ranks > 1 or zero.parameter_tier is not Tier.DEVICE:
         largest = sorted((size.gathered_nbytes for size in sizes), reverse=True)
         nbytes["gathered", Tier.DEVICE] += sum(largest[:2])
@@ -126,6 +128,8 @@ def _of_group(plan: BuildPlan, group: GroupPlan, num_states: int) -> dict[tuple[
     nbytes["gradient", row.gradient_between.tier] = memory.gradient
     nbytes["master", row.state.tier] = memory.main
     nbytes["optimizer state", row.state.tier] = memory.state(num_states)
+    if memory.outer:
+        nbytes["outer state", Tier.HOST if is_state_offloaded else Tier.DEVICE] = memory.outer
     return nbytes
 
 

@@ -44,6 +44,7 @@ from shoal.engine.parts.curriculum import Curriculum
 from shoal.engine.parts.error_feedback import ErrorFeedback
 from shoal.engine.parts.experts import ExpertBalance
 from shoal.engine.parts.inputs import FirstInputs
+from shoal.engine.parts.local_steps import LocalSteps
 from shoal.engine.parts.part import Part
 from shoal.engine.parts.save_on_signal import SaveOnSignal
 from shoal.engine.parts.sequence import AttentionCheck, SequenceRanks
@@ -157,7 +158,9 @@ def _start(
     plan = plan_of(settings, world.size)
     refuse_cuda_graphs(model, plan.zero.stage, world.device)
     world.mesh = plan.mesh
-    axes = axes_of(plan.mesh, partial(world.communicator, mesh=plan.mesh), plan.secondary_size)
+    is_apart = plan.zero.num_outer_states > 0
+    open_axis = partial(world.communicator, mesh=plan.mesh)
+    axes = axes_of(plan.mesh, open_axis, plan.secondary_size, are_replicas_apart=is_apart)
     axes = _timed(axes, world, settings)
     _check_same_everywhere(axes, settings, model)
     whole = list(model.parameters())
@@ -203,7 +206,9 @@ def _start(
         loss_scale=loss_scale_of(settings) if made.optimizer is not None else None,
         is_managed=settings.managed_gradient_accumulation,
         counts_tokens=settings.loss_reduction == "token",
-        gradient_divisor=1.0 / (plan.precision.gradient.pre_scale * plan.precision.gradient.post_scale),
+        # With tokens, the mean over replicas that take steps of their own is that over all tokens.
+        gradient_divisor=(plan.mesh.dp_replicate if is_apart else 1.0)
+        / (plan.precision.gradient.pre_scale * plan.precision.gradient.post_scale),
     )
     offloaded = Offloaded(properties, accumulation.counters)
     offload = Offload(model, properties, hosts.count(hosts[world.rank]))
@@ -222,7 +227,7 @@ def _start(
             specs=specs,
             whole=whole_model,
             if_used=experts_if_used(model) if plan.zero.gathers_if_used else None,
-            levels=levels_of(axes, plan.zero.wire, hosts, is_sharded=plan.zero.stage > 0),
+            levels=levels_of(axes, plan.zero.wire, hosts, is_sharded=plan.zero.stage > 0 or is_apart),
         )
         try:
             step = make_step(made, sharded, properties, offload.num_ranks_here)
@@ -267,6 +272,9 @@ def _start(
             else "comms_logger: with one rank there are no collectives to time."
         )
     notes += activations.notes
+    if is_apart:
+        replicas, every = counted(plan.mesh.dp_replicate, "replica"), settings.local_steps.every
+        notes.append(f"local_steps: {replicas}, synchronised every {every} steps.")
     if device.heap is not None:
         engine.on_step.append(device.heap.after_step)
     _report(engine, notes)
@@ -297,6 +305,8 @@ def _parts(
     wire = properties.plan.zero.wire
     if wire.has_error:
         yield ErrorFeedback(sharding, accumulation, wire.error_reset)
+    if axes.apart is not None and sharding.step is not None:
+        yield LocalSteps(sharding, properties)
     if properties.config.checkpoint.save_on_signal:
         yield SaveOnSignal()
 

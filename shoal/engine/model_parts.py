@@ -50,12 +50,19 @@ from shoal.sharding.layout import ParameterSpec
 Specs = dict[str, ParameterSpec]  # by name in this rank's model
 
 
-def axes_of(mesh: Mesh, open_axis: Callable[[str], Communicator], secondary_size: int | None = None) -> Axes:
+def axes_of(
+    mesh: Mesh,
+    open_axis: Callable[[str], Communicator],
+    secondary_size: int | None = None,
+    *,
+    are_replicas_apart: bool = False,
+) -> Axes:
     """The communicators of a mesh.
 
     Args:
         open_axis: the communicator along an axis.
         secondary_size: the ranks of a second sharding; None: there is none.
+        are_replicas_apart: each replica takes steps of its own.
     """
     # Where two axes are the same ranks, one communicator serves both, so that its calls have one order.
     shard = "dp_shard" if mesh.fsdp == mesh.dp_shard else "fsdp"
@@ -94,6 +101,7 @@ def axes_of(mesh: Mesh, open_axis: Callable[[str], Communicator], secondary_size
         units="pipeline_stage" if mesh.pp > 1 else "world",
         names="pp" if mesh.pp > 1 else None,
         of_activations=frozenset({"batch", "sp", "cp", "pp"}),
+        apart="dp_replicate" if are_replicas_apart else None,
     )
 
 

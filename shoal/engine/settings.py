@@ -102,7 +102,8 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
         accumulate = torch.float32
     wire = dtype_of(config.communication_data_type or config.precision.reduce_dtype)
     mesh = mesh_of(config, num_ranks)
-    num_averaged = mesh.size("loss")
+    local = config.local_steps
+    num_averaged = mesh.size("loss" if local.every is None else "fsdp")
     pre, post = _scales(config, num_averaged)
     stage = zero.stage
     hpz = int(zero.zero_hpz_partition_size or 1)
@@ -137,6 +138,7 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
             pins_parameters=bool(zero.offload_param.pin_memory),
             pins_state=bool(zero.offload_optimizer.pin_memory),
             wire=_wire(config),
+            num_outer_states=0 if local.every is None else 2 + (local.error_feedback and local.wire is not None),
         ),
         precision=Precision(
             parameter=compute,

@@ -96,7 +96,7 @@ class Weights:
         sent = [group.buffer.full.clone() for group in groups]
         try:
             for group in groups:
-                group.publish()
+                group.publish(is_exact=True)
             yield
         finally:
             with torch.no_grad():

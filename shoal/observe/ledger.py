@@ -20,6 +20,7 @@ KINDS = (
     "parameter",
     "gradient",
     "error",  # of formats in which gradients are sent
+    "outer state",  # of replicas that take steps of their own
     "master",
     "optimizer state",
     "gathered",
@@ -214,8 +215,10 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[Le
     else:  # of a sparse one as many rows as were looked up
         formula = None if gradient.is_sparse else model.gradient
         yield entry("gradient", row.gradient_between.tier, gradient.nbytes, formula)
-    if errors := sum(error.stored_values.nbytes for error in gradient.sent.errors):
-        yield entry("error", Tier.DEVICE, errors, model.error)
+    formulas = {"error": model.error, "outer state": model.outer}
+    for kept in group.kept:
+        if nbytes := sum(buffer.stored_values.nbytes for buffer in kept.buffers):
+            yield entry(kept.kind, kept.buffers[0].stored.tier, nbytes, formulas[kept.kind])
     if group.has_own_main:
         yield entry("master", row.state.tier, group.main.nbytes, model.main)
     nbytes, num_states, itemsize = _optimizer_bytes(group)

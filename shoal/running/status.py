@@ -21,10 +21,11 @@ from shoal.text import counted, listed
 
 @dataclass(frozen=True)
 class GlobalStatus:
-    """The same on every rank.
+    """The same on every rank, but for ``norm`` and ``mean_loss``.
 
     Args:
-        norm: of the reduced gradients as they lie in memory (loss scale and accumulation included).
+        norm: of the reduced gradients as they lie in memory (loss scale and accumulation included); of this rank's
+            replica where replicas take steps of their own, and NaN on all ranks if one rank's is not finite.
         has_grad: by parameter group, one byte per parameter: did a gradient arrive on some rank?
         bad_loss_ranks: ranks whose loss is not finite.
         bad_gradient_ranks: ranks whose range of the gradient is not finite.
@@ -89,7 +90,8 @@ def synchronize_status(
         for group in groups:
             for comm in group.axes.across:
                 has_grad |= _union({group: has_grad[group]}, comm, device)
-    total = math.fsum(row[0] for row in rows) if all(math.isfinite(row[0]) for row in rows) else math.nan
+    is_finite = all(math.isfinite(row[0]) for row in rows)
+    total = math.fsum(rows[rank][0] for rank in axes.one_gradient) if is_finite else math.nan
     return GlobalStatus(
         norm=math.sqrt(total) if math.isfinite(total) else math.nan,
         has_grad=has_grad,
@@ -108,7 +110,7 @@ def synchronize_status(
 
 def _sum_of_squares(groups: Sequence[ParameterGroup], device: torch.device) -> torch.Tensor:
     """Of the ranges that this rank owns: it is the first of those that hold the range."""
-    gradients = [group.gradient for group in groups if group.axes.replica[0] == 0]
+    gradients = [group.gradient for group in groups if group.axes.counts_norm]
     computed = iter(sums_of_squares([g.norm_part() for g in gradients if g.offloaded_norm_squared is None]))
     squares = [next(computed) if g.offloaded_norm_squared is None else g.offloaded_norm_squared for g in gradients]
     if not squares:

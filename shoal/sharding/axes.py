@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shoal.comm.protocol import Communicator
 from shoal.mesh import Mesh
@@ -47,6 +48,7 @@ class GroupAxes:
         copies: further axes along which ranks hold the same parameters.
         across: such axes whose ranks have other units besides. At most one.
         parts: the ranks that hold the other parts of each of its tensors; None: tensors are whole.
+        is_apart: the ranks along ``replicate`` take steps of their own: no gradient is summed over it.
     """
 
     shard: str
@@ -56,6 +58,7 @@ class GroupAxes:
     copies: tuple[Communicator, ...] = ()
     across: tuple[Communicator, ...] = ()
     parts: Communicator | None = None
+    is_apart: bool = False
 
     @property
     def partial(self) -> tuple[str, ...]:
@@ -70,6 +73,12 @@ class GroupAxes:
             if comm is not None:
                 index, size = index * comm.size + comm.rank, size * comm.size
         return index, size
+
+    @property
+    def counts_norm(self) -> bool:
+        """True on the first of the ranks that have the same range of one gradient."""
+        same = (None if self.is_apart else self.replicate, *self.copies, *self.across)
+        return all(comm is None or comm.rank == 0 for comm in same)
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,8 @@ class Axes:
         names: the ranks along it have parameters of other names; None: all have the same.
         across: axes whose ranks have other units, and copies of some parameters.
         of_activations: axes over which neither parameters nor gradients nor status are exchanged.
+        apart: the ranks along it take steps of their own, and are synchronised from time to time; None: all ranks take
+            one step together.
     """
 
     mesh: Mesh
@@ -98,11 +109,21 @@ class Axes:
     names: str | None = None
     across: frozenset[str] = frozenset()
     of_activations: frozenset[str] = frozenset()
+    apart: str | None = None
 
     @property
     def world(self) -> Communicator:
         """Every rank that takes the step together: its status, start-up checks, errors."""
         return self.comms["world"]
+
+    @cached_property
+    def one_gradient(self) -> tuple[int, ...]:
+        """The ranks of ``world`` that hold one gradient with this one: all, or those of its replica."""
+        mesh, apart, ranks = self.mesh, self.apart, range(self.world.size)
+        if apart is None:
+            return tuple(ranks)
+        mine = mesh.index(apart, self.world.rank)
+        return tuple(rank for rank in ranks if mesh.index(apart, rank) == mine)
 
     @property
     def batch(self) -> Communicator:
@@ -145,9 +166,11 @@ class Axes:
     def of_group(self, spec: ParameterSpec, *, is_state_sharded: bool) -> GroupAxes:
         """What follows from the sets of a group's parameters."""
         names = self.data_axes(spec)
-        comms = {names.shard: self.comms[names.shard if is_state_sharded else names.all]}
-        replicate = self.comms.get(names.replicate) if is_state_sharded else None
-        if replicate is not None:
+        is_apart = names.replicate == self.apart
+        has_replicate = is_state_sharded or is_apart
+        comms = {names.shard: self.comms[names.shard if has_replicate else names.all]}
+        replicate = self.comms.get(names.replicate) if has_replicate else None
+        if replicate is not None and not is_apart:
             comms[names.replicate] = replicate
         same = {name: comm for name, comm in self.comms.items() if name in spec.summand_over | spec.copies_over}
         comms |= {name: comm for name, comm in same.items() if name in spec.summand_over}
@@ -159,6 +182,7 @@ class Axes:
             tuple(comm for name, comm in same.items() if name not in self.across),
             tuple(comm for name, comm in same.items() if name in self.across),
             next((self.comms[name] for name in spec.split_over), None),
+            is_apart,
         )
 
     def map(self, change: Callable[[Communicator], Communicator]) -> Axes:

@@ -73,6 +73,12 @@ class GroupMemory:
         return numel * torch.float32.itemsize
 
     @property
+    def outer(self) -> int:
+        """What replicas keep that take steps of their own."""
+        itemsize = max(self.main_dtype.itemsize, torch.float32.itemsize)
+        return self.owned_numel * self.row.num_outer_states * itemsize
+
+    @property
     def main(self) -> int:
         """Main parameters that have memory of their own."""
         return self.owned_numel * self.main_dtype.itemsize if self.has_own_main else 0
@@ -95,7 +101,8 @@ class UnitMemory:
     reduce_nbytes: int = 0  # staging buffers, while its gradient is reduced
     state_nbytes: int = 0  # main parameters and two states per element (what Adam keeps), on the device
     offloaded_state_nbytes: int = 0  # the same on another tier, where parameters cannot be their own main parameters
-    transfer_nbytes: int = 0  # gradients and parameters on the host, on their way to and from an update there
+    # Gradients and parameters on the host, on their way to and from an update there, and what else stays there then.
+    transfer_nbytes: int = 0
     can_move_parameters: bool = False  # they are sharded
     can_move_state: bool = True
 
@@ -111,12 +118,13 @@ class UnitMemory:
             gathered_nbytes=sum(group.whole for group in groups if group.row.parameter.is_sharded),
             gradient_nbytes=sum(group.gradient + group.error for group in trained),
             reduce_nbytes=sum(group.whole for group in trained if group.row.is_gradient_sharded),
-            state_nbytes=sum(group.main + group.state() for group in trained),
+            state_nbytes=sum(group.main + group.state() + group.outer for group in trained),
             offloaded_state_nbytes=sum(
                 group.owned_numel * group.main_dtype.itemsize + group.state() for group in trained
             ),
             transfer_nbytes=sum(
-                group.owned_numel * (group.gradient_dtype.itemsize + group.dtype.itemsize) for group in trained
+                group.owned_numel * (group.gradient_dtype.itemsize + group.dtype.itemsize) + group.outer
+                for group in trained
             ),
             can_move_parameters=any(group.row.parameter.is_sharded for group in groups),
             can_move_state=any(group.row.state.is_sharded for group in groups),

@@ -13,7 +13,7 @@ reads as NaN, refuses writes).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -93,6 +93,34 @@ class DiskState(Protocol):
         ...
 
 
+class KeptState(Protocol):
+    """What a group keeps from step to step in addition to optimizer state. A checkpoint has it by element, too."""
+
+    kind: str  # the ledger's
+
+    @property
+    def buffers(self) -> Sequence[FlatBuffer]:
+        """Its memory."""
+        ...
+
+    @property
+    def saved(self) -> Mapping[str, torch.Tensor]:
+        """By its kind in a checkpoint, this rank's owned range of what a save or a load reads or fills."""
+        ...
+
+    def share(self) -> None:
+        """Before a save: let ranks that hold the same range have the same values. Every rank calls."""
+        ...
+
+    def expect(self, keys: Collection[str]) -> None:
+        """A checkpoint has states of these kinds: ``saved`` will be filled."""
+        ...
+
+    def restore(self) -> None:
+        """After a load of weights, and perhaps of ``saved``. Every rank calls."""
+        ...
+
+
 class ParameterGroup:
     """See the module.
 
@@ -128,6 +156,7 @@ class ParameterGroup:
         self.is_state_offloaded = is_state_offloaded
         self._wires = None if row.sent.gather is None else {axes.shard: Wire(row.sent.gather)}
         self._base: torch.Tensor | None = None  # before an update, what every rank has of this rank's range
+        self.kept: list[KeptState] = [] if gradient is None else [gradient.sent]
         self.ranges: list[ParameterRange] = []
         self.optimizer: torch.optim.Optimizer | None = None  # that keeps the state of ``ranges``, by their ``param``
         self.updates: Updates | None = None  # set where the CPU optimizer updates the group
@@ -169,7 +198,7 @@ class ParameterGroup:
         if self._gradient is not None:
             yield "gradient", self._gradient.sum
             yield "gradient", self._gradient.unsynced
-            yield from (("error", error) for error in self._gradient.sent.errors)
+        yield from ((kept.kind, buffer) for kept in self.kept for buffer in kept.buffers)
         if self._main_buffer is not None and self.has_own_main:
             yield "master", self._main_buffer
 
@@ -232,14 +261,19 @@ class ParameterGroup:
             wires = {axis: replace(wire, base=base) for axis, wire in wires.items()}
         return self.buffer.redistribute(Placement(), wire=wires)
 
-    def publish(self) -> None:
-        """Give parameters that are stored whole, on all ranks, the values that main parameters round to.
+    def publish(self, *, is_exact: bool = False) -> None:
+        """The main parameters were set: copy them to the parameters, and bring replicas of this range up to date.
 
-        Communicates: one all-gather. Order: blocks until peers have read this rank's range.
+        Args:
+            is_exact: as of ``update_replicas``.
+
+        Communicates: as ``update_replicas``. Order: blocks until peers have read this rank's range.
         """
-        with torch.no_grad(), self.resident():
-            self.buffer.shard.copy_(self.main)
-            self.update_replicas(is_exact=True).wait()
+        with torch.no_grad():
+            if self.is_trained and self.has_own_main:
+                with self.resident(), self.buffer.storage.resident(is_overwritten=True):
+                    self.buffer.shard.copy_(self.main)
+            self.update_replicas(is_exact=is_exact).wait()
             self.buffer.wait_for_peers()
 
     def start_fetch(self, *, from_second: bool = False, used: Used | None = None) -> None:

@@ -23,12 +23,14 @@ ERRORS = ("wire_error", "wire_error_sum")  # their kinds in a checkpoint: of thi
 
 
 class SentGradient:
-    """How the gradient of one parameter group is sent.
+    """How the gradient of one parameter group is sent, and what is kept of what was lost (a ``KeptState``).
 
     Args:
         buffer: of the parameters.
         axes: by name, what sums along each axis on which the gradient is Partial.
     """
+
+    kind = "error"
 
     def __init__(self, buffer: FlatBuffer, row: Row, axes: Mapping[str, Axis]) -> None:
         sent = row.sent
@@ -47,6 +49,11 @@ class SentGradient:
                 FlatBuffer(buffer.label, buffer.layout, torch.float32, buffer.device, buffer.comm, axes, each)
                 for each in placed
             )
+
+    @property
+    def buffers(self) -> tuple[FlatBuffer, ...]:
+        """The errors."""
+        return self.errors
 
     def wires(self) -> Wires | None:
         """The format along each axis; None: nothing is encoded."""

@@ -63,6 +63,7 @@ class Row:
     state: Placement  # main parameters and optimizer state
     has_second: bool = False  # a second sharding is kept from forward to backward
     sent: Sent = Sent()
+    num_outer_states: int = 0  # fp32 states of this rank's range, of replicas that take steps of their own
 
     def __post_init__(self) -> None:
         moves(self.gradient, self.gradient_between)

@@ -40,8 +40,8 @@ EXTRA = frozenset({"extra"})
 def toy_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of ``tp`` are those of an axis ``extra``; along it each has a summand of every gradient."""
 
-    def axes_of_toy(*args: Any) -> Axes:
-        axes = axes_of(*args)
+    def axes_of_toy(*args: Any, **kwargs: Any) -> Axes:
+        axes = axes_of(*args, **kwargs)
         named = {name.replace("tp", "extra"): comm for name, comm in axes.comms.items() if name != "tp_fold"}
         return replace(axes, comms=named)
 

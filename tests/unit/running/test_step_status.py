@@ -41,7 +41,7 @@ class Operations(TorchDispatchMode):
 
 
 class Group:
-    axes = SimpleNamespace(replica=(0, 1), across=())
+    axes = SimpleNamespace(counts_norm=True, across=())
 
     def __init__(self, flat: torch.Tensor, offloaded: torch.Tensor | None = None) -> None:
         self.gradient: Any = SimpleNamespace(

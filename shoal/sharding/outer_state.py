@@ -1,0 +1,184 @@
+"""What replicas that take steps of their own keep of a parameter group, and how they are synchronised.
+
+    anchor      the parameters after the last synchronisation; the same on all replicas
+    momentum    of the outer SGD; the same on all replicas
+    error       what the format of outer gradients has lost on this rank, with error feedback
+
+    gradient    the mean over the replicas of anchor - main parameters
+    momentum    outer_momentum * momentum + gradient
+    anchor      anchor - outer_lr * (gradient + outer_momentum * momentum), with Nesterov's momentum
+    main parameters = anchor
+
+All have this rank's owned range, in fp32. Sources: DiLoCo (arXiv:2311.08105), algorithm 1; fewer bits with error
+feedback, Streaming DiLoCo (arXiv:2501.18512), section 2.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from shoal.comm.formats import WireFormat
+from shoal.comm.wire import Wire
+from shoal.sharding.buffer import FlatBuffer
+from shoal.sharding.param_group import ParameterGroup
+from shoal.sharding.placement import PARTIAL, SHARD, Placement, Tier
+from shoal.sharding.storage import DeviceStorage, HostStorage
+
+_ANCHOR, _MOMENTUM, _ERROR = OUTER = ("outer_anchor", "outer_momentum", "outer_error")  # kinds in a checkpoint
+
+
+@dataclass(frozen=True)
+class OuterSgd:
+    """The outer optimizer, and how outer gradients are sent.
+
+    Args:
+        wire: the format; None: fp32.
+        has_error: what it loses is added to the next outer gradient.
+    """
+
+    lr: float
+    momentum: float
+    nesterov: bool
+    wire: WireFormat | None = None
+    has_error: bool = False
+
+
+class OuterState:
+    """One parameter group's, a ``KeptState``.
+
+    Args:
+        axis: along which the replicas are.
+
+    Memory: two, with error feedback three, values in fp32 for each element of the owned range, in the memory that
+        updates the group; of state on a disk in host memory.
+    """
+
+    kind = "outer state"
+
+    def __init__(self, group: ParameterGroup, sgd: OuterSgd, axis: str) -> None:
+        self._group, self._sgd, self._axis = group, sgd, axis
+        comm = group.axes.replicate
+        self._axes = {} if comm is None else {axis: comm.blocking}
+        self._num_replicas = 1 if comm is None else comm.size
+        self._rank = 0 if comm is None else comm.rank
+        self._loaded: frozenset[str] = frozenset()
+        kinds = OUTER if sgd.has_error and comm is not None else (_ANCHOR, _MOMENTUM)
+        with group.resident():
+            anchor = group.main.to(torch.promote_types(group.main.dtype, torch.float32), copy=True)
+        self._buffers = {kind: self._buffer(anchor if kind is _ANCHOR else torch.zeros_like(anchor)) for kind in kinds}
+
+    def _buffer(self, values: torch.Tensor) -> FlatBuffer:
+        group, buffer = self._group, self._group.buffer
+        is_on_host = group.row.state.tier is not Tier.DEVICE
+        stored = group.row.state.on(Tier.HOST if is_on_host else Tier.DEVICE)
+        made = FlatBuffer(buffer.label, buffer.layout, values.dtype, values.device, buffer.comm, {}, stored)
+        made.store(values, HostStorage if is_on_host else DeviceStorage)
+        return made
+
+    @property
+    def buffers(self) -> tuple[FlatBuffer, ...]:
+        return tuple(self._buffers.values())
+
+    def _values(self, kind: str) -> torch.Tensor:
+        return self._buffers[kind].stored_values
+
+    def _mean(self, values: torch.Tensor, error: torch.Tensor | None = None, *, wire: WireFormat | None = None) -> None:
+        """Set 1-D values of this rank's range, in whatever memory, to the mean over the replicas."""
+        group, device = self._group, self._group.buffer.device
+        if not self._axes:
+            return
+        padding = -values.numel() % self._num_replicas  # so that each replica sums a part of the same size
+        sent = torch.nn.functional.pad(
+            values.to(device, torch.promote_types(values.dtype, torch.float32)), (0, padding)
+        )
+        sent = sent.clone() if sent.data_ptr() == values.data_ptr() else sent
+        lost = later = None
+        if error is not None:
+            lost = torch.nn.functional.pad(error.to(device), (0, padding))
+            later = lost.new_zeros(len(lost) // self._num_replicas)
+        wires = None if wire is None else {self._axis: Wire(wire, error=lost, second_error=later)}
+        shard = {group.axes.shard: SHARD}
+        buffer = group.buffer
+        summed = FlatBuffer(
+            buffer.label,
+            buffer.layout,
+            sent.dtype,
+            device,
+            buffer.comm,
+            self._axes,
+            Placement.of(**shard, **{self._axis: PARTIAL}),
+            storage=DeviceStorage(sent),
+        )
+        summed.redistribute(Placement.of(**shard), scale=1 / self._num_replicas, wire=wires).wait()
+        values.copy_(sent[: values.numel()])
+        if error is not None and lost is not None and later is not None:
+            # What the sum has lost is added to this rank's summand, of which it will be one part in so many.
+            lost[self._rank * len(later) :][: len(later)].add_(later, alpha=self._num_replicas)
+            error.copy_(lost[: error.numel()])
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Take a step of the outer SGD. Every replica calls, after the step before has ended.
+
+        Communicates: an all_reduce of the owned range over the replicas, in fp32 or encoded; then as ``publish``.
+        Memory: the owned range in fp32 twice, on the device.
+        """
+        group, sgd = self._group, self._sgd
+        anchor, momentum = self._values(_ANCHOR), self._values(_MOMENTUM)
+        group.buffer.wait_for_peers()
+        with group.resident():
+            gradient = anchor - group.main
+            error = self._values(_ERROR) if _ERROR in self._buffers else None
+            self._mean(gradient, error, wire=sgd.wire)
+            if sgd.wire is not None:  # what decoding has left between the parameters
+                group.gradient.sent.clear_gaps(gradient, group.buffer.begin)
+            momentum.mul_(sgd.momentum).add_(gradient)
+            change = gradient.add_(momentum, alpha=sgd.momentum) if sgd.nesterov else momentum
+            anchor.add_(change, alpha=-sgd.lr)
+            group.main.copy_(anchor)
+        group.publish()
+
+    # to and from a checkpoint
+
+    @property
+    def saved(self) -> dict[str, torch.Tensor]:
+        return {kind: self._values(kind) for kind in self._buffers}
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Give all replicas the mean of their parameters, optimizer states and errors. Anchor and momentum stay.
+
+        The mean over the replicas of anchor - main parameters, and of the errors, stays the same. So a checkpoint has
+        one value for each element, which any number of replicas loads, and a run that is continued from it has the
+        bits of the one that went on.
+
+        Communicates: an all_reduce of the owned range for the parameters, each optimizer state and the error.
+        """
+        if not self._axes:
+            return
+        group = self._group
+        group.buffer.wait_for_peers()
+        with group.resident():
+            self._mean(group.main)
+            for _, _, values in group.elementwise_state():
+                self._mean(values)
+            if _ERROR in self._buffers:
+                self._mean(self._values(_ERROR))
+                group.gradient.sent.clear_gaps(self._values(_ERROR), group.buffer.begin)
+        group.publish()
+
+    def expect(self, keys: Collection[str]) -> None:
+        self._loaded = frozenset(keys) & self._buffers.keys()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Begin a round with what was loaded: without an anchor at the parameters, without a momentum at zero."""
+        loaded, self._loaded = self._loaded, frozenset()
+        with self._group.resident():
+            if _ANCHOR not in loaded:
+                self._values(_ANCHOR).copy_(self._group.main)
+        for kind in self._buffers.keys() - loaded - {_ANCHOR}:
+            self._values(kind).zero_()

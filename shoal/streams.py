@@ -47,7 +47,7 @@ class Simulation(Streams, Protocol):
 
     def add_host_memory(self, tensor: torch.Tensor, *, is_pinned: bool) -> None: ...
 
-    def label(self, tensor: torch.Tensor, name: str) -> None: ...
+    def label(self, tensor: torch.Tensor, name: str, kind: str) -> None: ...
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None: ...
 
@@ -137,10 +137,14 @@ def host_memory(tensor: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
     return tensor
 
 
-def name_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """``tensor``, whose memory has this name in reports from now on."""
+def name_memory(tensor: torch.Tensor, name: str, kind: str = "") -> torch.Tensor:
+    """``tensor``, whose memory has this name in reports from now on.
+
+    Args:
+        kind: that it has in the ledger.
+    """
     if _OF_THREAD.simulation is not None:
-        _OF_THREAD.simulation.label(tensor, name)
+        _OF_THREAD.simulation.label(tensor, name, kind)
     return tensor
 
 

@@ -232,7 +232,7 @@ class _Builder:
             full = torch.empty(layout.numel, dtype=dtype, device=self.device)
         else:
             full = comm.empty(layout.numel, dtype, self.device)
-        full = name_memory(full, f"the parameters of unit {label!r}").zero_()
+        full = name_memory(full, f"the parameters of unit {label!r}", "parameter").zero_()
         buffer = FlatBuffer(
             label,
             layout,
@@ -248,7 +248,7 @@ class _Builder:
         buffer.assume(Placement())
         if is_sharded:
             buffer.storage = self._storage(planned, buffer.owned_numel, is_offloaded=is_offloaded)
-            name_memory(buffer.shard, f"the stored shard of unit {label!r}")
+            name_memory(buffer.shard, f"the stored shard of unit {label!r}", "parameter")
         return buffer
 
     def _storage(self, planned: GroupPlan, numel: int, *, is_offloaded: bool) -> ShardStorage:
@@ -273,7 +273,8 @@ class _Builder:
         elif is_offloaded:
             storage = HostStorage(host_empty(source.numel(), dtype, source.device, is_pinned=False).copy_(source))
         else:
-            storage = DeviceStorage(source.to(dtype, copy=True))
+            main = name_memory(source.to(dtype, copy=True), f"the main parameters of unit {buffer.label!r}", "master")
+            storage = DeviceStorage(main)
         placed = planned.row.state
         return FlatBuffer(
             buffer.label, buffer.layout, dtype, self.device, buffer.comm, buffer.axes, placed, storage=storage

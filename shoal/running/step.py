@@ -26,6 +26,7 @@ from shoal.running.state_formats import in_fp32, round_back
 from shoal.sharding.param_group import ParameterGroup, ParameterRange, is_elementwise
 from shoal.sharding.placement import Tier
 from shoal.sharding.unit import Unit
+from shoal.streams import name_memory
 
 HOST_RANGE_NUMEL = 16 * 1024 * 1024  # of state that is updated on the host: one call's overhead is negligible
 BATCH_NUMEL = 64 * 1024 * 1024  # that an accelerator updates in one call
@@ -421,7 +422,8 @@ class ShardedStep:
         """Memory of values that are used up in the next call, in the memory that ``like`` lies in."""
         scratch = self._scratch
         if scratch is None or scratch.numel() < numel or scratch.dtype != dtype or scratch.device != like.device:
-            self._scratch = scratch = like.new_empty(numel, dtype=dtype)
+            made = name_memory(like.new_empty(numel, dtype=dtype), "gradients in another dtype", "buffers in flight")
+            self._scratch = scratch = made
         return scratch
 
     # loading

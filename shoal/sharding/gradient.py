@@ -36,6 +36,7 @@ from shoal.sharding.sent_gradient import SentGradient
 from shoal.sharding.sparse_sum import coalesced
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.table import Row
+from shoal.streams import name_memory
 
 
 class GradientState(Enum):
@@ -144,7 +145,7 @@ class Gradient:
         flat = self.sum.stored_values
         if not flat.numel():
             numel = self.sum.stored_numel
-            flat = self._allocate(numel)
+            flat = name_memory(self._allocate(numel), f"the gradient of unit {self.buffer.label!r}", "gradient")
             self.sum.store(flat)
             if not is_overwritten or self.layout.parameter_numel < numel:  # with gaps, which stay zero
                 flat.zero_()

@@ -8,6 +8,7 @@ from shoal.comm.protocol import Work
 from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.placement import Placement
 from shoal.sharding.storage import DeviceStorage
+from shoal.streams import name_memory
 
 
 class SecondShard(FlatBuffer):
@@ -32,7 +33,8 @@ class SecondShard(FlatBuffer):
         """Keep this rank's range for the backward pass, while the whole buffer is full."""
         if not self.is_kept:
             numel = self.layout.numel // self.comm.size
-            self.storage = DeviceStorage(self.comm.empty(numel, self.dtype, self.device))
+            kept = self.comm.empty(numel, self.dtype, self.device)
+            self.storage = DeviceStorage(name_memory(kept, f"the second shard of unit {self.label!r}", "gathered"))
         self.wait_for_peers()
         self.full = self._of.full
         self.assume(Placement())

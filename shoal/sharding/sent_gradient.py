@@ -18,6 +18,7 @@ from shoal.comm.wire import Wire
 from shoal.sharding.buffer import Axis, FlatBuffer, Wires
 from shoal.sharding.placement import PARTIAL, SHARD, Placement
 from shoal.sharding.table import Row
+from shoal.streams import name_memory
 
 ERRORS = ("wire_error", "wire_error_sum")  # their kinds in a checkpoint: of this rank's owned range
 
@@ -59,7 +60,8 @@ class SentGradient:
         """The format along each axis; None: nothing is encoded."""
         if self.errors and not self.errors[0].has_memory:
             for error in self.errors:
-                error.store(torch.zeros(error.stored_numel, dtype=error.dtype, device=error.device))
+                zeros = torch.zeros(error.stored_numel, dtype=error.dtype, device=error.device)
+                error.store(name_memory(zeros, f"the error of unit {error.label!r}", "error"))
             first, *others = (error.stored_values for error in self.errors)
             self._set_errors(first, others[0] if others else None)
         return self._wires or None

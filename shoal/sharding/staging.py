@@ -14,7 +14,7 @@ from shoal.comm.protocol import Communicator, Work
 from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.layout import BufferLayout
 from shoal.sharding.placement import Placement
-from shoal.streams import is_accelerator
+from shoal.streams import is_accelerator, name_memory
 
 MAX_BUFFERS = 4  # of one layout, before a rank waits for a slower one to have read the oldest
 MAX_BUFFERS_ON_ACCELERATOR = 2  # there only the device waits
@@ -52,7 +52,8 @@ class StagingBuffers:
             buffer = free.pop(0)  # released longest ago: its reader is the likeliest to be done
             buffer.wait_for_reader()
             return buffer
-        full = self._comm.empty(layout.numel, dtype, self._device).zero_()
+        full = self._comm.empty(layout.numel, dtype, self._device)
+        full = name_memory(full, "a staging buffer", "buffers in flight").zero_()
         buffer = FlatBuffer("staging", layout, dtype, self._device, self._comm, {}, Placement(), full=full)
         self._all.append(buffer)
         self._num_made[key] += 1

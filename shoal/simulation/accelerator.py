@@ -33,6 +33,7 @@ from shoal.simulation.accesses import (
 from shoal.simulation.clocks import Clock, SimulatedEvent, SimulatedStream
 from shoal.simulation.collectives import SimulatedCommunicator, SimulatedStageCommunicator
 from shoal.simulation.issue_order import IssuedOn, IssueOrder, Issues
+from shoal.simulation.memory import ACTIVATION, GATHERED, WORKSPACE, DeviceMemory
 from shoal.simulation.modes import accessed, effects_of, parts_of_memory, tensors_of, watching
 from shoal.simulation.times import COMPUTE, Cost, StreamTimes
 from shoal.streams import simulated
@@ -41,6 +42,7 @@ T = TypeVar("T")
 
 _ALLOCATIONS = ("aten.empty", "aten.new_empty")
 _OVERWRITES = ("aten.copy_", "aten.zero_", "aten.fill_", "aten.uniform_", "aten.normal_", "aten._foreach_copy_")
+_STEP = "/shoal/running/step.py"  # calls the optimizer
 _DEATHS_EVERY = 4096  # operations, where orders are not what is asked for
 _is_dead = torch.UntypedStorage._expired  # asked for every storage before every operation: without calls between
 
@@ -57,12 +59,14 @@ class SimulatedAccelerator:
 
     Args:
         times: gives operations durations; the host's threads are then simulated in turn. None: only orders count.
+        memory: is told each allocation; None: nobody asks.
 
     Attributes: ``findings``: by what was reported. ``num_operations``: that were checked.
     """
 
-    def __init__(self, times: StreamTimes | None = None) -> None:
+    def __init__(self, times: StreamTimes | None = None, memory: DeviceMemory | None = None) -> None:
         self.times = times
+        self._memory_of_device = memory
         self.findings: dict[object, StreamFinding] = {}
         self.num_operations = 0
         self._next_deaths = 0
@@ -226,6 +230,8 @@ class SimulatedAccelerator:
             tracked = self._storage_of(tensor, is_host=True)
             tracked.is_host, tracked.is_pinned, tracked.stream = True, is_pinned, None
             tracked.forget()
+            if self._memory_of_device is not None:
+                self._memory_of_device.free(tensor.untyped_storage()._cdata)
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         with self._lock:
@@ -238,10 +244,16 @@ class SimulatedAccelerator:
             self._free(tracked, "its storage was resized")
             tracked.forget()
             tracked.nbytes = nbytes
+            access = None
             if nbytes:
                 tracked.stream = self.current()
                 self._allocate(tracked.stream)
-                self._touch_storage(tracked, 0, nbytes, self._access("allocation", tracked.stream), is_write=True)
+                access = self._access("allocation", tracked.stream)
+                self._touch_storage(tracked, 0, nbytes, access, is_write=True)
+            if self._memory_of_device is not None:
+                self._memory_of_device.allocate(storage, nbytes, tracked.stream, GATHERED)
+                if access is not None:
+                    self._memory_of_device.note_peak(access.name, access.place)
 
     def notice_deaths(self) -> None:
         """Check storages that were freed since the last operation."""
@@ -274,11 +286,13 @@ class SimulatedAccelerator:
                 key = ("freed", freed.access.name, freed.access.place, stream)
                 self._report(key, partial(reused, freed, stream.name, place_of_call()))
 
-    def label(self, tensor: torch.Tensor, name: str, *, is_weak: bool = False) -> None:
+    def label(self, tensor: torch.Tensor, name: str, kind: str = "", *, is_weak: bool = False) -> None:
         """Name the memory. ``is_weak``: unless it has a name."""
         with self._lock:
             tracked = self._storage_of(tensor)
             tracked.name = tracked.name if is_weak and tracked.name else name
+            if kind and self._memory_of_device is not None:
+                self._memory_of_device.set_kind(tensor.untyped_storage(), kind)
 
     @staticmethod
     def _named(tracked: TrackedStorage) -> str:
@@ -298,7 +312,7 @@ class SimulatedAccelerator:
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         cost: Callable[[StreamTimes], Cost] | None = None,
-    ) -> None:
+    ) -> Access:
         """An operation that is queued on ``stream`` now."""
         with self._lock:
             if self.times is not None and stream is not self.host:
@@ -312,6 +326,7 @@ class SimulatedAccelerator:
                     self._touch(tensor, access, is_write=False)
             for tensor in writes:
                 self._touch(tensor, access, is_write=True)
+            return access
 
     def _touch(self, tensor: torch.Tensor, access: Access, *, is_write: bool) -> None:
         start, stop = bytes_of(tensor)
@@ -355,10 +370,19 @@ class SimulatedAccelerator:
                 self._allocate(stream)
             if reads or writes or made:
                 cost = partial(self._cost, operator, args, kwargs, result, reads, writes, made)
-                self.run(name, stream, reads, [*writes, *made], cost)
+                access = self.run(name, stream, reads, [*writes, *made], cost)
+                if made and self._memory_of_device is not None and not is_on_host and not is_scalar:
+                    self._note_allocations(self._memory_of_device, made, access)
             if not is_on_host and (effects.blocks_host or self._blocks(operator, touched, args, kwargs)):
                 self.notice_deaths()
                 self.host.join(stream.clock)
+
+    @staticmethod
+    def _note_allocations(memory: DeviceMemory, made: Sequence[torch.Tensor], access: Access) -> None:
+        kind = WORKSPACE if _STEP in access.place else ACTIVATION
+        for storage in {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in made}.values():
+            memory.allocate(storage, storage.nbytes(), access.stream, kind)
+        memory.note_peak(access.name, access.place)
 
     def _cost(
         self,

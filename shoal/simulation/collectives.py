@@ -42,7 +42,7 @@ class StreamsOfCollectives(Protocol):
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         cost: Callable[[StreamTimes], Cost] | None = None,
-    ) -> None: ...
+    ) -> object: ...
 
 
 class SimulatedWork:

@@ -26,6 +26,7 @@ from shoal.comm.recorder import Entry
 from shoal.comm.world import World, fake_process_group, fake_stage_world, fake_world
 from shoal.errors import UsageError
 from shoal.simulation.accelerator import SimulatedAccelerator
+from shoal.simulation.memory import DeviceMemory, MemoryPeak
 from shoal.simulation.modes import watching
 from shoal.simulation.times import COMPUTE, HOST, KINDS, STAGES, GpuNode, StreamTimes, exposed, machine_of
 from shoal.streams import simulated, simulation
@@ -38,7 +39,8 @@ class StepTime:
 
     Attributes: ``begin``: seconds since the dry run began. ``seconds``: on the compute stream. ``by_kind``: what these
     are: "compute" is its own work, everything else is what it waits for. ``host_seconds``: that the host needs to queue
-    the step's work. ``busy``: what all streams do in this time. ``received``: bytes by collective.
+    the step's work. ``busy``: what all streams do in this time. ``received``: bytes by collective. ``memory``: the most
+    that the device had.
     """
 
     begin: float
@@ -47,6 +49,7 @@ class StepTime:
     host_seconds: float
     busy: dict[str, float]
     received: dict[str, int]
+    memory: MemoryPeak
 
     def share(self, kind: str) -> float:
         """The part of the step in which the compute stream waits for this kind."""
@@ -59,17 +62,20 @@ class DryRun:
     Attributes: ``steps``: those that were measured, in order. The first ones differ: the order of the units is learnt.
     """
 
-    def __init__(self, world: World, accelerator: SimulatedAccelerator, times: StreamTimes) -> None:
+    def __init__(
+        self, world: World, accelerator: SimulatedAccelerator, times: StreamTimes, memory: DeviceMemory
+    ) -> None:
         self.world = world
         self.machine = times.machine
         self.steps: list[StepTime] = []
-        self._accelerator, self._times = accelerator, times
+        self._accelerator, self._times, self._memory = accelerator, times, memory
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Measure what is inside as one step."""
         stream, first = self._accelerator.compute, len(self._times.operations)
         begin = stream.clock.seconds
+        self._memory.start()
         with self.world.recorder.recording() as entries:
             yield
         stream.join(self._accelerator.host.clock)
@@ -84,10 +90,10 @@ class DryRun:
         for entry in entries:
             received[entry.op] = received.get(entry.op, 0) + entry.nbytes
         by_kind = exposed(operations, self._accelerator.compute, begin, end)
-        return StepTime(begin, end - begin, by_kind, busy[HOST], busy, received)
+        return StepTime(begin, end - begin, by_kind, busy[HOST], busy, received, self._memory.peak())
 
     def report(self) -> str:
-        """The last step as a table: by kind, milliseconds that count, their share, and those of all streams."""
+        """The last step as tables: by kind, milliseconds that count, their share, those of all streams; and memory."""
         if not self.steps:
             return "no step was measured: use `with run.step():`."
         last = self.steps[-1]
@@ -106,7 +112,8 @@ class DryRun:
         return (
             f"rank {self.world.rank} of {self.world.size}, {self.machine.name}, step {len(self.steps)}\n"
             + table(rows, ["compute stream", "ms", "share", "ms on all streams"])
-            + f"\nreceived: {traffic or 'nothing'}"
+            + f"\nreceived: {traffic or 'nothing'}\n\n"
+            + last.memory.report(self.machine.gpu_nbytes)
         )
 
     def write_trace(self, path: str | Path) -> Path:
@@ -255,6 +262,7 @@ def _check_not_nested() -> None:
 @contextmanager
 def _simulated_rank(world: World, machine: GpuNode) -> Iterator[DryRun]:
     times = StreamTimes(machine, world.size)
-    accelerator = SimulatedAccelerator(times)
+    memory = DeviceMemory(machine.gpu_nbytes)
+    accelerator = SimulatedAccelerator(times, memory)
     with FakeTensorMode(allow_non_fake_inputs=True), simulated(accelerator), watching(accelerator):
-        yield DryRun(world, accelerator, times)
+        yield DryRun(world, accelerator, times, memory)

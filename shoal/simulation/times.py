@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from shoal.errors import UsageError
+from shoal.flop_formulas import MATRIX
 from shoal.simulation.clocks import SimulatedStream, TimedOperation
 
 COMPUTE, COMMUNICATION, STAGES, COPY, HOST, UPDATE, DISK = (
@@ -86,13 +87,12 @@ class StreamTimes:
         """An operator on the device that reads and writes ``nbytes`` in all."""
         machine = self.machine
         seconds = max(machine.kernel_seconds, nbytes / machine.memory_bandwidth)
-        formula = flop_registry.get(operator.overloadpacket)
-        if formula is not None and nbytes:
-            dtype = next(value.dtype for value in args if isinstance(value, torch.Tensor))
-            rate = machine.flops(dtype)
+        flops = _flops(operator, args, kwargs, result) if nbytes else 0
+        if flops:
+            rate = machine.flops(next(value.dtype for value in args if isinstance(value, torch.Tensor)))
             if "attention" in str(operator):
-                rate *= machine.attention_fraction
-            seconds = max(seconds, formula(*args, out_val=result, **kwargs) / rate)
+                rate *= machine.attention_fraction * (2.0 if _is_causal(operator, args, kwargs) else 1.0)
+            seconds = max(seconds, flops / rate)
         return Cost(COMPUTE, seconds)
 
     def copy(self, nbytes: int, *, is_to_host: bool, is_pinned: bool) -> Cost:
@@ -110,6 +110,21 @@ class StreamTimes:
 
     def disk(self, nbytes: int) -> Cost:
         return Cost(DISK, nbytes * self._ranks_per_node / self.machine.disk_bandwidth, "the disks")
+
+
+def _flops(operator: Any, args: Sequence[Any], kwargs: Any, result: Any) -> int:
+    """Of the products of one call, masked ones included."""
+    packet = operator.overloadpacket
+    if (formula := flop_registry.get(packet)) is not None:
+        return int(formula(*args, out_val=result, **kwargs))
+    ours = MATRIX.get(packet)
+    return 0 if ours is None else ours(tuple(args), kwargs, result)
+
+
+def _is_causal(operator: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """True if attention leaves out each query's later keys: kernels compute half of the products."""
+    place = next((at for at, each in enumerate(operator._schema.arguments) if each.name == "is_causal"), len(args))
+    return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
 
 
 def exposed(
@@ -164,6 +179,7 @@ class GpuNode:
     name: str
     matrix_flops: Mapping[torch.dtype, float]
     memory_bandwidth: float
+    gpu_nbytes: int | None = None  # of memory that tensors may have; None: no limit
     vector_flops: float = 0.7 * 67 * _TERA
     attention_fraction: float = 0.6  # of what plain matrix products reach; FlashAttention-3, arXiv:2407.08608, fig. 5
     nvlink_bandwidth: float = 0.8 * 450 * _GIGA  # nccl-tests' bus bandwidth over NVLink 4 is 340 to 370 GB/s
@@ -207,7 +223,7 @@ class GpuNode:
         return self.network_latency + traffic / min(self.nvlink_bandwidth, per_node * self.network_bandwidth)
 
 
-def _hopper(name: str, memory_bandwidth: float) -> GpuNode:
+def _hopper(name: str, memory_bandwidth: float, gpu_nbytes: int) -> GpuNode:
     matrix = {
         torch.bfloat16: 0.7 * 989 * _TERA,
         torch.float16: 0.7 * 989 * _TERA,
@@ -216,10 +232,14 @@ def _hopper(name: str, memory_bandwidth: float) -> GpuNode:
         torch.float32: 0.7 * 67 * _TERA,  # PyTorch's default: no TF32
         torch.float64: 0.7 * 67 * _TERA,
     }
-    return GpuNode(name, matrix, 0.85 * memory_bandwidth)
+    return GpuNode(name, matrix, 0.85 * memory_bandwidth, gpu_nbytes)
 
 
-MACHINES = {"h100": _hopper("h100", 3.35 * _TERA), "h200": _hopper("h200", 4.8 * _TERA)}
+# Memory as ``torch.cuda.get_device_properties`` gives it.
+MACHINES = {
+    "h100": _hopper("h100", 3.35 * _TERA, 85_028_896_768),
+    "h200": _hopper("h200", 4.8 * _TERA, 150_110_011_392),
+}
 
 
 def machine_of(name: str | GpuNode) -> GpuNode:

@@ -26,6 +26,7 @@ from shoal.simulation.times import (
     MACHINES,
     UPDATE,
     Cost,
+    GpuNode,
     StreamTimes,
     exposed,
 )
@@ -41,8 +42,8 @@ def stream(name: str) -> SimulatedStream:
     return SimulatedStream(name, lambda: None, lambda stream: None, lambda stream: None)
 
 
-def third_step(num_ranks: int, tokens: int, **zero: Any) -> DryRun:
-    with shoal.dry_run(num_ranks) as run:
+def third_step(num_ranks: int, tokens: int, machine: GpuNode = H100, **zero: Any) -> DryRun:
+    with shoal.dry_run(num_ranks, machine=machine) as run:
         model = Tower()
         made = config(zero["stage"], zero_optimization=zero, bf16={"enabled": True})
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -97,6 +98,68 @@ def test_the_figures_of_a_collective_are_those_of_a_ring() -> None:
     assert one_a_node == pytest.approx(H100.network_latency + 7 * (1 << 30) / H100.network_bandwidth)
     two_nodes = H100.collective_seconds("all_gather", 16 << 30, tuple(range(16)))
     assert two_nodes == pytest.approx(H100.network_latency + 15 * (1 << 30) / H100.nvlink_bandwidth)
+
+
+# memory
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_memory_at_the_peak_is_that_of_the_ledger_and_of_what_backward_needs(stage: int) -> None:
+    with shoal.dry_run(8) as run:
+        model = Tower()
+        made = config(stage, zero_optimization={"stage": stage}, bf16={"enabled": True})
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine = shoal.initialize(model=model, optimizer=optimizer, config=made)[0]
+        batch = torch.zeros(2, 4096, dtype=torch.long)
+        for _ in range(3):
+            with run.step():
+                engine.backward(engine(batch, batch))
+                engine.step()
+        ledger: dict[str, int] = {}
+        for entry in engine.memory_report().entries:
+            ledger[entry.kind] = ledger.get(entry.kind, 0) + entry.nbytes
+        engine.destroy()
+    peak = run.steps[-1].memory
+    assert sum(peak.by_kind.values()) == peak.allocated <= peak.reserved
+    for kind in ("parameter", "master", "optimizer state"):
+        assert peak.by_kind[kind] == ledger[kind], kind
+    assert peak.by_kind.get("gradient", 0) <= ledger["gradient"]
+    # The logits and their gradient in two formats are most of it.
+    logits = 2 * 4096 * 1024
+    assert 2 * 4 * logits < peak.by_kind["activation"] < 5 * 4 * logits
+    assert "softmax" in peak.operation
+    assert "engine.py" in peak.place
+
+
+def test_activations_grow_with_the_tokens_and_a_small_device_runs_out() -> None:
+    small, large = (third_step(8, tokens, stage=3).steps[-1].memory for tokens in (8192, 32_768))
+    assert large.by_kind["activation"] == pytest.approx(4 * small.by_kind["activation"], rel=0.01)
+    assert large.by_kind["parameter"] == small.by_kind["parameter"]
+    assert not large.is_beyond
+    node = replace(H100, gpu_nbytes=small.reserved)
+    for tokens, is_beyond in ((8192, False), (32_768, True)):
+        run = third_step(8, tokens, machine=node, stage=3)
+        assert run.steps[-1].memory.is_beyond is is_beyond
+        assert ("OUT OF MEMORY" in run.report()) is is_beyond
+
+
+def test_what_a_chain_of_layers_keeps_for_backward_is_counted_to_the_byte() -> None:
+    rows, width, depth = 8192, 256, 6
+    with shoal.dry_run(1) as run:
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(depth)))
+        made = config(0, units={"names": ["*"]})
+        engine = shoal.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=made)[0]
+        batch = torch.zeros(rows, width)
+        for _ in range(2):
+            with run.step():
+                engine.backward(engine(batch).sum())
+                engine.step()
+        engine.destroy()
+    peak = run.steps[-1].memory
+    # The batch, each later layer's input, the gradient of the last one's; its weight's gradient; the loss and its own.
+    assert peak.by_kind["activation"] == (depth + 1) * rows * width * 4 + width * width * 4 + 2 * 4
+    assert peak.by_kind["gradient"] == width * width * 4
+    assert peak.operation == "aten.mm.default"
 
 
 # the engine
@@ -272,3 +335,20 @@ def test_state_that_a_constructor_makes_for_a_model_on_the_meta_device_is_dry_ru
         states = engine.memory_report().by_kind()["optimizer state"]
         engine.destroy()
     assert states >= 3 * 512 * 512 * 4 // (1 if stage == 0 else 2)
+
+
+def test_attention_takes_the_time_of_its_products() -> None:
+    heads, size = 16, 64
+
+    def seconds(length: int, *, is_causal: bool) -> float:
+        with shoal.dry_run(1) as run:
+            given = [torch.zeros(1, heads, length, size, dtype=BF16, requires_grad=True) for _ in range(3)]
+            with run.step():
+                out = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=is_causal)
+                out.backward(torch.zeros_like(out))
+        return run.steps[0].by_kind[COMPUTE]
+
+    products = (2 + 5) * 2 * heads * 32_768**2 * size / (H100.flops(BF16) * H100.attention_fraction)
+    assert seconds(32_768, is_causal=False) == pytest.approx(products, rel=0.01)
+    assert seconds(32_768, is_causal=True) == pytest.approx(products / 2, rel=0.02)
+    assert seconds(65_536, is_causal=True) == pytest.approx(2 * products, rel=0.02)

@@ -352,10 +352,11 @@ def _tensor_of(module: nn.Module, key: str) -> torch.Tensor:
 def _replace(tensor: torch.Tensor, made: nn.Parameter) -> None:
     """Give ``tensor``, which stays the same object, the memory of ``made``."""
     for fake in (tensor, made):
-        if isinstance(fake, FakeTensor):  # torch swaps no tensor to which the dry run's memo has a weak reference
-            memo = fake.fake_mode.fake_tensor_converter.meta_converter.tensor_memo
-            for key in [key for key, known in memo.items() if known is fake]:
-                del memo[key]
+        if isinstance(fake, FakeTensor):  # torch swaps no tensor to which a dry run's records have a weak reference
+            converter = fake.fake_mode.fake_tensor_converter.meta_converter
+            for key in [key for key, known in converter.tensor_memo.items() if known is fake]:
+                del converter.tensor_memo[key]
+            converter.describer.lookup_tensor.pop(tensor, None)  # of a model that was made before the dry run
     torch.utils.swap_tensors(tensor, made)
 
 

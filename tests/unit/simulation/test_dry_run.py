@@ -352,3 +352,27 @@ def test_attention_takes_the_time_of_its_products() -> None:
     assert seconds(32_768, is_causal=False) == pytest.approx(products, rel=0.01)
     assert seconds(32_768, is_causal=True) == pytest.approx(products / 2, rel=0.02)
     assert seconds(65_536, is_causal=True) == pytest.approx(2 * products, rel=0.02)
+
+
+@pytest.mark.parametrize("is_made_before", [False, True])
+def test_a_model_on_the_meta_device_is_dry_run_as_another(is_made_before: bool) -> None:
+    def made() -> torch.nn.Module:
+        with torch.device("meta"):
+            return Tower()
+
+    before = made() if is_made_before else None
+    with shoal.dry_run(8) as run:
+        model = before if before is not None else made()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine = shoal.initialize(
+            model=model, optimizer=optimizer, config=config(3, zero_optimization={"stage": 3}, bf16={"enabled": True})
+        )[0]
+        batch = torch.zeros(2, 128, dtype=torch.long)
+        for _ in range(3):
+            with run.step():
+                engine.backward(engine(batch, batch))
+                engine.step()
+        engine.destroy()
+    expected = third_step(8, 128, stage=3).steps[-1]
+    assert run.steps[-1].memory.by_kind == expected.memory.by_kind
+    assert run.steps[-1].seconds == expected.seconds

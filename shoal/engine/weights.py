@@ -43,7 +43,14 @@ class Weights:
                     if group.is_trained:
                         group.update_main(0, buffer.owned_numel, buffer.full[buffer.begin : buffer.end])
                     buffer.write_back()
+        self._restore_kept()
         return result
+
+    def _restore_kept(self) -> None:
+        """The weights were set: what groups keep for their next steps follows them."""
+        for group in self._sharding.groups:
+            for kept in group.kept:
+                kept.restore()
 
     def module_state_dict(self, *, exclude_frozen: bool, is_kept: bool = True, prefix: str = "") -> dict[str, Any]:
         """Unsharded values by name, on the host, on every rank.
@@ -150,6 +157,7 @@ class Weights:
                     self._set(tensor, cut(state_dict[name].to(self._device), specs[id(tensor)]).reshape(-1))
                 else:
                     tensor.copy_(state_dict[name])
+        self._restore_kept()
 
     def _set(self, parameter: nn.Parameter, flat: torch.Tensor) -> None:
         self._sharding.access.load(parameter, lambda start, stop: flat[start:stop])

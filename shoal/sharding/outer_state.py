@@ -175,10 +175,20 @@ class OuterState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Begin a round with what was loaded: without an anchor at the parameters, without a momentum at zero."""
+        """Go on with what was loaded. Without an anchor a round begins at the parameters; others start from zero.
+
+        Communicates: without an anchor, a broadcast of the first replica's main parameters, since what was not loaded
+            may differ; then as ``publish``.
+        """
         loaded, self._loaded = self._loaded, frozenset()
-        with self._group.resident():
-            if _ANCHOR not in loaded:
-                self._values(_ANCHOR).copy_(self._group.main)
+        group = self._group
+        if _ANCHOR not in loaded:
+            with group.resident():
+                main = group.main.to(group.buffer.device)
+                for comm in self._axes.values():
+                    comm.broadcast(main, 0, label=group.label)
+                group.main.copy_(main)
+                self._values(_ANCHOR).copy_(main)
+            group.publish()
         for kind in self._buffers.keys() - loaded - {_ANCHOR}:
             self._values(kind).zero_()

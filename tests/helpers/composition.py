@@ -87,6 +87,11 @@ AXES: dict[str, Values] = {
         "no": {},
         "mics": _zero(mics_shard_size=2),
         "replicas": {"parallel": {"dp_replicate": 2}},
+        # Replicas that take each step by themselves and are then set to their mean: with SGD the step of all.
+        "local steps": {
+            "parallel": {"dp_replicate": 2},
+            "local_steps": {"every": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
+        },
         "hpz": _zero(zero_hpz_partition_size=2),
     },
     "units": {"blocks": {"units": {"classes": ["Block"]}}, "found": {}, "root": {"units": {"names": ["blocks"]}}},
@@ -219,13 +224,20 @@ class Refusal:
 REFUSALS = (
     Refusal({"stage": ("0",), "state": ("host", "ahead", "ratio", "disk")}, "offload-stage"),
     Refusal({"tp": ("1",), "experts": ("ep 2 split",)}, "mesh"),
-    Refusal({"ranks": ("1",), "hybrid": ("mics", "replicas", "hpz")}, "mesh"),
+    Refusal({"ranks": ("1",), "hybrid": ("mics", "replicas", "local steps", "hpz")}, "mesh"),
+    Refusal({"hybrid": ("local steps",), "experts": ("ep 2 moved",)}, "local-steps"),
     Refusal({"pp": ("2",), "backward": ("loss", "no_sync")}, "pipeline-call"),
     Refusal({"stage": ("0", "3"), "wire": ("difference",)}, "wire-difference"),
 )
 # Neither refused at start-up nor run: a block that is called again is out of order in a pipeline, which its stage
-# refuses in the forward.
-NOT_RUN = ({"pp": "2", "sharing": "twice"},)
+# refuses in the forward; the mean of replicas that step apart is that of one process where the step is linear.
+NOT_RUN = (
+    {"pp": "2", "sharing": "twice"},
+    {"hybrid": "local steps", "optimizer": "AdamW"},
+    {"hybrid": "local steps", "optimizer": "client"},
+    {"hybrid": "local steps", "clipping": "yes"},
+    {"hybrid": "local steps", "experts": "ep 4"},  # nothing else fits into 8 ranks
+)
 MOST_RANKS = 8  # of one combination; 4 that compile
 
 
@@ -347,8 +359,8 @@ def _divides_experts(combination: Mapping[str, str]) -> bool:
     ep = _ep(experts)
     if ep == 1 or any(axis not in combination for axis in ("ranks", "tp", "sp", "cp", "stage", "hybrid")):
         return True
-    groups = {"mics": int(combination["ranks"]) // 2, "replicas": 2}.get(combination["hybrid"], 1)
-    if combination["stage"] == "0":
+    groups = {"mics": int(combination["ranks"]) // 2, "replicas": 2, "local steps": 2}.get(combination["hybrid"], 1)
+    if combination["stage"] == "0" and combination["hybrid"] != "local steps":
         groups = 1
     whole = {"pp": "1", **({"tp": "1"} if experts.endswith("split") else {})}
     holders = num_ranks({**combination, **whole}) // max(groups, 1)

@@ -11,7 +11,7 @@ from shoal.config.elastic import elastic_problems
 from shoal.config.normalise import Normalised
 from shoal.config.parallel import expert_problems, pipeline_problems
 from shoal.config.problems import Problem, shown
-from shoal.config.schema import Schema, schedule_problems
+from shoal.config.schema import Fp8, Schema, schedule_problems
 from shoal.text import parse_bytes
 
 MAX_SCALE_POWER = 127
@@ -54,6 +54,7 @@ def check_together(config: Schema, reading: Normalised) -> Iterator[Problem]:
         yield Problem("precision.state_dtype", '"fp32", but bf16.bf16_optimizer_states is true.', "leave one out.")
     yield from _wire_problems(config)
     yield from _local_problems(config)
+    yield from _fp8_problems(config)
     budget = config.activation_checkpointing.memory_budget
     where = "activation_checkpointing.memory_budget"
     if isinstance(budget, str) and parse_bytes(budget) is None:
@@ -140,6 +141,17 @@ def _local_problems(config: Schema) -> Iterator[Problem]:
         what += " move other experts."
         do = "leave one of them out."
         yield Problem("expert_parallel.rebalance_every", what, do, code="local-steps")
+
+
+def _fp8_problems(config: Schema) -> Iterator[Problem]:
+    """Problems of the layers that compute in few bits."""
+    fp8 = config.fp8
+    if fp8.recipe is None and fp8 != Fp8():
+        do = 'write one, such as "rowwise", or leave the section out.'
+        yield Problem("fp8.recipe", "missing, so that the other keys of fp8 have no effect.", do)
+    if fp8.until_step is not None and fp8.until_step <= fp8.from_step:
+        what = f"{fp8.until_step}, which is not after fp8.from_step = {fp8.from_step}."
+        yield Problem("fp8.until_step", what, "write a later step, or leave it out.")
 
 
 def engine_problems(config: Schema) -> Iterator[Problem]:

@@ -15,6 +15,8 @@ from shoal.config.parallel import ExpertParallel, Parallel, Pipeline, TensorPara
 from shoal.config.tables import with_unsupported
 from shoal.config.zero import LocalStepsSection, WireSection, ZeroOptimization
 
+Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4"]
+
 
 class Fp16(Section):
     """Half precision with fp32 main parameters and a loss scale."""
@@ -51,6 +53,23 @@ class TorchAutocast(Section):
         None,
         "classes whose gradients are reduced in autocast's dtype; null: none (DeepSpeed: Linear, Conv1d to 3d)",
     )
+
+
+class Fp8(Section):
+    """Shoal's own: linear layers whose products, forward and backward, are computed in 8 or 4 bits."""
+
+    recipe: Recipe | None = key(
+        None, "formats and scales of the operands; null: all layers compute in the parameters' dtype"
+    )
+    modules: tuple[str, ...] | None = key(
+        None,
+        "names of linear layers that compute so, `*` matches any text; null: those whose dims are multiples of 16,"
+        " without the head",
+    )
+    keep: tuple[str, ...] = key((), "names of layers that stay as they are, of those of `modules`")
+    keep_last_layers: float = key(0.0, "share of the blocks, the last ones, that stay as they are", ge=0, lt=1)
+    from_step: int = key(0, "steps that are done before the layers compute so", ge=0)
+    until_step: int | None = key(None, "steps after which they compute as they are again; null: never", ge=1)
 
 
 class DataTypes(Section):
@@ -420,6 +439,7 @@ class Schema(Section):
     fp16: Fp16 = section(Fp16, "half precision with a loss scale")
     bf16: Bf16 = section(Bf16, "bfloat16", deprecated=("bfloat16",))
     torch_autocast: TorchAutocast = section(TorchAutocast, "torch.autocast around the forward pass")
+    fp8: Fp8 = section(Fp8, "linear layers that compute in 8 or 4 bits")
     data_types: DataTypes = section(DataTypes, "formats of single kinds of state")
     aio: Aio = section(Aio, "how the disk is read and written when state is offloaded to it")
     activation_checkpointing: ActivationCheckpointing = section(

@@ -45,6 +45,7 @@ from shoal.engine.parts.error_feedback import ErrorFeedback
 from shoal.engine.parts.experts import ExpertBalance
 from shoal.engine.parts.inputs import FirstInputs
 from shoal.engine.parts.local_steps import LocalSteps
+from shoal.engine.parts.low_precision import LowPrecision
 from shoal.engine.parts.part import Part
 from shoal.engine.parts.save_on_signal import SaveOnSignal
 from shoal.engine.parts.sequence import AttentionCheck, SequenceRanks
@@ -234,11 +235,12 @@ def _start(
             sharding = Sharding(sharded, step, properties, accumulation)
             more = recomputed_blocks(model, settings) if isinstance(model, StageModule) else []
             blocks = model.own_blocks if isinstance(model, StageModule) else []
+            products = [LowPrecision(model, properties, accumulation.counters)] if settings.fp8.recipe else []
             activations = SavedActivations(model, settings, world, axes, more, blocks)
             curriculum = Curriculum(sharding, properties, accumulation.counters)
             monitor = make_monitor(settings, world.rank)
             own = _parts(sharding, properties, accumulation, curriculum, monitor)
-            joining = [*checks, activations, *own, *given_parts]
+            joining = [*checks, *products, activations, *own, *given_parts]
             run = RunState(sharding, properties, accumulation, curriculum, schedule, parts=joining)
             if settings.flops_profiler.enabled:
                 timers: StepTimers = ProfilingTimers(model, properties, accumulation, activations.num_recomputed)
@@ -271,7 +273,7 @@ def _start(
             if world.size > 1
             else "comms_logger: with one rank there are no collectives to time."
         )
-    notes += activations.notes
+    notes += [note for part in products for note in part.notes] + activations.notes
     if is_apart:
         replicas, every = counted(plan.mesh.dp_replicate, "replica"), settings.local_steps.every
         notes.append(f"local_steps: {replicas}, synchronised every {every} steps.")

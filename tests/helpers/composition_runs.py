@@ -24,6 +24,7 @@ from shoal.parallel.expert.grouped import add_bias_of_experts, grouped_linear
 from shoal.parallel.expert.held import ExpertsHeld, SplitDim, Stack
 from shoal.parallel.expert.huggingface import StackRows
 from shoal.parallel.loss import count_tokens
+from shoal.parallel.low_precision.recipes import RECIPES, Recipe
 from tests.helpers.compiling import CountsGraphs, compiling
 from tests.helpers.composition import Combination, Run, settings_of
 from tests.helpers.exact_format import Exact
@@ -318,6 +319,7 @@ def train(settings: dict[str, Any], run: Run, device: torch.device = CPU) -> lis
                 return Trainer(settings, run, folder, backend).train()
 
             patch.setitem(FORMATS, "int8", lambda _block: Exact())
+            patch.setitem(RECIPES, "rowwise", Recipe(None, None, None))
             results = run_ranks(run.world_size, job, device=device)
         if run.compiled != "no" and "activation_checkpointing" not in settings:  # recomputed segments run uncompiled
             assert backend.num_graphs > 0

@@ -23,7 +23,7 @@ from shoal.compiler import untraced
 from shoal.device import capability
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.expert.route import RowCounts
-from shoal.parallel.tensor.region import cast_for_autocast
+from shoal.parallel.products import cast_for_autocast
 
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 

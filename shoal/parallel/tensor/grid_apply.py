@@ -39,6 +39,7 @@ from shoal.comm.autograd import all_gather, all_reduce, once_differentiable, red
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.errors import ModelError
+from shoal.parallel.products import cast_for_autocast
 from shoal.parallel.tensor.apply import Resolver, SplitLayer, parallelize
 from shoal.parallel.tensor.attention import numel_of, split_heads
 from shoal.parallel.tensor.families import is_conv1d
@@ -46,7 +47,7 @@ from shoal.parallel.tensor.grid import ActivationLayout, Grid, GridProduct, Slic
 from shoal.parallel.tensor.hooks import GridStack
 from shoal.parallel.tensor.parts import Ranges, SharedRows, even_ranges, length, merged, window
 from shoal.parallel.tensor.plan import ParallelStyle, Plan, is_inside, join, plan_for, split_error
-from shoal.parallel.tensor.region import SharedByCopies, cast_for_autocast
+from shoal.parallel.tensor.region import SharedByCopies
 from shoal.sharding.layout import ParameterSpec
 
 

@@ -28,9 +28,10 @@ from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.device import is_fake
 from shoal.parallel.loss import IGNORED, CrossEntropy, Reduction, token_losses
+from shoal.parallel.products import AS_THEY_ARE, LayerProducts, add_bias
 from shoal.parallel.tensor.overlap import InputColumns, column_linears, row_linear
 from shoal.parallel.tensor.parts import Range, SharedRows, even_range
-from shoal.parallel.tensor.region import SharedByCopies, TensorRegion, add_bias
+from shoal.parallel.tensor.region import SharedByCopies, TensorRegion
 from shoal.sharding.parts import take
 
 
@@ -49,6 +50,7 @@ class LayerSplit(SharedByCopies):
         overlaps: True if communication runs during the layer's products.
         keeps_logits: True for the head of a model whose loss is computed from split logits.
         columns: what computes a column whose input entered with a module around it; None: it computes itself.
+        products: how a column or a row multiplies. While they are on, its communication does not overlap them.
     """
 
     name: str
@@ -63,6 +65,7 @@ class LayerSplit(SharedByCopies):
     overlaps: bool = False
     keeps_logits: bool = False
     columns: InputColumns | None = None
+    products: LayerProducts = AS_THEY_ARE
 
 
 class ColumnParallelLinear(nn.Module):
@@ -78,14 +81,15 @@ class ColumnParallelLinear(nn.Module):
         bias: torch.Tensor | None = getattr(self, "bias", None)
         weight = weight.t() if split.is_transposed else weight
         output, label = None, f"{split.name} in"
-        if split.overlaps and split.communicates:
+        if split.overlaps and split.communicates and not split.products.is_on:
             region.check_split(label)
             splits = region.splits_sequence
             output = column_linears(input, [weight], region.activations, splits_sequence=splits, label=label)[1][0]
-        elif split.columns is not None:
+        elif split.columns is not None and not split.products.is_on:
             output = split.columns.take(split.name, input)
         if output is None:
-            output = region.linear(region.enter(input, label) if split.communicates else input, weight, bias)
+            whole = region.enter(input, label) if split.communicates else input
+            output = region.linear(whole, weight, bias, split.products)
         else:
             output = add_bias(output, bias)
         if split.shared is not None:
@@ -108,10 +112,10 @@ class RowParallelLinear(nn.Module):
         if split.forks:
             region.fork.end()
         weight = self.weight.t() if split.is_transposed else self.weight
-        if split.overlaps:
+        if split.overlaps and not split.products.is_on:
             output = row_linear(own, weight, region.activations, splits_sequence=region.splits_sequence, label=label)
         else:
-            output = region.leave(F.linear(own, weight), label)
+            output = region.leave(split.products.linear(own, weight), label)
         return add_bias(output, getattr(self, "bias", None))
 
 

@@ -23,8 +23,9 @@ from torch.nn import functional as F
 
 from shoal.comm.protocol import Communicator, Work
 from shoal.device import in_backward
+from shoal.parallel.products import cast_for_autocast, weight_gradient
 from shoal.parallel.saved_tensors import checkpoint_around
-from shoal.parallel.tensor.region import SharedByCopies, TensorRegion, cast_for_autocast, weight_gradient
+from shoal.parallel.tensor.region import SharedByCopies, TensorRegion
 from shoal.sharding.storage import is_placeholder
 
 NUM_CHUNKS = 4

@@ -27,7 +27,6 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, Self
 
 import torch
-from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.comm import autograd
@@ -37,6 +36,7 @@ from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator
 from shoal.device import in_backward
 from shoal.errors import UsageError
+from shoal.parallel.products import PLAIN, LayerProducts, Products, add_bias, cast_for_autocast
 from shoal.parallel.rng_tracker import current_state, set_current_state, state_of_seed
 from shoal.parallel.saved_tensors import checkpoint_around
 
@@ -138,12 +138,14 @@ class TensorRegion(SharedByCopies):
         self._gathered[whole] = GatheredInput(tensor, InputGather(self.activations, dim, label))
         return whole
 
-    def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: LayerProducts
+    ) -> torch.Tensor:
         """``F.linear``; of an input that was gathered on entry, this rank's part is kept for backward."""
         gathered = self._gathered.get(input)
         if gathered is None or gathered.checkpoint is not checkpoint_around():
-            return F.linear(input, weight, bias)
-        return column_linear_of(gathered, input, weight, bias)
+            return layer.linear(input, weight, bias)
+        return column_linear_of(gathered, input, weight, bias, layer.products)
 
     def check_split(self, label: str) -> None:
         """Raise where the input of split layers has the whole sequence, since the layer around them was not called."""
@@ -168,24 +170,6 @@ class TensorRegion(SharedByCopies):
 
 def _sequence_dim(tensor: torch.Tensor) -> int:
     return tensor.dim() - 2
-
-
-def add_bias(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """In the dtype of ``output``, as ``F.linear`` does it under autocast."""
-    return output if bias is None else output + bias.to(output.dtype)
-
-
-def weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Of ``x @ weight.t()``. Shape: [..., M], [..., K] -> [M, K]."""
-    return gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
-
-
-def cast_for_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """All in autocast's dtype where it is on: autograd functions are not cast."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    return [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
 
 
 class InputGather:
@@ -223,7 +207,11 @@ class GatheredInput:
 
 
 def column_linear_of(
-    gathered: GatheredInput, whole: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    gathered: GatheredInput,
+    whole: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    products: Products = PLAIN,
 ) -> torch.Tensor:
     """``whole @ weight.t() + bias``, of which backward keeps this rank's part of ``whole``.
 
@@ -236,24 +224,24 @@ def column_linear_of(
     whole, weight = cast_for_autocast(whole, weight)
     if weight.requires_grad and torch.is_grad_enabled():
         gathered.gather.num_linears += 1
-    output = apply(whole, gathered.own(whole.dtype), weight, gathered.gather)
+    output = apply(whole, gathered.own(whole.dtype), weight, gathered.gather, products)
     return add_bias(output, bias)
 
 
 class _ColumnOfGathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, whole: torch.Tensor, own: torch.Tensor, weight: torch.Tensor, gather: InputGather
+        ctx: Any, whole: torch.Tensor, own: torch.Tensor, weight: torch.Tensor, gather: InputGather, products: Products
     ) -> torch.Tensor:
         ctx.save_for_backward(own if weight.requires_grad else None, weight)
-        ctx.gather = gather
-        return F.linear(whole, weight)
+        ctx.gather, ctx.products = gather, products
+        return products.output(whole, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         own, weight = ctx.saved_tensors
         gathering = None if own is None else ctx.gather.begin(own)
-        of_input = gradient @ weight if ctx.needs_input_grad[0] else None
-        of_weight = None if gathering is None else weight_gradient(gradient, gathering.wait())
-        return of_input, None, of_weight, None
+        of_input = ctx.products.of_input(gradient, weight) if ctx.needs_input_grad[0] else None
+        of_weight = None if gathering is None else ctx.products.of_weight(gradient, gathering.wait())
+        return of_input, None, of_weight, None, None

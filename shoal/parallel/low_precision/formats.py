@@ -1,0 +1,111 @@
+"""The formats of operands: numbers of 8 or 4 bits, and a scale for each block of a matrix.
+
+    number   bits     largest   relative error     scale of a block
+    e4m3     1+4+3    448       2^-4               a power of two: the smallest with max |block| <= scale * 448
+    e5m2     1+5+2    57344     2^-3               a power of two, in the same way
+    e2m1     1+2+1    6         2^-2               e4m3, times one fp32 number of the whole matrix
+
+The relative error is that of numbers that are not subnormal: over 2^-15 (e4m3) or 2^-30 (e5m2) of the block's largest.
+With scales that are powers of two, numbers of two scales lie on one grid, so that rounding twice is rounding once:
+parameters that were gathered as fp8 have the codes that they have when they are gathered as they are.
+
+An infinity or a NaN makes its block NaN. Operands have their rows along dim 0 and what a product sums over along dim 1.
+
+Sources: e4m3 and e5m2, arXiv:2209.05433; scales rounded up to a power of two, arXiv:2506.08027, section 3; e2m1 with
+two levels of scales and stochastic rounding, arXiv:2509.25149, sections 2 and 4.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional as F
+
+Block = tuple[int | None, int | None]  # rows and columns that share a scale; None: all of them
+
+
+class Format(Protocol):
+    """An encoding of matrices."""
+
+    def values(self, matrix: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        """The matrix rounded to the format, in fp32."""
+        ...
+
+
+@dataclass(frozen=True)
+class ScaledFloat8:
+    """``torch.float8_e4m3fn`` or ``torch.float8_e5m2`` with power-of-two scales."""
+
+    dtype: torch.dtype
+    block: Block
+
+    def quantize(self, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales of the blocks. Shapes: [rows / r, r, columns / c, c], [rows / r, 1, columns / c, 1]."""
+        blocks = _in_blocks(matrix.float(), self.block)
+        scales = power_of_two(blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(self.dtype).max)
+        return (blocks / scales).to(self.dtype), scales
+
+    def values(self, matrix: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        codes, scales = self.quantize(matrix)
+        return _whole(codes.float() * scales, matrix)
+
+
+@dataclass(frozen=True)
+class ScaledFloat4:
+    """e2m1 with scales of two levels.
+
+    Args:
+        is_stochastic: a number is rounded up with the probability of its distance from the one below.
+    """
+
+    block: Block
+    is_stochastic: bool = False
+
+    def values(self, matrix: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        blocks = _in_blocks(matrix.float(), self.block)
+        largest = blocks.abs().amax((1, 3), keepdim=True)
+        of_matrix = largest.amax() / (6.0 * 448.0)
+        of_matrix = torch.where(of_matrix == 0, 1.0, of_matrix)
+        scales = (largest / 6.0 / of_matrix).to(torch.float8_e4m3fn).float() * of_matrix
+        scaled = torch.where(scales == 0, 0.0, blocks / scales).clamp(-6.0, 6.0)
+        noise = None
+        if self.is_stochastic:
+            noise = torch.rand(scaled.shape, generator=generator, device=scaled.device)
+        return _whole(round_to_e2m1(scaled, noise) * scales, matrix)
+
+
+def round_to_e2m1(values: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
+    """To 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives: the nearest, of two the even one.
+
+    Args:
+        values: from -6 to 6.
+        noise: from 0 to 1, evenly distributed: rounded stochastically.
+    """
+    size = values.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    steps = (size / step).round() if noise is None else (size / step + noise).floor()
+    return torch.copysign(steps * step, values)
+
+
+def power_of_two(numbers: torch.Tensor) -> torch.Tensor:
+    """The smallest powers of two that are not smaller; 1 of 0. fp32; infinities and NaN are unchanged."""
+    bits = (numbers.view(torch.int32) + 0x007FFFFF) & -0x00800000
+    powers = torch.where(numbers.isfinite(), bits.view(torch.float32), numbers)
+    return torch.where(numbers == 0, 1.0, powers)
+
+
+def _in_blocks(matrix: torch.Tensor, block: Block) -> torch.Tensor:
+    """Padded with zeros. Shape: [rows, columns] -> [rows / r, r, columns / c, c]."""
+    sizes = [length if size is None else size for length, size in zip(matrix.shape, block, strict=True)]
+    padding = [-length % size for length, size in zip(matrix.shape, sizes, strict=True)]
+    if any(padding):
+        matrix = F.pad(matrix, (0, padding[1], 0, padding[0]))
+    blocks: torch.Tensor = matrix.unflatten(1, (-1, sizes[1])).unflatten(0, (-1, sizes[0]))
+    return blocks
+
+
+def _whole(blocks: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Without the padding. Shape: [rows / r, r, columns / c, c] -> that of ``matrix``."""
+    return blocks.flatten(2).flatten(0, 1)[: matrix.shape[0], : matrix.shape[1]]

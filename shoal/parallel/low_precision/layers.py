@@ -1,0 +1,171 @@
+"""Which linear layers of a model compute in few bits, and how they are made to do so.
+
+A linear layer gets a ``forward`` of its own on the instance; a split layer of tensor parallelism reads the same object
+from its ``tensor_split``. Both ask it at each call whether the recipe is on. Weights are quantised when they are used:
+in forward, and in backward once more, so that nothing of a gathered weight outlives its use.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.errors import ModelError
+from shoal.parallel.products import LayerProducts
+from shoal.parallel.tensor.families import is_conv1d
+from shoal.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from shoal.text import did_you_mean, listed
+
+_ALIGNED = 16  # smaller layers are not worth it, and operators of GPUs do not take other lengths
+
+
+class LowPrecisionLayers:
+    """The chosen layers of a model, until ``remove()``."""
+
+    def __init__(self, layers: Mapping[str, nn.Module], products: LayerProducts) -> None:
+        self._before: list[tuple[nn.Module, Any, Any]] = []  # what the layer had, what it has
+        for module in layers.values():
+            if (split := getattr(module, "tensor_split", None)) is not None:
+                module.tensor_split = ours = replace(split, products=products)
+                self._before.append((module, split, ours))
+            else:
+                forward = MethodType(_forward_with(products), module)
+                self._before.append((module, vars(module).get("forward"), forward))
+                module.forward = forward
+
+    def remove(self) -> None:
+        """Restore the layers as they were. Idempotent."""
+        for module, before, ours in self._before:
+            name = "forward" if isinstance(ours, MethodType) else "tensor_split"
+            if vars(module).get(name) is not ours:
+                continue  # other code has wrapped it since
+            if before is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, before)
+        self._before.clear()
+
+
+def _forward_with(products: LayerProducts) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    def forward(self_: Any, input: torch.Tensor) -> torch.Tensor:
+        if not products.is_on:
+            result: torch.Tensor = type(self_).forward(self_, input)
+            return result
+        return products.linear(input, self_.weight.t() if is_conv1d(self_) else self_.weight, self_.bias)
+
+    return forward
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The linear layers of a model, or of a rank's part of it.
+
+    Args:
+        linears: by name, True for one that is taken where the config names none: its weight has dims that are
+            multiples of 16, and is neither the head's nor that of an embedding.
+        blocks: names, in the model's order.
+    """
+
+    linears: dict[str, bool]
+    blocks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, blocks: Sequence[str], vocabulary: int) -> Layers:
+        """
+        Args:
+            vocabulary: the rows of the largest embedding of all ranks.
+        """
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+
+        def is_taken(module: nn.Module) -> bool:
+            weight = module.weight
+            assert isinstance(weight, torch.Tensor)
+            is_head = id(weight) in embeddings or vocabulary in (weight.shape[0], getattr(module, "out_features", None))
+            return not is_head and all(length % _ALIGNED == 0 for length in weight.shape)
+
+        linears = {name: is_taken(module) for name, module in model.named_modules() if _is_linear(module)}
+        return cls(linears, tuple(blocks))
+
+    @classmethod
+    def together(cls, parts: Iterable[Layers]) -> Layers:
+        """Of all ranks; a layer that several ranks have is taken where all agree."""
+        linears: dict[str, bool] = {}
+        blocks: dict[str, None] = {}
+        for part in parts:
+            for name, is_taken in part.linears.items():
+                linears[name] = linears.get(name, True) and is_taken
+            blocks |= dict.fromkeys(part.blocks)
+        lists = list(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
+
+        def place(name: str) -> tuple[int, int]:
+            parent, _, number = name.rpartition(".")
+            return lists.index(parent), int(number) if number.isdigit() else 0
+
+        return cls(linears, tuple(sorted(blocks, key=place)))
+
+    def chosen(self, modules: Sequence[str] | None, keep: Sequence[str], last_share: float) -> list[str]:
+        """The names of the layers that compute in few bits.
+
+        Args:
+            modules: patterns of names; None: those that are taken by default.
+            keep: patterns of names that are not taken.
+            last_share: of the blocks, the last of which stay as they are; a part of a block counts as one.
+
+        Raises: ModelError: a pattern matches no linear layer, there are no blocks, or no layer is left.
+        """
+        taken = {name for name, is_taken in self.linears.items() if is_taken or modules is not None}
+        if modules is not None:
+            taken &= self._matching(modules, "fp8.modules")
+        left = self._matching(keep, "fp8.keep")
+        if last_share and not self.blocks:
+            raise _error(
+                f"fp8.keep_last_layers = {last_share:g}, but the model has no list of blocks.",
+                "name the layers in fp8.keep.",
+            )
+        for block in self.blocks[len(self.blocks) - math.ceil(last_share * len(self.blocks)) :] if last_share else ():
+            left |= {name for name in self.linears if name == block or name.startswith(f"{block}.")}
+        chosen = [name for name in self.linears if name in taken - left]
+        if not chosen:
+            raise _error(
+                f"no linear layer of the model is left for fp8: of {len(self.linears)}, {len(taken)} are taken and"
+                f" {len(left)} kept.",
+                "by default layers are taken whose dims are multiples of 16, without the head: name others in"
+                " fp8.modules, keep fewer, or leave the section out.",
+            )
+        return chosen
+
+    def _matching(self, patterns: Sequence[str], key: str) -> set[str]:
+        found: set[str] = set()
+        for pattern in patterns:
+            matches = fnmatch.filter(self.linears, pattern)
+            if not matches:
+                raise _error(
+                    f"{key} has {pattern!r}, which matches no linear layer of the model"
+                    f"{did_you_mean(pattern, list(self.linears)) or '.'}",
+                    f"write names as model.named_modules() has them: {listed(list(self.linears), 6)}.",
+                )
+            found.update(matches)
+        return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """True for a layer that computes ``F.linear`` of its weight, and for a split one."""
+    if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+        return True
+    return is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+
+
+def largest_embedding(model: nn.Module) -> int:
+    """The rows of the largest embedding of a model; 0: it has none."""
+    return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
+
+
+def _error(text: str, do: str) -> ModelError:
+    return ModelError(text, do=do, code="fp8-modules")

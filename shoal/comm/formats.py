@@ -2,7 +2,7 @@
 
     name            bytes for each element     what is lost
     bf16, fp16      2                          mantissa; fp16: values over 65,504 become infinite
-    fp8             1 + 4 / block              e4m3 with a scale for each block: 3 bits of mantissa
+    fp8             1 + 4 / block              e4m3 with a power of two for each block: 3 bits of mantissa
     int8            1 + 4 / block              half of a step: the largest value of the block / 254
     int4            1/2 + 4 / block            the same / 14
     int4_hadamard   1/2 + 4 / block            the same, after a rotation that spreads outliers over 32 elements
@@ -187,13 +187,16 @@ class _BlockRange:
 
 @dataclass(frozen=True)
 class Float8(BlockFormat):
-    """``torch.float8_e4m3fn`` with ``scale = max |block| / 448``."""
+    """``torch.float8_e4m3fn``; ``scale``: the smallest power of two with ``max |block| <= 448 * scale``.
+
+    So numbers of two blocks lie on one grid, and products that take them in e4m3 round nothing again.
+    """
 
     name = "fp8"
     bits = 8
 
     def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        factors = _scales_of(values, 448.0, scales)
+        factors = _scales_of(values, 448.0, scales, are_powers=True)
         codes.view(torch.float8_e4m3fn).copy_((values * factors).nan_to_num_(0.0))
 
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -270,9 +273,18 @@ class OneBit(BlockFormat):
         return is_negative.mul_(-2.0).add_(1.0).mul_(scales[..., None])
 
 
-def _scales_of(values: torch.Tensor, largest: float, scales: torch.Tensor) -> torch.Tensor:
+def power_of_two(numbers: torch.Tensor) -> torch.Tensor:
+    """The smallest powers of two that are not smaller; 1 of 0. fp32; infinities and NaN are unchanged."""
+    bits = (numbers.view(torch.int32) + 0x007FFFFF) & -0x00800000
+    powers = torch.where(numbers.isfinite(), bits.view(torch.float32), numbers)
+    return torch.where(numbers == 0, 1.0, powers)
+
+
+def _scales_of(values: torch.Tensor, largest: float, scales: torch.Tensor, *, are_powers: bool = False) -> torch.Tensor:
     """Write the scale of each block: its largest magnitude over ``largest``. Returns: factors to codes. [..., 1]."""
     most = values.abs().amax(dim=-1).div_(largest)
+    if are_powers:
+        most = power_of_two(most)
     scales.copy_(torch.where(most.isfinite(), most, torch.nan))
     factors = most.reciprocal_()  # infinite for zeros, and for scales that are too small to have a reciprocal
     return torch.where(factors.isfinite(), factors, 0.0)[..., None]

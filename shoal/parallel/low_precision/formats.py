@@ -23,6 +23,8 @@ from typing import Protocol
 import torch
 from torch.nn import functional as F
 
+from shoal.comm.formats import power_of_two
+
 Block = tuple[int | None, int | None]  # rows and columns that share a scale; None: all of them
 
 
@@ -87,13 +89,6 @@ def round_to_e2m1(values: torch.Tensor, noise: torch.Tensor | None = None) -> to
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     steps = (size / step).round() if noise is None else (size / step + noise).floor()
     return torch.copysign(steps * step, values)
-
-
-def power_of_two(numbers: torch.Tensor) -> torch.Tensor:
-    """The smallest powers of two that are not smaller; 1 of 0. fp32; infinities and NaN are unchanged."""
-    bits = (numbers.view(torch.int32) + 0x007FFFFF) & -0x00800000
-    powers = torch.where(numbers.isfinite(), bits.view(torch.float32), numbers)
-    return torch.where(numbers == 0, 1.0, powers)
 
 
 def _in_blocks(matrix: torch.Tensor, block: Block) -> torch.Tensor:

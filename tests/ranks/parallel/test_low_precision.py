@@ -111,6 +111,35 @@ def test_other_precisions_compute_near_the_run_in_their_own_bits(section: str, s
     assert 0 < off <= 0.25**2 * moved
 
 
+class Bare(nn.Module):
+    """Linear layers without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.one_hot(tokens % 12, 12).to(self.blocks[0].weight.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(x.flatten(0, 1).float(), targets.flatten() % 12)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_weights_gathered_in_8_bits_give_the_bits_of_weights_gathered_as_they_are(
+    recipe: str, precision: dict[str, Any]
+) -> None:
+    plain, gathered = (
+        train_ranks(2, Bare, config(3, fp8=fp8(recipe), **precision, **wire))
+        for wire in ({}, {"wire": {"gather": "fp8"}})
+    )
+    assert plain[0].losses == gathered[0].losses
+    assert are_bit_equal(plain[0].main_parameters, gathered[0].main_parameters)
+    other = train_ranks(2, Bare, config(3, fp8=fp8(recipe), **precision, wire={"gather": "int8"}))
+    assert other[0].losses != plain[0].losses
+
+
 # The schedule
 
 

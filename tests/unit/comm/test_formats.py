@@ -11,7 +11,7 @@ from shoal.errors import ConfigError
 
 NUMELS = [1, 31, 32, 65, 256, 257, 1000, 40_000]
 # By name: bytes of the codes of a block of 256 elements, and half of the largest step over the block's largest value.
-STEPS = {"int8": (256, 0.5 / 127), "int4": (128, 0.5 / 7), "fp8": (256, 0.5 / 14)}
+STEPS = {"int8": (256, 0.5 / 127), "int4": (128, 0.5 / 7), "fp8": (256, 0.5 / 8)}
 BLOCKED = [name for name in FORMATS if name not in ("bf16", "fp16")]
 
 

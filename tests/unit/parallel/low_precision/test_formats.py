@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from shoal.parallel.low_precision.formats import Block, ScaledFloat4, ScaledFloat8, power_of_two, round_to_e2m1
+from shoal.comm.formats import format_named, power_of_two
+from shoal.parallel.low_precision.formats import Block, ScaledFloat4, ScaledFloat8, round_to_e2m1
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -105,3 +106,16 @@ def test_what_is_not_finite_makes_its_block_nan(form: ScaledFloat8 | ScaledFloat
 )
 def test_zeros_stay_zeros(form: ScaledFloat8 | ScaledFloat4) -> None:
     assert torch.equal(form.values(torch.zeros(20, 50), None), torch.zeros(20, 50))
+
+
+@pytest.mark.parametrize("block", BLOCKS[:5])
+def test_what_was_gathered_in_8_bits_has_the_codes_that_it_has_without(block: Block) -> None:
+    """Where no number is subnormal: here all are over 2^-10 of the largest."""
+    values = matrix()
+    values = values.sign() * values.abs().clamp(min=values.abs().max().item() * 2**-10)
+    gathered, flat = torch.empty_like(values), format_named("fp8")
+    flat.decode(flat.encode(values.view(1, -1)), gathered.view(1, -1))
+    assert not torch.equal(gathered, values)
+    form = ScaledFloat8(E4M3, block)
+    assert torch.equal(form.values(gathered), form.values(values))
+    assert torch.equal(form.values(gathered.bfloat16()), form.values(values))

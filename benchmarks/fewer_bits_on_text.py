@@ -35,6 +35,10 @@ def _wire(**keys: Any) -> Run:
     return Run({"wire": keys})
 
 
+def _local(**keys: Any) -> Run:
+    return Run({"local_steps": keys, "parallel": {"dp_replicate": 2}})
+
+
 RUNS: dict[str, Run] = {
     "plain": Run(),
     "gather and reduce int8": _wire(gather="int8", reduce="int8"),
@@ -43,6 +47,10 @@ RUNS: dict[str, Run] = {
     "gather int8, reduce int4_hadamard": _wire(gather="int8", reduce="int4_hadamard"),
     "reduce int4": _wire(reduce="int4"),
     "reduce 1bit": _wire(reduce="1bit"),
+    "local steps, every 10": _local(every=10),
+    "local steps, every 30": _local(every=30),
+    "local steps, every 30, 3 fragments": _local(every=30, fragments=3),
+    "local steps, every 30, int4_hadamard": _local(every=30, wire="int4_hadamard"),
 }
 
 

@@ -55,6 +55,7 @@ ENTRIES: dict[str, Entry] = {
     "shoal-0 int8": Entry("shoal-0", {"wire": {"reduce": "int8"}}),
     "shoal-0 int4": Entry("shoal-0", {"wire": {"reduce": "int4_hadamard"}}),
     "shoal-0 1bit": Entry("shoal-0", {"wire": {"reduce": "1bit", "error_feedback": True}}),
+    "shoal-2 local steps": Entry("shoal-2", {"local_steps": {"every": 8}, "parallel": {"dp_replicate": 2}}),
     "deepspeed-2": Entry("deepspeed-2"),
     "deepspeed-3": Entry("deepspeed-3"),
 }

@@ -85,56 +85,62 @@ class OuterState:
     def _values(self, kind: str) -> torch.Tensor:
         return self._buffers[kind].stored_values
 
-    def _mean(self, values: torch.Tensor, error: torch.Tensor | None = None, *, wire: WireFormat | None = None) -> None:
-        """Set 1-D values of this rank's range, in whatever memory, to the mean over the replicas."""
-        group, device = self._group, self._group.buffer.device
+    def _mean(self, values: torch.Tensor, wire: Wire | None = None) -> None:
+        """Set 1-D values, in whatever memory, to the mean over the replicas."""
         if not self._axes:
             return
-        padding = -values.numel() % self._num_replicas  # so that each replica sums a part of the same size
-        sent = torch.nn.functional.pad(
-            values.to(device, torch.promote_types(values.dtype, torch.float32)), (0, padding)
-        )
-        sent = sent.clone() if sent.data_ptr() == values.data_ptr() else sent
-        lost = later = None
-        if error is not None:
-            lost = torch.nn.functional.pad(error.to(device), (0, padding))
-            later = lost.new_zeros(len(lost) // self._num_replicas)
-        wires = None if wire is None else {self._axis: Wire(wire, error=lost, second_error=later)}
-        shard = {group.axes.shard: SHARD}
-        buffer = group.buffer
+        buffer = self._group.buffer
+        sent = values.to(buffer.device, torch.promote_types(values.dtype, torch.float32))
+        range_of_buffer = {self._group.axes.shard: SHARD}
         summed = FlatBuffer(
             buffer.label,
             buffer.layout,
             sent.dtype,
-            device,
+            buffer.device,
             buffer.comm,
             self._axes,
-            Placement.of(**shard, **{self._axis: PARTIAL}),
+            Placement.of(**range_of_buffer, **{self._axis: PARTIAL}),
             storage=DeviceStorage(sent),
         )
-        summed.redistribute(Placement.of(**shard), scale=1 / self._num_replicas, wire=wires).wait()
-        values.copy_(sent[: values.numel()])
-        if error is not None and lost is not None and later is not None:
+        wires = None if wire is None else {self._axis: wire}
+        summed.redistribute(Placement.of(**range_of_buffer), scale=1 / self._num_replicas, wire=wires).wait()
+        if sent is not values:
+            values.copy_(sent)
+
+    def _mean_encoded(self, gradient: torch.Tensor, format: WireFormat) -> None:
+        """As ``_mean``, in a format; what it loses is added to the error."""
+        group, numel = self._group, gradient.numel()
+        padding = (0, -numel % self._num_replicas)  # so that each replica sums a part of one size
+        sent = torch.nn.functional.pad(gradient.to(group.buffer.device), padding)
+        error = self._buffers.get(_ERROR)
+        if error is None:
+            self._mean(sent, Wire(format))
+        else:
+            lost = torch.nn.functional.pad(error.stored_values.to(sent.device), padding)
+            later = lost.new_zeros(len(lost) // self._num_replicas)
+            self._mean(sent, Wire(format, error=lost, second_error=later))
             # What the sum has lost is added to this rank's summand, of which it will be one part in so many.
             lost[self._rank * len(later) :][: len(later)].add_(later, alpha=self._num_replicas)
-            error.copy_(lost[: error.numel()])
+            error.stored_values.copy_(lost[:numel])
+        gradient.copy_(sent[:numel])
+        group.gradient.sent.clear_gaps(gradient, group.buffer.begin)  # of what decoding has left there
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """Take a step of the outer SGD. Every replica calls, after the step before has ended.
 
         Communicates: an all_reduce of the owned range over the replicas, in fp32 or encoded; then as ``publish``.
-        Memory: the owned range in fp32 twice, on the device.
+        Memory: the owned range in fp32, with a format three times, on the device.
         """
         group, sgd = self._group, self._sgd
         anchor, momentum = self._values(_ANCHOR), self._values(_MOMENTUM)
         group.buffer.wait_for_peers()
         with group.resident():
             gradient = anchor - group.main
-            error = self._values(_ERROR) if _ERROR in self._buffers else None
-            self._mean(gradient, error, wire=sgd.wire)
-            if sgd.wire is not None:  # what decoding has left between the parameters
-                group.gradient.sent.clear_gaps(gradient, group.buffer.begin)
+            if sgd.wire is None or not self._axes:
+                self._mean(gradient)
+            else:
+                self._mean_encoded(gradient, sgd.wire)
             momentum.mul_(sgd.momentum).add_(gradient)
             change = gradient.add_(momentum, alpha=sgd.momentum) if sgd.nesterov else momentum
             anchor.add_(change, alpha=-sgd.lr)

@@ -26,9 +26,10 @@ from shoal.comm.recorder import Entry
 from shoal.comm.world import World, fake_process_group, fake_stage_world, fake_world
 from shoal.errors import UsageError
 from shoal.simulation.accelerator import SimulatedAccelerator
+from shoal.simulation.machines import GpuNode, machine_of
 from shoal.simulation.memory import DeviceMemory, MemoryPeak
 from shoal.simulation.modes import watching
-from shoal.simulation.times import COMPUTE, HOST, KINDS, STAGES, GpuNode, StreamTimes, exposed, machine_of
+from shoal.simulation.times import COMPUTE, HOST, KINDS, STAGES, StreamTimes, exposed
 from shoal.streams import simulated, simulation
 from shoal.text import format_bytes, table
 
@@ -187,13 +188,13 @@ def _write_trace(path: str | Path, events: list[dict[str, object]]) -> Path:
 
 
 @contextmanager
-def dry_run(num_ranks: int, rank: int = 0, *, machine: str | GpuNode = "h100") -> Iterator[DryRun]:
+def dry_run(num_ranks: int, rank: int = 0, *, machine: str | Path | GpuNode = "h100") -> Iterator[DryRun]:
     """Be rank ``rank`` of ``num_ranks`` inside the block, on a simulated GPU: tensors have shapes and no values.
 
     Build the model, initialize, take a few steps in ``step()`` and destroy the engine inside the block.
 
     Args:
-        machine: "h100", "h200", or figures of another one.
+        machine: as of ``machines.machine_of``: a name, such as "h100" or "a100-80g@100gbe", a YAML file, or figures.
 
     Memory: that of the model's objects; tensors have none.
     Raises: UsageError: inside another simulation; an unknown machine or rank.
@@ -204,7 +205,7 @@ def dry_run(num_ranks: int, rank: int = 0, *, machine: str | GpuNode = "h100") -
 
 
 def dry_run_pipeline(
-    train: Callable[[DryRun], object], num_ranks: int, num_stages: int, *, machine: str | GpuNode = "h100"
+    train: Callable[[DryRun], object], num_ranks: int, num_stages: int, *, machine: str | Path | GpuNode = "h100"
 ) -> PipelineDryRun:
     """Run ``train(run)`` as the first rank of each of ``num_stages`` pipeline stages, on simulated GPUs.
 

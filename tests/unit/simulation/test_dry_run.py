@@ -16,6 +16,7 @@ from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.simulation.clocks import SimulatedStream
 from shoal.simulation.dry_run import DryRun
+from shoal.simulation.machines import GpuNode, machine_of
 from shoal.simulation.times import (
     COMMUNICATION,
     COMPUTE,
@@ -23,17 +24,15 @@ from shoal.simulation.times import (
     DISK,
     HOST,
     KINDS,
-    MACHINES,
     UPDATE,
     Cost,
-    GpuNode,
     StreamTimes,
     exposed,
 )
 from tests.helpers.training import config
 from tests.unit.running.test_fake_step import Tower
 
-H100 = MACHINES["h100"]
+H100 = machine_of("h100")
 BF16 = torch.bfloat16
 ADAM = {"type": "AdamW", "params": {"lr": 1e-4}}
 

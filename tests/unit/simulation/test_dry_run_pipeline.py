@@ -17,12 +17,13 @@ from shoal.comm.threads import run_ranks
 from shoal.errors import CommError, ModelError, UsageError
 from shoal.pipeline.module import PipelineModule
 from shoal.simulation.dry_run import DryRun, PipelineDryRun
-from shoal.simulation.times import COMMUNICATION, COMPUTE, MACHINES, STAGES
+from shoal.simulation.machines import machine_of
+from shoal.simulation.times import COMMUNICATION, COMPUTE, STAGES
 
 WIDTH, ROWS, NUM_BLOCKS, NUM_MICRO = 1024, 512, 8, 8
 # Communication, the host and short kernels cost nothing: the rest is what the schedule says.
 IDEAL = replace(
-    MACHINES["h100"],
+    machine_of("h100"),
     launch_seconds=0.0,
     kernel_seconds=0.0,
     latency=0.0,

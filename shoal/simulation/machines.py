@@ -1,0 +1,230 @@
+"""What GPUs, their nodes and networks reach: the figures of ``machines.yaml``, or of a file of the same form.
+
+"h100"                 as in the file
+"a100-80g@25gbe"       with another network: 25 Gb/s Ethernet for a node
+"h100@8x200g"          eight ports of 200 Gb/s for a node
+"figures.yaml"         one machine, as a file
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shoal.errors import UsageError
+
+_FILE = Path(__file__).with_name("machines.yaml")
+_NETWORK = re.compile(r"(?:(\d+)x)?(\d+)g(?:b|be)?", re.IGNORECASE)
+_PORT_REACHED = 0.9  # of a port that the network of a name says
+
+
+@dataclass(frozen=True)
+class GpuNode:
+    """A node with GPUs. Rates are what is reached, per second and per GPU; bytes in one direction.
+
+    Attributes: ``host_bandwidth``: of all host memory of the node. ``launch_seconds``: that the host needs to queue one
+    kernel, copy or collective. ``kernel_seconds``: that the shortest kernel takes. ``latency``, ``network_latency``: of
+    a collective inside a node, and over several. ``nvlink_bandwidth``: between the GPUs of a node, over whatever link.
+    """
+
+    name: str
+    matrix_flops: Mapping[torch.dtype, float]
+    memory_bandwidth: float
+    gpu_nbytes: int | None  # of memory that tensors may have; None: no limit
+    attention_fraction: float  # of what plain matrix products reach
+    nvlink_bandwidth: float
+    network_bandwidth: float
+    bus_bandwidth: float
+    pageable_bandwidth: float
+    host_bandwidth: float
+    disk_bandwidth: float
+    host_nbytes: int
+    gpus_per_node: int
+    latency: float
+    network_latency: float
+    launch_seconds: float = 5e-6
+    kernel_seconds: float = 2e-6
+
+    def flops(self, dtype: torch.dtype) -> float:
+        """Floating-point operations of matrix products per second; of a dtype without a figure those of fp32."""
+        return self.matrix_flops.get(dtype, self.matrix_flops[torch.float32])
+
+    def collective_seconds(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> float:
+        """How long a collective takes that all of ``ranks`` call at the same time.
+
+        Args:
+            nbytes: of the whole tensor: all ranks' parts of an all-gather, what each rank brings to the others.
+
+        Source: the ring algorithms' traffic per rank, (p - 1) / p of the tensor, twice for an all-reduce. Over several
+        nodes each rank of a node carries its part through its own port.
+        """
+        size = len(ranks)
+        nodes: dict[int, int] = {}
+        for rank in ranks:
+            nodes[rank // self.gpus_per_node] = nodes.get(rank // self.gpus_per_node, 0) + 1
+        traffic = nbytes * (size - 1) / size * {"all_reduce": 2.0}.get(op, 1.0)
+        if op in ("send", "recv", "broadcast"):
+            traffic = float(nbytes)
+        if len(nodes) == 1:
+            return self.latency + traffic / self.nvlink_bandwidth
+        per_node = min(nodes.values())
+        if op == "all_to_all":  # what leaves the node goes through this rank's own port
+            return self.network_latency + nbytes * (size - per_node) / size / self.network_bandwidth
+        return self.network_latency + traffic / min(self.nvlink_bandwidth, per_node * self.network_bandwidth)
+
+
+class _Figures(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Rate(_Figures):
+    peak: float = Field(gt=0, allow_inf_nan=False)
+    reached: float = Field(gt=0, le=1)
+
+    @property
+    def rate(self) -> float:
+        return self.peak * self.reached
+
+
+class _Link(_Rate):
+    latency: float = Field(ge=0)
+
+
+class _Bus(_Rate):
+    pageable: float = Field(gt=0)
+
+
+class _Host(_Rate):
+    memory: float = Field(gt=0)
+
+
+class _Gpu(_Figures):
+    memory: int = Field(gt=0)
+    memory_bandwidth: _Rate
+    flops: dict[str, _Rate]
+    attention: float = Field(gt=0, le=1)
+
+
+class _Node(_Figures):
+    gpus: int = Field(gt=0)
+    link: _Link
+    network: _Link
+    bus: _Bus
+    host: _Host
+    disk: float = Field(gt=0)
+
+
+class _Machine(_Figures):
+    source: str
+    gpu: _Gpu
+    node: _Node
+
+
+@cache
+def _all() -> dict[str, Any]:
+    return dict(yaml.safe_load(_FILE.read_text()))
+
+
+def machine_names() -> list[str]:
+    """The machines of ``machines.yaml``."""
+    return list(_all())
+
+
+def machine_of(name: str | Path | GpuNode) -> GpuNode:
+    """A machine by its name or file, or itself.
+
+    Raises: UsageError: an unknown name or network; a file with a figure that is missing, unknown or wrong.
+    """
+    if isinstance(name, GpuNode):
+        return name
+    text = str(name)
+    if text.endswith((".yaml", ".yml", ".json")):
+        return _of_file(Path(text))
+    kind, _, network = text.partition("@")
+    if kind not in _all():
+        raise UsageError(
+            f"there are no figures of a machine {text!r}.",
+            do=f"use one of {', '.join(map(repr, machine_names()))}, with another network as 'h100@100gbe', or give a"
+            " YAML file with figures (see shoal/simulation/machines.yaml).",
+            code="dry-run-machine",
+        )
+    made = _node_of(text, _all()[kind], where=str(_FILE))
+    if not network:
+        return made
+    match = _NETWORK.fullmatch(network)
+    if match is None:
+        raise UsageError(
+            f"{network!r} in {text!r} names no network.",
+            do="write the rate of a node's port in Gb/s, such as 25gbe, or the number of ports too, such as 8x400g.",
+            code="dry-run-machine",
+        )
+    per_node = int(match[1] or 1) * int(match[2]) * 1e9 / 8
+    return replace(made, network_bandwidth=_PORT_REACHED * per_node / made.gpus_per_node)
+
+
+def _of_file(path: Path) -> GpuNode:
+    try:
+        figures = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(
+            f"the figures of a machine cannot be read: {error}", where=str(path), code="dry-run-machine"
+        ) from error
+    return _node_of(path.stem, figures, where=str(path))
+
+
+def _node_of(name: str, figures: Any, *, where: str) -> GpuNode:
+    try:
+        machine = _Machine.model_validate(figures)
+        flops = {_dtype(key): rate.rate for key, rate in machine.gpu.flops.items()}
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, each['loc'])) or 'the file'}: {each['msg']}" for each in error.errors()]
+        raise UsageError(
+            f"figures of machine {name!r} are missing or wrong: {'; '.join(problems)}.",
+            where=where,
+            do="write every figure that the machines of shoal/simulation/machines.yaml have.",
+            code="dry-run-machine",
+        ) from error
+    if torch.float32 not in flops:
+        raise UsageError(
+            f"figures of machine {name!r} are missing or wrong: gpu.flops.float32: Field required.",
+            where=where,
+            do="write the rate of fp32 products, which dtypes without a figure get too.",
+            code="dry-run-machine",
+        )
+    gpu, node = machine.gpu, machine.node
+    return GpuNode(
+        name=name,
+        matrix_flops=flops,
+        memory_bandwidth=gpu.memory_bandwidth.rate,
+        gpu_nbytes=gpu.memory,
+        attention_fraction=gpu.attention,
+        nvlink_bandwidth=node.link.rate,
+        network_bandwidth=node.network.rate,
+        bus_bandwidth=node.bus.rate,
+        pageable_bandwidth=node.bus.pageable,
+        host_bandwidth=node.host.rate,
+        disk_bandwidth=node.disk,
+        host_nbytes=int(node.host.memory),
+        gpus_per_node=node.gpus,
+        latency=node.link.latency,
+        network_latency=node.network.latency,
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(
+            f"{name!r} is no dtype of torch, and machine figures name flops by dtype.",
+            do="write float32, bfloat16, float8_e4m3fn ...",
+            code="dry-run-machine",
+        )
+    return dtype

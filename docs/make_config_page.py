@@ -15,7 +15,7 @@ from shoal.config.base import Key, Section, below, keys_of, walk
 from shoal.config.json_schema import sentence
 from shoal.config.optimizer import OPTIMIZERS, SCHEDULERS
 from shoal.config.schema import Schema
-from shoal.config.support import PARAMS, SUPPORT, SUPPORTED, TYPES_NOT_BUILT, Support, support_of
+from shoal.config.support import PARAMS, SUPPORT, SUPPORTED, Support, support_of
 
 PAGE = Path(__file__).resolve().parent / "reference" / "config.md"
 
@@ -116,9 +116,6 @@ def params_of(section: str, types: Mapping[str, type[Section]]) -> list[str]:
     lines = []
     for name, model in types.items():
         lines += ["", f"## `{section}.params` of {name}", ""]
-        part = TYPES_NOT_BUILT.get(name.casefold()) if section == "optimizer" else None
-        if part is not None:
-            lines += [f"Not built yet: {part.reason}.", ""]
         lines += ["| key | takes | default | meaning | Shoal |", "| --- | --- | --- | --- | --- |"]
         lines += [row_of(key, shown_support(PARAMS.get(key.name, SUPPORTED))) for key in keys_of(model).values()]
     return lines

@@ -191,6 +191,7 @@ class BuildPlan:
             wire.between,
             has_error=wire.has_error,
             error_decay=wire.error_decay,
+            is_local=wire.is_local and is_trained,
         )
 
     def _split(self, spec: UnitSpec) -> list[list[str]]:

@@ -67,6 +67,7 @@ class WireSettings:
         is_difference: gathers after the step send differences.
         has_error: what a reduction loses is added to the next one. ``error_decay``: see ``Wire``; ``error_reset``:
             steps between two resets.
+        is_by_optimizer: the optimizer sums what it makes of gradients, in its own units; ``is_local``: see ``Sent``.
         is_gather_split: gathers are made in two levels.
         ranks_per_node: None: by host name.
         experts, pipeline, tensor, sequence: of activations and their gradients, along the axis of that kind.
@@ -81,6 +82,8 @@ class WireSettings:
     has_error: bool = False
     error_decay: float = 0.0
     error_reset: int | None = None
+    is_by_optimizer: bool = False
+    is_local: bool = False
     is_gather_split: bool = False
     ranks_per_node: int | None = None
     experts: WireFormat | None = None

@@ -266,6 +266,8 @@ class Load:
         except (CheckpointError, OSError) as error:
             problem = error
         agree(self._comm, problem, None, "checkpoint: applied")
+        if self._shards.step is not None:
+            self._shards.step.state_was_loaded()
         for kept in [kept for group in self._shards.states for kept in group.kept]:
             kept.restore()
         for buffer, flat in self._apart:

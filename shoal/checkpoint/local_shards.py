@@ -262,9 +262,10 @@ class LocalShards:
                     for key, value in self.step.optimizer.state.get(part.param, {}).items():
                         if is_elementwise(value, part.param.numel()):
                             continue
-                        if self.step.is_whole_tensor and key == "steps":
+                        if self.step.is_whole_tensor and (key == "steps" or key in self.step.by_parameter):
                             members = [i for i, s in enumerate(group.buffer.layout.specs) if s.group == part.group]
-                            result.setdefault(slot.name, {})["step"] = value[0, members.index(index)].clone()
+                            own = "step" if key == "steps" else key
+                            result.setdefault(slot.name, {})[own] = value[0, members.index(index)].clone()
                             continue
                         if self.step.is_whole_tensor and key == "step" and "step" in result.get(slot.name, {}):
                             continue  # the parameter's own count is known

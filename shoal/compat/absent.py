@@ -20,7 +20,7 @@ KERNELS = "use torch.nn's layers, with torch.compile() or torch.nn.attention; no
 _SPARSE = "use torch.nn.attention.flex_attention in the model."
 _COMPRESSION = "use torchao for quantization and pruning, before or after training."
 _PLANNING = "choose the stage by memory: all stages give the same numbers; shoal doctor shows what a config means."
-_ONE_BIT = "use AdamW or Lamb; communication_data_type in the config sends gradients in 16 bit."
+_ENCODED = "the engine encodes what it sends: name OneBitAdam, or formats in the section wire of the config."
 _DATA = "use a torch Sampler; engine.deepspeed_io(dataset, data_sampler=...) takes it."
 _DISK = "set zero_optimization.offload_optimizer.device to nvme; Shoal's disk tier reads and writes by itself."
 _SAVING = "call engine.save_checkpoint(); checkpoint.async_save in the config saves while training continues."
@@ -98,12 +98,8 @@ ABSENT: dict[str, tuple[str, str]] = {
     "compression.helper": (_COMPRESSION, "convert_conv1d_to_linear recursive_getattr recursive_setattr"),
     "autotuning": (_PLANNING, "Autotuner"),
     "autotuning.autotuner": (_PLANNING, "Autotuner"),
-    "runtime.fp16.onebit": (_ONE_BIT, "OnebitAdam OnebitLamb ZeroOneAdam"),
-    "runtime.fp16.onebit.adam": (_ONE_BIT, "OnebitAdam"),
-    "runtime.fp16.onebit.lamb": (_ONE_BIT, "OnebitLamb"),
-    "runtime.fp16.onebit.zoadam": (_ONE_BIT, "ZeroOneAdam"),
-    "runtime.comm.nccl": (_ONE_BIT, "NcclBackend"),
-    "runtime.comm.compressed": (_ONE_BIT, "CompressedBackend"),
+    "runtime.comm.nccl": (_ENCODED, "NcclBackend"),
+    "runtime.comm.compressed": (_ENCODED, "CompressedBackend"),
     "runtime.data_pipeline.data_sampling": (_DATA, ""),
     "runtime.data_pipeline.data_sampling.data_analyzer": (_DATA, "DataAnalyzer DistributedDataAnalyzer"),
     "runtime.data_pipeline.data_sampling.data_sampler": (_DATA, "DeepSpeedDataSampler"),
@@ -188,7 +184,7 @@ ABSENT: dict[str, tuple[str, str]] = {
     "checkpoint.zero_checkpoint": (_CHECKPOINTS, "ZeROCheckpoint"),
     "elasticity.elastic_agent": (_ELASTIC, "DSElasticAgent"),
     "linear": (_LINEAR, "OptimizedLinear LoRAConfig QuantizationConfig Init init_lora"),
-    "runtime.comm.coalesced_collectives": (_ONE_BIT, "all_to_all_quant_reduce"),
+    "runtime.comm.coalesced_collectives": (_ENCODED, "all_to_all_quant_reduce"),
     "runtime.hybrid_engine": (_HYBRID, "DeepSpeedHybridEngine"),
     "sequence.auto_sp": (_SEQUENCE, "auto_wrap_model_for_sp"),
     "sequence.cross_entropy": (_SEQUENCE, "vocab_parallel_cross_entropy"),

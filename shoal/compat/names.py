@@ -206,6 +206,10 @@ runtime.fp16
 runtime.fp16.fused_optimizer = shoal.compat.optimizer: FP16_Optimizer
 runtime.fp16.loss_scaler = shoal.compat.small_functions: LossScaler
     shoal.optim.loss_scale: DynamicLossScaler=LossScale LossScalerBase=LossScale
+runtime.fp16.onebit = shoal.compat.optimizers: OnebitAdam OnebitLamb ZeroOneAdam
+runtime.fp16.onebit.adam = shoal.compat.optimizers: OnebitAdam
+runtime.fp16.onebit.lamb = shoal.compat.optimizers: OnebitLamb
+runtime.fp16.onebit.zoadam = shoal.compat.optimizers: ZeroOneAdam
 runtime.fp16.unfused_optimizer = shoal.compat.optimizer: FP16_UnfusedOptimizer
 runtime.lr_schedules = shoal.compat.lr_schedules: LR_RANGE_TEST ONE_CYCLE WARMUP_COSINE_LR WARMUP_DECAY_LR
         WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR add_tuning_arguments get_config_from_args get_lr_from_config

@@ -9,6 +9,7 @@ scripts ask ``isinstance(optimizer, FusedAdam)`` and read ``adam_w_mode``.
     Lion           FusedLion         DeepSpeedCPULion
     Adagrad        (torch's)         DeepSpeedCPUAdagrad
     Lamb           FusedLamb         FusedLamb
+    OneBitAdam     OnebitAdam        (an error; so are ZeroOneAdam and OneBitLamb)
 
 ``fp32_optimizer_states``: state of 16-bit parameters is in fp32; False: in their format. Where an engine has fp32 main
 parameters, state is in fp32 in either case. ``set_grad_none`` has no effect: gradients are always released after the
@@ -23,13 +24,23 @@ import torch
 
 from shoal.config import Config
 from shoal.errors import OptimizerError
+from shoal.optim import one_bit
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
+from shoal.optim.one_bit_lamb import OneBitLamb
 from shoal.optim.variants import AdamWithBias, FP32States
 from shoal.running.optimizer import ShardedOptimizer
 
 _STANDS_FOR = "stands_for"  # the name of a class of DeepSpeed's, on the optimizer
-ON_DEVICE = {"adam": "FusedAdam", "adamw": "FusedAdam", "lion": "FusedLion", "lamb": "FusedLamb"}
+ON_DEVICE = {
+    "adam": "FusedAdam",
+    "adamw": "FusedAdam",
+    "lion": "FusedLion",
+    "lamb": "FusedLamb",
+    "onebitadam": "OnebitAdam",
+    "zerooneadam": "ZeroOneAdam",
+    "onebitlamb": "OnebitLamb",
+}
 ON_HOST = {
     "adam": "DeepSpeedCPUAdam",
     "adamw": "DeepSpeedCPUAdam",
@@ -186,6 +197,36 @@ class FusedLamb(Lamb, metaclass=CountsOptimizers):
             max_coeff=max_coeff,
             min_coeff=min_coeff,
         )
+
+
+class OnebitAdam(one_bit.OneBitAdam, metaclass=CountsOptimizers):
+    """1-bit Adam. Raises: OptimizerError: an option that it does not have; gradients are clipped by the engine."""
+
+    def __init__(self, params: Any, deepspeed: Any = None, lr: float = 1e-3, **options: Any) -> None:
+        super().__init__(params, lr, **_one_bit_arguments("OnebitAdam", options))
+
+
+class ZeroOneAdam(one_bit.ZeroOneAdam, metaclass=CountsOptimizers):
+    """0/1 Adam. Raises: as ``OnebitAdam``."""
+
+    def __init__(self, params: Any, deepspeed: Any = None, lr: float = 1e-3, **options: Any) -> None:
+        super().__init__(params, lr, **_one_bit_arguments("ZeroOneAdam", options))
+
+
+class OnebitLamb(OneBitLamb, metaclass=CountsOptimizers):
+    """1-bit LAMB. Raises: as ``OnebitAdam``."""
+
+    def __init__(self, params: Any, deepspeed: Any = None, lr: float = 1e-3, **options: Any) -> None:
+        super().__init__(params, lr, **_one_bit_arguments("OnebitLamb", options))
+
+
+def _one_bit_arguments(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What Shoal's class takes of DeepSpeed's options. The engine communicates, whatever library is named."""
+    only_false(name, "amsgrad", options.pop("amsgrad", False))
+    only_false(name, "max_grad_norm", options.pop("max_grad_norm", 0.0), do="set gradient_clipping in the config.")
+    if name != "OnebitLamb":
+        only_false(name, "eps_inside_sqrt", options.pop("eps_inside_sqrt", False))
+    return {key: value for key, value in options.items() if key not in ("cuda_aware", "comm_backend_name")}
 
 
 def fused_where_possible(params: Any) -> tuple[Any, bool | None]:

@@ -15,7 +15,6 @@ from pydantic import Field
 
 from shoal.config.base import Section, key
 from shoal.config.problems import Problem, shown
-from shoal.config.support import TYPES_NOT_BUILT
 from shoal.config.tables import types_of_arguments
 from shoal.text import nearest
 
@@ -36,7 +35,11 @@ class TypeAndParams(Section):
 class Optimizer(TypeAndParams):
     """The optimizer to build, if none is passed to ``initialize``."""
 
-    type: str | None = key(None, "Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, or any name of torch.optim; in any case")
+    type: str | None = key(
+        None,
+        "Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, or any name of torch.optim;"
+        " in any case",
+    )
     params: dict[str, Any] = key({}, "arguments of the optimizer's constructor")
     legacy_fusion: bool = key(False, "DeepSpeed's old flat fp16 optimizer")
 
@@ -59,6 +62,30 @@ REQUIRED = {
     "WarmupCosineLR": ("total_num_steps",),
     "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
 }
+
+# Optimizers whose ranks sum other values than gradients, each rank for all parameters.
+SUMS_VALUES = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+SUMS_FORMATS = (
+    "wire.reduce",
+    "wire.between_nodes",
+    "wire.error_feedback",
+    "zero_optimization.zero_quantized_gradients",
+)
+
+
+def sums_stage(name: str, stage: int) -> tuple[str, str]:
+    """The problem of such an optimizer at a stage that shards, and the repair."""
+    why = "gradients are summed in each micro-batch, before there is a momentum"
+    if stage == 1:
+        why = "each rank has a range of it, and gathers whole parameters after each step, which costs what is saved"
+    what = f"{stage}, but {name} sums momenta, which each rank needs whole: at stage {stage} {why}."
+    return what, 'use stage 0; or AdamW with "wire": {"reduce": "int4_hadamard"}, which fits every stage.'
+
+
+def sums_format(name: str, value: str) -> tuple[str, str]:
+    """The problem of a format of gradients with such an optimizer, and the repair."""
+    return f"{value}, but {name} decides in which format and when the ranks sum.", "leave it out."
+
 
 # What "auto" means in the parameters: the constructor's own default, or the value of another key.
 AUTO_IS_DEFAULT = {"betas", "eps", "weight_decay", "momentum", "warmup_min_lr", "adam_w_mode", "torch_adam"}
@@ -83,6 +110,9 @@ def argument_problems(kind: str, params: Mapping[str, Any]) -> Iterator[tuple[st
     """
     if kind == "Lamb" and params.get("amsgrad"):
         yield "amsgrad", "true, which Lamb does not have.", "leave it out."
+    for name in ("amsgrad", "eps_inside_sqrt") if kind in SUMS_VALUES else ():
+        if params.get(name) and (kind, name) != ("OneBitLamb", "eps_inside_sqrt"):
+            yield name, f"true, which {kind} does not have.", "leave it out."
     if kind == "Muon" and params.get("adam_w_mode") is False:
         yield "adam_w_mode", "false, but the parameters that are not matrices always get AdamW.", "leave it out."
     if kind == "SGD" and params.get("nesterov") and (not params.get("momentum") or params.get("dampening")):
@@ -176,9 +206,7 @@ def type_problems(section: Kind, name: str, params: Mapping[str, Any]) -> Iterat
 def _is_offered(section: Kind, name: str) -> bool:
     if section == "scheduler":
         return name not in NOT_FROM_JSON
-    if name in OPTIMIZERS:
-        return name.casefold() not in TYPES_NOT_BUILT
-    return name not in NOT_ELEMENTWISE
+    return name in OPTIMIZERS or name not in NOT_ELEMENTWISE
 
 
 def _torch_argument_problems(section: Kind, factory: type, params: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

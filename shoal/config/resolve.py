@@ -13,12 +13,15 @@ from shoal.config.optimizer import (
     OPTIMIZERS,
     REQUIRED,
     SCHEDULERS,
+    SUMS_FORMATS,
+    SUMS_VALUES,
     argument_problems,
     canonical_type,
+    sums_format,
+    sums_stage,
     type_problems,
 )
 from shoal.config.problems import shown
-from shoal.config.support import TYPES_NOT_BUILT
 
 # Defaults that an older DeepSpeed had: the newest version to which each set applies.
 OLD_DEFAULTS: dict[tuple[int, int], dict[str, Any]] = {(0, 18): {"gradient_clipping": 0.0}}
@@ -55,8 +58,6 @@ def check_types(reading: Normalised, replaced: Collection[str]) -> None:
         name = part.get("type") if isinstance(part, dict) else None
         if kind in replaced or not isinstance(part, dict) or not isinstance(name, str) or not name:
             continue
-        if kind == "optimizer" and name.casefold().replace("_", "") in TYPES_NOT_BUILT:
-            continue
         params = part.get("params")
         params = params if isinstance(params, Mapping) else {}
         given = {key: value for key, value in params.items() if not _is_auto(value)}
@@ -67,9 +68,22 @@ def check_types(reading: Normalised, replaced: Collection[str]) -> None:
             continue
         for key, what, do in argument_problems(name, given):
             reading.problem(f"{kind}.params.{key}", what, do)
+        if name in SUMS_VALUES:
+            _check_sums(name, reading)
         for key in REQUIRED.get(name, ()):
             if params.get(key) is None:
                 reading.problem(f"{kind}.params.{key}", f"missing, and {name} needs it.", "write it.")
+
+
+def _check_sums(name: str, reading: Normalised) -> None:
+    """An optimizer that sums values of its own needs whole state, and decides the format itself."""
+    zero = reading.values.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, Mapping) else 0
+    if stage in (1, 2, 3):
+        reading.problem("zero_optimization.stage", *sums_stage(name, stage))
+    for path, given in reading.given.items():
+        if path in SUMS_FORMATS and given.value not in (None, False, "none"):
+            reading.problem(path, *sums_format(name, shown(given.value)))
 
 
 def _resolve(

@@ -94,17 +94,6 @@ SUPPORT: dict[str, Support] = {
     "elasticity.model_parallel_size": Support("not built", "elastic runs with model-parallel ranks", harmless=(1,)),
 }
 
-# Types that are known and not built; other types are checked when the optimizer is built.
-TYPES_NOT_BUILT: dict[str, Support] = {
-    name: Support(
-        "not built",
-        "1-bit optimizers",
-        instead=f'use "{plain}", the same update with gradients that are not compressed, and leave out the parameters'
-        " that it does not have (freeze_step, cuda_aware, comm_backend_name ...)",
-    )
-    for name, plain in (("onebitadam", "Adam"), ("zerooneadam", "Adam"), ("onebitlamb", "Lamb"))
-}
-
 # Parameters of the optimizers whose support is not "supported".
 PARAMS: dict[str, Support] = {
     "torch_adam": no_effect(

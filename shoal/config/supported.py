@@ -13,7 +13,6 @@ from shoal.config.support import (
     PARAMS,
     SUPPORTED,
     SWITCHES,
-    TYPES_NOT_BUILT,
     Support,
     SupportKind,
     support_of,
@@ -55,10 +54,6 @@ def keys_with_support(reading: Normalised) -> list[KeySupport]:
             keys.append(KeySupport(path, given.value, support, asks=_is_on(given.value)))
             continue
         support = _support(given.schema_path, stage)
-        missing = TYPES_NOT_BUILT.get(str(given.value).casefold().replace("_", ""))
-        if given.schema_path == "optimizer.type" and missing is not None:
-            keys.append(KeySupport(path, given.value, missing, asks=True))
-            continue
         is_changed = given.key.model is None and given.value is not None and given.value != given.key.default
         off = [
             switch for switch, default in given.switches if switch != path and _is_switch_off(switch, default, reading)

@@ -172,6 +172,6 @@ def types_of_arguments() -> dict[str, dict[str, type[Section]]]:
                 **_fields(row.inner),
             )
             models |= dict.fromkeys(names.split(), made)
-        for name in ("common", "torch"):
+        for name in ("common", "torch", "one_bit"):
             models.pop(name, None)
     return types

@@ -108,6 +108,8 @@ class Checkpointing:
         tag = self._agreed_tag(tag if tag is not None else f"global_step{self._accumulation.counters.global_steps}")
         options = SaveOptions(save_latest, settings.async_save, Retention(settings.keep_last, settings.keep_every))
         shards = self._sharding.local_shards()
+        if self._sharding.step is not None:
+            self._sharding.step.before_save()
         for group in self._sharding.groups:
             for kept in group.kept:
                 kept.share()

@@ -19,12 +19,14 @@ from shoal.optim.build import build as build_optimizer
 from shoal.optim.elementwise import PROBE_MORE_STEPS, PROBE_NUMEL, inner_optimizers, is_known, of_sparse_only
 from shoal.optim.elementwise import check as check_elementwise
 from shoal.optim.schedules import build_schedule
+from shoal.optim.sums_values import SumsValues
 from shoal.optim.variants import FP32States
 from shoal.optim.whole import WholeTensorOptimizer
 from shoal.running.direct import DirectStep
 from shoal.running.import_state import import_state
 from shoal.running.runtime import ShardedModel
 from shoal.running.step import ShardedStep
+from shoal.running.summing_step import SummingStep
 from shoal.sharding.placement import Tier
 
 
@@ -201,7 +203,8 @@ def make_step(
         step = DirectStep(made.optimizer, groups)
     else:
         section = config.zero_optimization.offload_optimizer
-        step = ShardedStep(
+        kind = SummingStep if isinstance(made.optimizer, SumsValues) else ShardedStep
+        step = kind(
             made.optimizer,
             groups,
             block_numel=device.step_block_numel,
@@ -213,6 +216,7 @@ def make_step(
             state_dtype=state_dtype,
         )
     import_state(step, made.dtypes)
+    step.state_was_loaded()
     if sharded.disks.state is not None:
         sharded.disks.state.bind([group for group in groups if group.row.state.tier is Tier.DISK])
     return step

@@ -38,6 +38,7 @@ from shoal.engine.model_parts import axes_of, levels_of, parts_of, with_experts
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
 from shoal.engine.over_stages import from_stages
+from shoal.engine.own_sums import with_own_sums
 from shoal.engine.parts.activations import SavedActivations
 from shoal.engine.parts.clipping import CheckClipping
 from shoal.engine.parts.curriculum import Curriculum
@@ -188,11 +189,12 @@ def _start(
     made = make_optimizer(
         model, optimizer, model_parameters, settings, world.size, is_part=is_part, has_parts=has_parts
     )
+    plan, more_notes = with_own_sums(plan, made.optimizer, settings)
     if is_part and made.optimizer is not None:
         refuse_untrained(has_trained=any(from_stages(pp, any(made.groups), "trained parameters")))
     sparse = made.sparse(model)
     schedule = make_schedule(lr_scheduler, settings, made.optimizer)
-    notes = made.notes + schedule_notes(lr_scheduler, settings, made.optimizer)
+    notes = made.notes + more_notes + schedule_notes(lr_scheduler, settings, made.optimizer)
     if world.size > 1:
         reduce_dtypes = lower_precision_parameters(model, settings, plan)
         plan = dataclasses.replace(plan, precision=dataclasses.replace(plan.precision, reduce_dtypes=reduce_dtypes))
@@ -305,7 +307,7 @@ def _parts(
         yield balance
     yield CheckClipping(sharding, accumulation)
     wire = properties.plan.zero.wire
-    if wire.has_error:
+    if wire.has_error and not wire.is_by_optimizer:
         yield ErrorFeedback(sharding, accumulation, wire.error_reset)
     if axes.apart is not None and sharding.step is not None:
         yield LocalSteps(sharding, properties)

@@ -3,6 +3,7 @@
     "Adam"     -> torch.optim.AdamW, or Adam with "adam_w_mode": false      "Lion" -> shoal.optim.lion.Lion
     "AdamW"    -> torch.optim.AdamW                                         "Lamb" -> shoal.optim.lamb.Lamb
     "Adagrad"  -> torch.optim.Adagrad                                       "Muon" -> shoal.optim.muon.Muon
+    "OneBitAdam", "ZeroOneAdam", "OneBitLamb" -> shoal.optim.one_bit, one_bit_lamb
     "MuAdam", "MuAdamW", "MuSGD" -> torch's, with rates by width (``scaled_groups``)
     any other  -> the class of that name in torch.optim
 
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 
 from shoal.compiler import make_optimizer
-from shoal.config.optimizer import BY_WIDTH, NOT_ELEMENTWISE, torch_optimizers
+from shoal.config.optimizer import BY_WIDTH, NOT_ELEMENTWISE, SUMS_VALUES, torch_optimizers
 from shoal.errors import OptimizerError
 from shoal.optim.elementwise import refusal
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
 from shoal.optim.muon import Muon
+from shoal.optim.one_bit import OneBitAdam, ZeroOneAdam
+from shoal.optim.one_bit_lamb import OneBitLamb
 from shoal.optim.variants import AdamWithBias
 
 
@@ -98,6 +101,9 @@ RECIPES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Lion": (Lion, {"lr": 1e-3, "betas": BETAS}),
     "Lamb": (Lamb, {}),
     "Muon": (Muon, {}),
+    "OneBitAdam": (OneBitAdam, {}),
+    "ZeroOneAdam": (ZeroOneAdam, {}),
+    "OneBitLamb": (OneBitLamb, {}),
     "MuAdam": (torch.optim.Adam, ADAM_DEFAULTS),
     "MuAdamW": (torch.optim.AdamW, ADAM_DEFAULTS),
     "MuSGD": (torch.optim.SGD, {"lr": 1e-3}),
@@ -107,6 +113,8 @@ NO_EFFECT = {
     "torch_adam": "torch's kernels are used in either case",
     "fp32_optimizer_states": "set precision.state_dtype or bf16.bf16_optimizer_states instead",
     "set_grad_none": "gradients are always released after the step",
+    "cuda_aware": "the mesh's own communicator is used",
+    "comm_backend_name": "the mesh's own communicator is used",
 }
 EMBEDDING_WORDS = ("embed", "lm_head")  # anywhere in a parameter's name
 EMBEDDING_MODULES = ("wte", "wpe", "head")  # a whole part of its name
@@ -141,8 +149,9 @@ def build(
         for key, reason in NO_EFFECT.items()
         if key in params
     ]
-    if canonical == "Lamb" and not given.get("amsgrad"):
-        given.pop("amsgrad", None)
+    for key in ("amsgrad", "eps_inside_sqrt") if canonical in SUMS_VALUES else ("amsgrad",):
+        if canonical in ("Lamb", *SUMS_VALUES) and not given.get(key):
+            given.pop(key, None)
     if canonical in ("Adam", "AdamW"):
         is_corrected = given.pop("bias_correction", True)
         decoupled = given.pop("adam_w_mode", True)

@@ -21,6 +21,7 @@ from shoal.comm.environment import warn_on_rank_0
 from shoal.config.optimizer import INSTEAD, NOT_ELEMENTWISE
 from shoal.errors import OptimizerError
 from shoal.optim.lion import Lion
+from shoal.optim.one_bit import OneBitAdam, ZeroOneAdam
 from shoal.optim.variants import AdamWithBias, FP32States
 from shoal.optim.whole import WholeTensorOptimizer
 
@@ -40,6 +41,8 @@ KNOWN: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.ASGD,
     AdamWithBias,
     Lion,
+    OneBitAdam,
+    ZeroOneAdam,
 )
 
 

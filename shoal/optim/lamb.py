@@ -87,7 +87,7 @@ class Lamb(WholeTensorOptimizer):
         if tp is not None:
             squares = _sum_over_parts(squares, tp, flats[0].device)
         for flat, own in zip(flats, squares, strict=True):
-            _descend(flat, _trust_ratios(own, flat.group))
+            descend(flat, trust_ratios(own, flat.group))
 
     def _squares_alone(self, flats: Sequence[RangeViews]) -> list[torch.Tensor]:
         """Sums of squares of w and u of each range's parameters, which are whole. Shape: [parameters, 2] each."""
@@ -148,7 +148,7 @@ def _advance(flat: RangeViews, part: ParameterPart) -> list[torch.Tensor]:
         flat.state["exp_avg"][here].mul_(beta1).add_(grad, alpha=1 - beta1)
         flat.state["exp_avg_sq"][here].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         squares = torch.empty(2, end - begin, dtype=torch.float32, device=grad.device)
-        for row, values in enumerate((flat.weight[here], _direction(flat, here))):
+        for row, values in enumerate((flat.weight[here], direction(flat, here))):
             torch.square(values.float(), out=squares[row])
         return squares
 
@@ -156,25 +156,25 @@ def _advance(flat: RangeViews, part: ParameterPart) -> list[torch.Tensor]:
     return partial_sums(part.offset, part.offset + part.numel, part.shape.numel(), squares, level)
 
 
-def _direction(flat: RangeViews, here: slice) -> torch.Tensor:
+def direction(flat: RangeViews, here: slice) -> torch.Tensor:
     """``u`` of some elements. Computed twice in a step, not stored: scratch stays small. Shape: [stop - start]."""
     group = flat.group
     square = flat.state["exp_avg_sq"][here]
     scale = (square + group["eps"]).sqrt_() if group["eps_inside_sqrt"] else square.sqrt().add_(group["eps"])
-    direction = flat.state["exp_avg"][here] / scale
+    update = flat.state["exp_avg"][here] / scale
     if group["weight_decay"]:
-        direction.add_(flat.weight[here], alpha=group["weight_decay"])
-    return direction
+        update.add_(flat.weight[here], alpha=group["weight_decay"])
+    return update
 
 
-def _trust_ratios(squares: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+def trust_ratios(squares: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
     """Trust ratios from sums of squares. Shape: [parameters, 2] -> [parameters]."""
     norms = squares.sqrt()
     ratios = (norms[:, 0] / norms[:, 1]).clamp(group["min_coeff"], group["max_coeff"])
     return torch.where((norms > 0).all(dim=1), ratios, torch.ones_like(ratios))
 
 
-def _descend(flat: RangeViews, ratios: torch.Tensor) -> None:
+def descend(flat: RangeViews, ratios: torch.Tensor) -> None:
     """Step along ``u``. ``ratios`` has one entry per parameter."""
     group = flat.group
     beta1, beta2 = group["betas"]
@@ -184,4 +184,4 @@ def _descend(flat: RangeViews, ratios: torch.Tensor) -> None:
             factor = factor * ((1 - beta2**step).sqrt() / (1 - beta1**step))
         for begin, end in chunks(part.start, part.stop, flat.weight.device):
             here = slice(begin, end)
-            flat.weight[here].sub_(_direction(flat, here).mul_(factor))
+            flat.weight[here].sub_(direction(flat, here).mul_(factor))

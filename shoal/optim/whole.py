@@ -12,9 +12,9 @@ collectives. A parameter without a part on any rank is not updated. An optimizer
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -111,6 +111,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     moves_to_device = False
     """True if the costly part is computed on the device where weights and state lie in host memory."""
+
+    by_parameter: ClassVar[Mapping[str, float]] = {}
+    """State of one number for each parameter of a range, [1, parameters], and what it begins with."""
 
     @abstractmethod
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:

@@ -280,6 +280,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parameters += [p for p in group["params"] if id(p) not in {id(q) for q in parameters}]
         for index, values in state_dict["state"].items():
             self.load_local_state(parameters[int(index)], values)
+        self.sharded_step.state_was_loaded()
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 

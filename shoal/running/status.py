@@ -110,12 +110,21 @@ def synchronize_status(
 
 def _sum_of_squares(groups: Sequence[ParameterGroup], device: torch.device) -> torch.Tensor:
     """Of the ranges that this rank owns: it is the first of those that hold the range."""
-    gradients = [group.gradient for group in groups if group.axes.counts_norm]
-    computed = iter(sums_of_squares([g.norm_part() for g in gradients if g.offloaded_norm_squared is None]))
-    squares = [next(computed) if g.offloaded_norm_squared is None else g.offloaded_norm_squared for g in gradients]
+    weighted = [(group.gradient, weight) for group in groups if (weight := _weight(group))]
+    computed = iter(sums_of_squares([g.norm_part() for g, _ in weighted if g.offloaded_norm_squared is None]))
+    squares = [next(computed) if g.offloaded_norm_squared is None else g.offloaded_norm_squared for g, _ in weighted]
+    squares = [
+        square if weight == 1 else square * weight for square, (_, weight) in zip(squares, weighted, strict=True)
+    ]
     if not squares:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(squares).to(torch.float64).sum()
+
+
+def _weight(group: ParameterGroup) -> float:
+    """Of this rank's part of the norm: of gradients that are left partial the ranks' mean square counts."""
+    num_ranks = group.axes.replica[1] * group.buffer.comm.size
+    return 1 / num_ranks if group.gradient.is_left_partial else float(group.axes.counts_norm)
 
 
 def _exchange(comm: Communicator, values: Sequence[float | torch.Tensor], device: torch.device) -> list[list[float]]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shoal.comm.fake import SingleCommunicator
-from shoal.comm.protocol import Work
+from shoal.comm.protocol import Communicator, Work
 from shoal.device import Device
 from shoal.errors import OptimizerError
 from shoal.offload.cpu_optimizer import CpuOptimizer
@@ -180,6 +180,12 @@ class ShardedStep:
         if self.cpu_optimizer is not None:
             for group in self.groups:
                 self.cpu_optimizer.drop_gradient(group)
+
+    def state_was_loaded(self) -> None:
+        """Optimizer state was set from outside."""
+
+    def before_save(self) -> None:
+        """A checkpoint is about to be saved: every rank calls, the gradients of an open step stay as they are."""
 
     def release_state(self) -> None:
         """Optimizer state is about to move to other memory: keep it by range only."""
@@ -384,7 +390,18 @@ class ShardedStep:
         assert isinstance(optimizer, WholeTensorOptimizer)
         ranges = [(group, part) for part in group.ranges]
         self._load_gradients(ranges, [part.param for part in group.ranges], gradient_scale)
-        parts_comm = group.axes.parts if any(spec.is_part for spec in buffer.layout.specs) else None
+        is_whole = group.owned_numel == buffer.layout.numel
+        comm = SingleCommunicator(buffer.comm.axis) if is_whole else buffer.comm
+        optimizer.step_unit(self._owned_ranges(group, has_grad), comm, buffer.device, self._parts_comm(group))
+        self._round(ranges)
+
+    @staticmethod
+    def _parts_comm(group: ParameterGroup) -> Communicator | None:
+        return group.axes.parts if any(spec.is_part for spec in group.buffer.layout.specs) else None
+
+    def _owned_ranges(self, group: ParameterGroup, has_grad: bytes) -> list[OwnedRange]:
+        """The ranges of a group as an optimizer of whole tensors takes them."""
+        buffer, has_parts = group.buffer, self._parts_comm(group) is not None
         whole = []
         for part in group.ranges:
             members = [i for i, spec in enumerate(buffer.layout.specs) if spec.group == part.group]
@@ -404,19 +421,16 @@ class ShardedStep:
             whole.append(
                 OwnedRange(
                     param=part.param,
-                    group=optimizer.param_groups[part.group],
+                    group=self.optimizer.param_groups[part.group],
                     parts=parts,
                     shapes=tuple(torch.Size(spec.shape) for spec in specs),
                     names=tuple(spec.name for spec in specs),
                     offsets=tuple(spec.offset for spec in specs) if all(has_grad) else None,
                     shard_numel=group.owned_numel,
-                    specs=tuple(specs) if parts_comm is not None else (),
+                    specs=tuple(specs) if has_parts else (),
                 )
             )
-        is_whole = group.owned_numel == buffer.layout.numel
-        comm = SingleCommunicator(buffer.comm.axis) if is_whole else buffer.comm
-        optimizer.step_unit(whole, comm, buffer.device, parts_comm)
-        self._round(ranges)
+        return whole
 
     def _scratch_of(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
         """Memory of values that are used up in the next call, in the memory that ``like`` lies in."""
@@ -472,6 +486,15 @@ class ShardedStep:
         if len(part.segments) > 1 or part.segments[0].stop - part.segments[0].start < part.stop - part.start:
             # A range of one parameter counts in "step" alone.
             self.optimizer.state[part.param]["steps"] = torch.tensor([steps], dtype=torch.float32)
+        for key, first in self.by_parameter.items():
+            if any(key in scalars[index] for index in members):
+                values = [float(scalars[index].get(key, first)) for index in members]
+                self.optimizer.state[part.param][key] = torch.tensor([values], device=part.param.device)
+
+    @property
+    def by_parameter(self) -> Mapping[str, float]:
+        """State of one number for each parameter of a range, and what it begins with."""
+        return self.optimizer.by_parameter if isinstance(self.optimizer, WholeTensorOptimizer) else {}
 
     def _fill_range(self, part: ParameterRange, scalars: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> None:
         if not scalars and not dtypes:

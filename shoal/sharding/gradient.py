@@ -12,6 +12,8 @@
 | `unsynced` | the whole of passes in ``no_sync``, next to a range    | from such a pass to the next reduction    |
 | staging    | the whole of one pass, next to a range                 | while it is reduced; groups share it      |
 
+Where the optimizer decides what is summed (``is_left_partial``), ``sum`` has this rank's own gradient at the step.
+
 A gradient that arrives after its group was reduced stays in ``parameter.grad`` and joins the next reduction, at the
 latest at the step.
 
@@ -21,6 +23,7 @@ latest at the step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -97,6 +100,7 @@ class Gradient:
         self.axes = axes
         self.adds_in_place = False  # autograd adds later micro-batches into the sum: ``parameter.grad`` is a view of it
         self.is_attached = False  # True if every ``parameter.grad`` is such a view
+        self.is_left_partial = False  # True: until the optimizer averages it, each rank has its own gradient
         self.state = GradientState.NONE
         self.has_grad = bytearray(len(self.parameters))  # a gradient arrived on this rank since the last step
         self.num_reductions = 0  # ever begun: distinguishes one step's gradient from the next one's
@@ -246,6 +250,9 @@ class Gradient:
         """
         policy, is_late = self.policy, self.state is GradientState.REDUCED
         self.num_reductions += 1
+        if self.is_left_partial:
+            self._accumulate_whole()
+            return
         to = self.row.gradient_at_step if at_step or self.is_whole else self.row.gradient_between
         source: FlatBuffer | None = None  # None: the parameters' gradients
         adds = False
@@ -344,6 +351,9 @@ class Gradient:
         if self.is_whole:
             self.reduce(at_step=True)
             self.wait(at_step=True)
+            if self.is_left_partial:
+                self.state = GradientState.REDUCED
+                self.own(self.policy.pre_scale * self.policy.post_scale * self.num_summed)
             return
         if self.state is GradientState.NONE:  # nothing was reduced: the memory may hold the last step's values
             self.num_reductions += 1
@@ -355,11 +365,39 @@ class Gradient:
             self.sum.redistribute(self.row.gradient_at_step, wire=self.sent.wires()).wait()
         self.state = GradientState.REDUCED
 
+    @property
+    def num_summed(self) -> int:
+        """Ranks whose gradients are added up."""
+        return math.prod(axis.size for axis in self.axes.values())
+
+    def own(self, scale: float) -> torch.Tensor:
+        """This rank's own gradient times ``scale``, such that the mean over the ranks is the gradient. Shape: [numel].
+
+        It is the memory of the sum, in the dtype of sums: what is written to it is what ``average`` sums.
+        """
+        self.widen()
+        if scale != 1.0:
+            self.sum.full.mul_(scale)
+        return self.sum.full
+
+    def average(self) -> None:
+        """Start to set the memory of the sum to its mean over the ranks. ``wait`` completes it.
+
+        Communicates: as the last reduction before a step.
+        """
+        self.state = GradientState.REDUCING
+        self.sum.assume(self.row.gradient)
+        to, scale, wires = self.row.gradient_at_step, 1 / self.num_summed, self.sent.wires()
+        self._work = self.sum.reader = self.sum.redistribute(to, scale=scale, wire=wires)
+
     def norm_part(self) -> torch.Tensor:
-        """What this rank adds to the global norm: its range, also where the whole is on every rank. 1-D."""
+        """What this rank adds to the global norm: its range, also where the whole is on every rank. 1-D.
+
+        Of a gradient that is left partial: all of its own.
+        """
         owned = self.owned()
         comm = self.buffer.comm
-        if self._is_whole_at_step and comm.size > 1:
+        if self._is_whole_at_step and comm.size > 1 and not self.is_left_partial:
             begin, end = self.layout.owned(comm.rank)
             owned = owned[begin:end]
         return owned

@@ -39,8 +39,9 @@ class SentGradient:
         self.saved: dict[str, torch.Tensor] = {}  # what a checkpoint under way saves of this rank's range
         self._wires = {axis: Wire(each, sent.between, error_decay=sent.error_decay) for axis, each in sent.reduce}
         self._axis = next((axis for axis in self._wires if axes[axis].size > 1), "")
+        self.is_on = True  # False: the next reductions are sent as they are
         # Without an error, zeros are decoded to zeros, except by the sign.
-        self.fills_gaps = sent.has_error or any(each.name == "1bit" for _, each in sent.reduce)
+        self._fills_gaps = sent.has_error or any(each.name == "1bit" for _, each in sent.reduce)
         self.errors: tuple[FlatBuffer, ...] = ()  # of the first axis
         if sent.has_error and self._axis:
             placed = [row.gradient]
@@ -56,15 +57,25 @@ class SentGradient:
         """The errors."""
         return self.errors
 
+    @property
+    def fills_gaps(self) -> bool:
+        """True if decoding leaves something between the parameters."""
+        return self.is_on and self._fills_gaps
+
     def wires(self) -> Wires | None:
         """The format along each axis; None: nothing is encoded."""
+        if not self.is_on:
+            return None
+        self._allocate()
+        return self._wires or None
+
+    def _allocate(self) -> None:
         if self.errors and not self.errors[0].has_memory:
             for error in self.errors:
                 zeros = torch.zeros(error.stored_numel, dtype=error.dtype, device=error.device)
                 error.store(name_memory(zeros, f"the error of unit {error.label!r}", "error"))
             first, *others = (error.stored_values for error in self.errors)
             self._set_errors(first, others[0] if others else None)
-        return self._wires or None
 
     def _set_errors(self, first: torch.Tensor | None, second: torch.Tensor | None) -> None:
         self._wires[self._axis] = replace(self._wires[self._axis], error=first, second_error=second)
@@ -133,7 +144,7 @@ class SentGradient:
         saved, self.saved = self.saved, {}
         if not saved:
             return
-        self.wires()  # allocates
+        self._allocate()
         first, *others = self.errors
         owned = saved["wire_error"]
         is_whole = owned.numel() == first.full.numel()

@@ -38,6 +38,7 @@ class Sent:
         between: of gradients between nodes, along an axis in two levels; None: the axis' own.
         has_error: what the first reduction of a gradient loses is added to the next one.
         error_decay: see ``Wire``.
+        is_local: the ranks' parameters differ for some steps. Main parameters, which do not, have memory of their own.
     """
 
     gather: WireFormat | None = None
@@ -46,6 +47,7 @@ class Sent:
     between: WireFormat | None = None
     has_error: bool = False
     error_decay: float = 0.0
+    is_local: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Row:
     @property
     def needs_main(self) -> bool:
         """True if main parameters need memory of their own: a gather overwrites the whole buffer by what it lost."""
-        return self.sent.gather is not None and self.after_step == "all_gather"
+        return self.sent.is_local or (self.sent.gather is not None and self.after_step == "all_gather")
 
     def on(self, parameter: Tier, state: Tier, *, is_gradient_offloaded: bool = False) -> Row:
         """The same row on other tiers. Parameters that are stored whole are stored on the device.

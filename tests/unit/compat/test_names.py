@@ -58,6 +58,10 @@ THERE = {
     "deepspeed.ops.aio": "AsyncIOBuilder",
     "deepspeed.ops.lamb": "FusedLamb",
     "deepspeed.ops.lion": "DeepSpeedCPULion FusedLion",
+    "deepspeed.runtime.fp16.onebit": "OnebitAdam OnebitLamb ZeroOneAdam",
+    "deepspeed.runtime.fp16.onebit.adam": "OnebitAdam",
+    "deepspeed.runtime.fp16.onebit.lamb": "OnebitLamb",
+    "deepspeed.runtime.fp16.onebit.zoadam": "ZeroOneAdam",
     "deepspeed.ops.op_builder": """
         CPUAdamBuilder CPUAdagradBuilder CPULionBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder
         AsyncIOBuilder GDSBuilder UtilsBuilder InferenceBuilder TransformerBuilder QuantizerBuilder
@@ -166,9 +170,6 @@ NOT_THERE = {
     "deepspeed.ops.transformer": "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
     "deepspeed.runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd",
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer",
-    "deepspeed.runtime.fp16.onebit.adam": "OnebitAdam",
-    "deepspeed.runtime.fp16.onebit.lamb": "OnebitLamb",
-    "deepspeed.runtime.fp16.onebit.zoadam": "ZeroOneAdam",
     "deepspeed.runtime.hybrid_engine": "DeepSpeedHybridEngine",
     "deepspeed.sequence.auto_sp": "auto_wrap_model_for_sp",
     "deepspeed.sequence.cross_entropy": "vocab_parallel_cross_entropy",

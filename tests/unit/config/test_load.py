@@ -315,7 +315,6 @@ def test_secrets_are_never_printed() -> None:
         ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp.enabled"),
         ({"weight_quantization": {"num_bits": 4}}, "weight_quantization"),
         ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, "data_efficiency.enabled"),
-        ({"optimizer": {"type": "onebitadam", "params": {"lr": 1, "freeze_step": 2}}}, "optimizer.type"),
         ({"debug": {"nan_trace": True}}, "debug.nan_trace"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.2}}}, "zero_optimization.zenflow"),
         ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update"),

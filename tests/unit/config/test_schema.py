@@ -132,6 +132,9 @@ EXTRAS = {
     "Adagrad": {"fp32_optimizer_states"},
     "Lion": {"fp32_optimizer_states", "set_grad_none"},
     "Lamb": {"amsgrad"},
+    "OneBitAdam": {"amsgrad", "eps_inside_sqrt", "cuda_aware", "comm_backend_name"},
+    "ZeroOneAdam": {"amsgrad", "eps_inside_sqrt", "cuda_aware", "comm_backend_name"},
+    "OneBitLamb": {"amsgrad", "cuda_aware", "comm_backend_name"},
     "Muon": {"muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "fp32_optimizer_states"},
 }
 

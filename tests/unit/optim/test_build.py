@@ -14,6 +14,7 @@ from shoal.optim.elementwise import check
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
 from shoal.optim.muon import Muon
+from shoal.optim.sums_values import SumsValues
 
 
 def params() -> list[torch.nn.Parameter]:
@@ -103,9 +104,27 @@ def load_optimizer(name: str, **params: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["OneBitAdam", "OnebitAdam", "ZeroOneAdam", "OneBitLamb"])
-def test_those_of_deepspeed_that_are_not_built_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigProblems, match=r"not built yet"):
-        load_optimizer(name)
+def test_one_bit_optimizers_take_deepspeeds_parameters(name: str) -> None:
+    params = {"lr": 1e-3, "cuda_aware": False, "comm_backend_name": "nccl", "amsgrad": False, "eps_inside_sqrt": False}
+    load_optimizer(name, **params)
+    optimizer, notes = build(name, params, [torch.nn.Parameter(torch.zeros(2))])
+    assert isinstance(optimizer, SumsValues)
+    assert [note.split(" has no effect")[0] for note in notes] == [
+        "optimizer.params.cuda_aware = False",
+        "optimizer.params.comm_backend_name = nccl",
+    ]
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_what_a_one_bit_optimizer_cannot_do_is_said_when_the_config_is_loaded(name: str) -> None:
+    for key in ("amsgrad", *(["eps_inside_sqrt"] if name != "OneBitLamb" else [])):
+        with pytest.raises(ConfigProblems, match=rf"params.{key}: true, which {name} does not have"):
+            load_optimizer(name, **{key: True})
+    for stage, why in ((1, "gathers whole parameters"), (2, "in each micro-batch"), (3, "in each micro-batch")):
+        with pytest.raises(ConfigProblems, match=f"zero_optimization.stage: {stage}, but {name} sums .*{why}"):
+            load({"optimizer": {"type": name, "params": {}}, "zero_optimization": {"stage": stage}})
+    with pytest.raises(ConfigProblems, match=f'wire.reduce: "int8", but {name} decides in which format'):
+        load({"optimizer": {"type": name, "params": {}}, "wire": {"reduce": "int8"}})
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:

@@ -1,0 +1,149 @@
+"""1-bit LAMB: LAMB whose ranks, after a warm-up, exchange signs of scaled momenta in place of gradients.
+
+    steps 1 to freeze_step    LAMB; c = coeff_beta c + (1 - coeff_beta) r, where its trust ratio r is not 1
+    later                     m' = mean C(s (b1 m + (1 - b1) g)) / s
+                              fresh = b2 fresh + (1 - b2) ((m' - b1 m) / (1 - b1))^2,  v stays
+                              u = m' / (sqrt(v) + eps) + weight_decay w
+                              f = max((sqrt(v) + eps) / (sqrt(fresh) + eps)), within its bounds
+                              w = w - lr c f u, with the bias corrections of ``Lamb``
+
+Of each parameter ``s`` is the mean over all parameters of the root of the mean square of m at the end of the warm-up,
+divided by the parameter's own. Elements whose v is 0 keep a momentum of 0, as in ``one_bit``.
+
+Source: 1-bit LAMB, algorithm 1 (arXiv:2104.06069); the bounds of f, DeepSpeed's OnebitLamb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from shoal.comm.protocol import Communicator
+from shoal.errors import OptimizerError
+from shoal.optim.lamb import Lamb, descend, direction, trust_ratios
+from shoal.optim.sums_values import OwnValues, Sums, SumsValues
+from shoal.optim.whole import ParameterPart, RangeViews
+
+_FRESH = "exp_avg_sq_fresh"
+
+
+class OneBitLamb(SumsValues, Lamb):
+    """1-bit LAMB.
+
+    Args:
+        freeze_step: steps with gradients that are not encoded, at least 1; then v stays.
+        coeff_beta: of the running mean of the trust ratio; 1 / (1 - coeff_beta) should be below ``freeze_step``.
+        factor_max, factor_min: bounds of f; ``factor_threshold``: its largest relative change between two steps.
+        others: as ``Lamb``.
+
+    Raises: OptimizerError: a number outside its range.
+    Memory: as LAMB, and 4 bytes for each element, once v stays.
+    """
+
+    by_parameter: ClassVar[Mapping[str, float]] = {"lamb_coeff_freeze": 0.0, "last_factor": 1.0, "scaling_coeff": 1.0}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        freeze_step: int = 100_000,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        wrong = [f"freeze_step is {freeze_step}, expected at least 1"] if freeze_step < 1 else []
+        if not 0 < factor_min <= factor_max:
+            wrong.append(
+                f"factor_min is {factor_min} and factor_max {factor_max}, expected 0 < factor_min <= factor_max"
+            )
+        if wrong:
+            raise OptimizerError("; ".join(wrong) + ".", where="OneBitLamb", code="optimizer-params")
+        adam = lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay
+        super().__init__(params, *adam, max_coeff, min_coeff)
+        self.freeze_step = freeze_step
+        self.coeff_beta = coeff_beta
+        self.factors = factor_min, factor_max, factor_threshold
+
+    def sums(self) -> Sums:
+        return "gradients" if self.num_steps < self.freeze_step else "values"
+
+    def to_sum(self, ranges: Sequence[OwnValues]) -> None:
+        states = [self._state_of(each.param, each.group) for each in ranges]
+        new = [(each, state) for each, state in zip(ranges, states, strict=True) if _FRESH not in state]
+        if new:
+            self._freeze(new)
+        for each, state in zip(ranges, states, strict=True):
+            beta1, _ = each.group["betas"]
+            each.values.mul_(1 - beta1).add_(state["exp_avg"], alpha=beta1)
+            for part in each.parts:
+                each.values[part.start : part.stop].mul_(state["scaling_coeff"][0, part.parameter])
+
+    def _freeze(self, ranges: Sequence[tuple[OwnValues, dict[str, torch.Tensor]]]) -> None:
+        """The warm-up has ended: v stays, and the scales follow from the momenta."""
+        sizes = []
+        for each, state in ranges:
+            state[_FRESH] = state["exp_avg_sq"].clone()
+            sizes += [state["exp_avg"][part.start : part.stop].square().mean().sqrt() for part in each.parts]
+        mean, at = torch.stack(sizes).mean(), 0
+        for each, state in ranges:
+            scales = self._numbers(state, "scaling_coeff", each.num_parameters)
+            for part in each.parts:
+                scales[part.parameter] = torch.where(sizes[at] > 0, mean / sizes[at], 1.0)
+                at += 1
+
+    def _numbers(self, state: dict[str, torch.Tensor], key: str, count: int) -> torch.Tensor:
+        """State of one number for each parameter. Shape: [parameters]."""
+        if key not in state:
+            state[key] = torch.full((1, count), self.by_parameter[key], device=state["exp_avg"].device)
+        return state[key][0]
+
+    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None, tp: Communicator | None) -> None:
+        assert comm is None and tp is None, "every rank holds whole parameters"
+        if self.sums() == "values":
+            for flat in flats:
+                for part, step in zip(flat.parts, flat.count(), strict=True):
+                    self._step_frozen(flat, part, step)
+            return
+        for flat, squares in zip(flats, self._squares_alone(flats), strict=True):
+            ratios = trust_ratios(squares, flat.group)
+            means = self._numbers(flat.state, "lamb_coeff_freeze", len(flat.shapes))
+            means.copy_(torch.where(ratios != 1, torch.lerp(ratios, means, self.coeff_beta), means))
+            descend(flat, ratios)
+
+    def _step_frozen(self, flat: RangeViews, part: ParameterPart, step: torch.Tensor) -> None:
+        group, state, here = flat.group, flat.state, slice(part.start, part.stop)
+        beta1, beta2 = group["betas"]
+        momentum, square, fresh = (state[key][here] for key in ("exp_avg", "exp_avg_sq", _FRESH))
+        assert flat.gradient is not None
+        scale = state["scaling_coeff"][0, part.parameter]
+        new = flat.gradient[here] / scale * (square > 0)
+        meant = (new - momentum * beta1) / (1 - beta1)
+        fresh.mul_(beta2).addcmul_(meant, meant, value=1 - beta2)
+        momentum.copy_(new)
+        update = direction(flat, here)
+        ratio = (self._root(square, group) / self._root(fresh, group)).amax()
+        if group["weight_decay"]:
+            own = update.sub(flat.weight[here], alpha=group["weight_decay"]).norm() / update.norm().clamp(min=1e-30)
+            ratio = torch.lerp(torch.ones_like(own), ratio, own.clamp(max=1.0))
+        least, most, change = self.factors
+        last = self._numbers(state, "last_factor", len(flat.shapes))[part.parameter]
+        ratio = ratio.clamp(least, most)
+        last.copy_(torch.maximum(torch.minimum(ratio, last * (1 + change)), last * (1 - change)))
+        factor: Any = self._numbers(state, "lamb_coeff_freeze", len(flat.shapes))[part.parameter] * last * group["lr"]
+        if group["bias_correction"]:
+            factor = factor * ((1 - beta2 ** step.clamp(max=self.freeze_step)).sqrt() / (1 - beta1**step))
+        flat.weight[here].sub_(update.mul_(factor))
+
+    def _root(self, square: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        eps: float = group["eps"]
+        return (square + eps).sqrt() if group["eps_inside_sqrt"] else square.sqrt() + eps

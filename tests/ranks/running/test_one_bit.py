@@ -1,0 +1,241 @@
+"""1-bit Adam, 0/1 Adam and 1-bit LAMB, against one process that does the same arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.comm.formats import format_named
+from tests.helpers.models import Plain
+from tests.helpers.training import Trained, batch, config, finish, make, run_steps, start
+from tests.ranks.running.test_wire_formats import layouts_of, through
+
+STEPS = 9
+LR, DECAY, BETAS, EPS = 0.01, 0.1, (0.9, 0.99), 1e-6
+COMMON = {"lr": LR, "weight_decay": DECAY, "betas": list(BETAS), "eps": EPS}
+ADAM = {"type": "OneBitAdam", "params": {**COMMON, "freeze_step": 3}}
+# Gradients as they are in steps 1, 2 and 4; sums in steps 6, 7, 8 and 12.
+ZERO_ONE = {
+    "type": "ZeroOneAdam",
+    "params": {
+        **COMMON,
+        "var_freeze_step": 5,
+        "var_update_scaler": 2,
+        "local_step_scaler": 2,
+        "local_step_clipper": 4,
+    },
+}
+LAMB = {"type": "OneBitLamb", "params": {**COMMON, "freeze_step": 3}}
+ALL = {"adam": ADAM, "zero one": ZERO_ONE, "lamb": LAMB}
+LOCAL = (9, 10, 11)  # steps of it after which the ranks' parameters differ
+
+
+def settings_of(name: str, **sections: Any) -> dict[str, Any]:
+    return config(0, optimizer=ALL[name], **sections)
+
+
+def train(settings: dict[str, Any], steps: int = STEPS) -> tuple[Trained, Any]:
+    engine = start(Plain, settings, None)
+    layouts = layouts_of(engine)
+    return finish(engine, run_steps(engine, steps)), layouts
+
+
+Values = dict[str, torch.Tensor]
+
+
+class Emulation:
+    """All ranks of a run in one process. State is by parameter group of the engine, flat.
+
+    Args:
+        layouts: of the parameter groups.
+    """
+
+    def __init__(self, layouts: Any, num_ranks: int, num_micro: int = 1) -> None:
+        self.layouts, self.num_ranks, self.num_micro = layouts, num_ranks, num_micro
+        self.main, self.model = make(Plain), make(Plain)
+        self.form = format_named("1bit")
+        self.errors = {(label, rank): torch.zeros(numel) for label, numel, _ in layouts for rank in range(num_ranks)}
+        self.seconds = {label: torch.zeros(numel) for label, numel, _ in layouts}
+        self.m, self.v = ({label: torch.zeros(numel) for label, numel, _ in layouts} for _ in range(2))
+        self.used = {label: torch.zeros(numel) for label, numel, _ in layouts}
+        self.w = {
+            label: self.flat(dict(self.main.named_parameters()), numel, layout) for label, numel, layout in layouts
+        }
+
+    def flat(self, values: Values, numel: int, layout: Any) -> torch.Tensor:
+        result = torch.zeros(numel)
+        for name, offset, size in layout:
+            if name in values:
+                result[offset : offset + size] = values[name].detach().flatten()
+        return result
+
+    def gradients(self, step: int, weights: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """By rank and group: the gradients of a step, at the weights of each rank."""
+        found = []
+        for rank in range(self.num_ranks):
+            named = dict(self.model.named_parameters())
+            for label, _, layout in self.layouts:
+                for name, offset, size in layout:
+                    named[name].data.copy_(weights[rank][label][offset : offset + size].view_as(named[name]))
+            self.model.zero_grad()
+            for micro in range(self.num_micro):
+                loss = self.model(*batch(step * self.num_micro + micro, rank, self.num_ranks)) / self.num_micro
+                loss.backward()
+            values = {name: p.grad for name, p in named.items() if p.grad is not None}
+            found.append({label: self.flat(values, numel, layout) for label, numel, layout in self.layouts})
+            for label, _, layout in self.layouts:
+                for name, offset, size in layout:
+                    self.used[label][offset : offset + size] = float(name in values)
+        return found
+
+    def used_ranges(self) -> list[tuple[str, int, int]]:
+        """Parameters that lie next to each other, all with a gradient."""
+        ranges: list[tuple[str, int, int]] = []
+        for label, _, layout in self.layouts:
+            last = -1
+            for _, offset, size in layout:
+                if not self.used[label][offset]:
+                    last = -1
+                elif last >= 0:
+                    ranges[-1] = (label, last, offset + size)
+                else:
+                    last = offset
+                    ranges.append((label, offset, offset + size))
+        return ranges
+
+    def plain_mean(self, values: list[torch.Tensor]) -> torch.Tensor:
+        total = values[0].clone()
+        for other in values[1:]:
+            total.add_(other)
+        return total.mul_(1 / self.num_ranks)
+
+    def encoded_mean(self, label: str, values: list[torch.Tensor]) -> torch.Tensor:
+        sent = [through(self.form, each, self.num_ranks, self.errors[label, r]) for r, each in enumerate(values)]
+        return through(self.form, self.plain_mean(sent), self.num_ranks, self.seconds[label])
+
+    def flat_of(self, values: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The parameters in the order of the layouts, one after the other."""
+        return torch.cat([values[label][at : at + size] for label, _, own in self.layouts for _, at, size in own])
+
+    def whole(self) -> Values:
+        return {
+            name: self.w[label][offset : offset + size].view_as(dict(self.main.named_parameters())[name])
+            for label, _, layout in self.layouts
+            for name, offset, size in layout
+        }
+
+
+def denominator(v: torch.Tensor, count: int) -> torch.Tensor:
+    return (v / (1 - BETAS[1] ** torch.tensor(float(count)).double())).sqrt().add_(EPS)
+
+
+def rate(step: int) -> torch.Tensor:
+    return LR / (1 - BETAS[0] ** torch.tensor(float(step)).double())
+
+
+def emulated_adam(run: Emulation, freeze_step: int, steps: int) -> Values:
+    """The warm-up is torch's AdamW on the ranges that an engine updates: its last bits depend on where one ends."""
+    b1 = BETAS[0]
+    warm: dict[tuple[str, int, int], torch.nn.Parameter] = {}
+    for step in range(1, steps + 1):
+        gradients = run.gradients(step - 1, [run.w] * run.num_ranks)
+        if step == 1:
+            warm = {key: torch.nn.Parameter(run.w[key[0]][key[1] : key[2]]) for key in run.used_ranges()}  # no copies
+            adamw = torch.optim.AdamW(warm.values(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
+        means = {}
+        for label in run.w:
+            own = [each[label] for each in gradients]
+            if step > freeze_step:
+                m = torch.zeros_like(run.w[label])
+                for (of, start, stop), parameter in warm.items():
+                    if of == label:
+                        m[start:stop] = adamw.state[parameter]["exp_avg"]
+                means[label] = run.encoded_mean(label, [g.mul(1 - b1).add_(m, alpha=b1) for g in own])
+            else:
+                means[label] = run.plain_mean(own)
+        for (label, start, stop), parameter in warm.items():
+            parameter.grad = means[label][start:stop].clone()
+            if step > freeze_step:
+                m, v = (adamw.state[parameter][key] for key in ("exp_avg", "exp_avg_sq"))
+                m.copy_(parameter.grad * (v > 0))
+                change = (m / denominator(v, freeze_step)).mul_(rate(step))
+                parameter.data.mul_(1 - LR * DECAY).sub_(change)
+        if step <= freeze_step:
+            adamw.step()
+    return run.whole()
+
+
+@pytest.mark.parametrize("num_micro", [1, 2])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_one_bit_adam_has_the_bits_of_one_process(num_ranks: int, num_micro: int, ranks: Callable[..., Any]) -> None:
+    settings = settings_of("adam", gradient_accumulation_steps=num_micro)
+    for steps in (3, STEPS):
+        results = ranks(num_ranks, train, settings, steps)
+        wanted = emulated_adam(Emulation(results[0][1], num_ranks, num_micro), 3, steps)
+        for trained, _ in results:
+            for name, value in trained.main_parameters.items():
+                assert torch.equal(value, wanted[name]), (steps, name, float((value - wanted[name]).abs().max()))
+
+
+def emulated_zero_one(run: Emulation, steps: int) -> Values:
+    """With the schedule of ``ZERO_ONE`` written out."""
+    b1, b2 = BETAS
+    with_variance, with_sum = (1, 2, 4), (6, 7, 8, 12)
+    kept = {label: w.clone() for label, w in run.w.items()}
+    of_rank = [{label: w.clone() for label, w in run.w.items()} for _ in range(run.num_ranks)]
+    own_m = [{label: torch.zeros_like(w) for label, w in run.w.items()} for _ in range(run.num_ranks)]
+    u = [{label: torch.zeros_like(w) for label, w in run.w.items()} for _ in range(run.num_ranks)]
+    rates, count = torch.zeros((), dtype=torch.float64), 0
+    for step in range(1, steps + 1):
+        gradients = run.gradients(step - 1, of_rank)
+        count += step in with_variance
+        if step == 6:  # other values are summed from here on
+            for error in (*run.errors.values(), *run.seconds.values()):
+                error.zero_()
+        if step > 5:
+            rates.mul_(1 - LR * DECAY).add_(rate(step))
+        for label, w in run.w.items():
+            own, v = [each[label] for each in gradients], run.v[label]
+            if step <= 5:
+                mean = run.plain_mean(own) if step in with_variance else run.encoded_mean(label, own)
+                m = run.m[label].mul_(b1).add_(mean, alpha=1 - b1)
+                if step in with_variance:
+                    v.mul_(b2).addcmul_(mean, mean, value=1 - b2)
+                m.mul_(v > 0)
+                w.mul_(1 - LR * DECAY).sub_((m / denominator(v, count)).mul_(rate(step)))
+                for rank in range(run.num_ranks):
+                    own_m[rank][label].copy_(m)
+            else:
+                w.mul_(1 - LR * DECAY)
+                for rank, g in enumerate(own):
+                    m = own_m[rank][label].mul_(b1).add_(g, alpha=1 - b1).mul_(v > 0)
+                    u[rank][label].mul_(1 - LR * DECAY).add_(m * rate(step))
+                if step in with_sum:
+                    mean = run.encoded_mean(label, [each[label] for each in u]) * (v > 0)
+                    w.sub_(mean / denominator(v, count))
+                    for rank in range(run.num_ranks):
+                        own_m[rank][label].copy_(mean / rates)
+                        u[rank][label].zero_()
+            w.copy_(torch.where(run.used[label] > 0, w, kept[label]))
+            for rank in range(run.num_ranks):
+                local = w - u[rank][label] / denominator(v, count)
+                of_rank[rank][label].copy_(torch.where(run.used[label] > 0, local, w))
+        if step in with_sum:
+            rates.zero_()
+    return {**run.whole(), **{f"rank {rank}": run.flat_of(each) for rank, each in enumerate(of_rank)}}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_zero_one_adam_has_the_bits_of_one_process(num_ranks: int, ranks: Callable[..., Any]) -> None:
+    for steps in (5, 10, 12):
+        results = ranks(num_ranks, train, settings_of("zero one"), steps)
+        wanted = emulated_zero_one(Emulation(results[0][1], num_ranks), steps)
+        for rank, (trained, layouts) in enumerate(results):
+            for name, value in trained.main_parameters.items():
+                assert torch.equal(value, wanted[name]), (steps, name, float((value - wanted[name]).abs().max()))
+            own = torch.cat([trained.parameters[name].flatten() for _, _, layout in layouts for name, _, _ in layout])
+            assert torch.equal(own, wanted[f"rank {rank}"]), (steps, rank)
+        assert (steps in LOCAL) != torch.equal(wanted["rank 0"], wanted["rank 1"])

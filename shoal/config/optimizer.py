@@ -70,6 +70,7 @@ SUMS_FORMATS = (
     "wire.between_nodes",
     "wire.error_feedback",
     "zero_optimization.zero_quantized_gradients",
+    "local_steps.every",
 )
 
 

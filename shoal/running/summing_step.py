@@ -19,9 +19,7 @@ import torch
 from shoal.errors import OptimizerError
 from shoal.optim.sums_values import OwnValues, SumsValues
 from shoal.running.step import Gather, HasGrad, ShardedStep
-from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
-from shoal.sharding.placement import Placement
 from shoal.sharding.sparse_sum import SparseSum
 from shoal.sharding.unit import Unit
 
@@ -137,16 +135,8 @@ class SummingStep(ShardedStep):
             mean = torch.zeros(group.buffer.layout.numel, dtype=group.main.dtype, device=group.buffer.device)
             for part, own in mine.items():
                 mean[part.start : part.stop] = own
-            _average(group, mean)
+            gradient = group.gradient
+            group.buffer.sum_like(mean, gradient.axes, group.row.gradient, 1 / gradient.num_summed)
             for part in mine:
                 self._choice.settle(part.param, self._options(part), mean[part.start : part.stop])
             group.buffer.shard.copy_(group.main)
-
-
-def _average(group: ParameterGroup, values: torch.Tensor) -> None:
-    gradient, buffer = group.gradient, group.buffer
-    placed = group.row.gradient
-    whole = FlatBuffer(
-        buffer.label, buffer.layout, values.dtype, buffer.device, buffer.comm, gradient.axes, placed, full=values
-    )
-    whole.redistribute(Placement(), scale=1 / gradient.num_summed).drain()

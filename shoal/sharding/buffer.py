@@ -222,6 +222,15 @@ class FlatBuffer:
             self.shard.copy_(self.full[axis.rank * numel : (axis.rank + 1) * numel])
         return FinishedWork(self.memory)
 
+    def sum_like(self, values: torch.Tensor, axes: Mapping[str, Axis], placed: Placement, scale: float = 1.0) -> None:
+        """Sum other values of this layout over the ranks, in place, times ``scale``. Blocks until no peer reads them.
+
+        Args:
+            values: Shape: [numel]. ``placed``: Partial over the axes to sum over.
+        """
+        whole = FlatBuffer(self.label, self.layout, values.dtype, self.device, self.comm, axes, placed, full=values)
+        whole.redistribute(Placement(), scale=scale).drain()
+
     def assume(self, placement: Placement) -> None:
         """The values have been, or are about to be, overwritten: this is their placement. Communicates nothing."""
         self.placement = placement

@@ -21,7 +21,7 @@ from shoal.config.optimizer import (
     sums_stage,
     type_problems,
 )
-from shoal.config.problems import shown
+from shoal.config.problems import Problem, shown
 
 # Defaults that an older DeepSpeed had: the newest version to which each set applies.
 OLD_DEFAULTS: dict[tuple[int, int], dict[str, Any]] = {(0, 18): {"gradient_clipping": 0.0}}
@@ -79,11 +79,11 @@ def _check_sums(name: str, reading: Normalised) -> None:
     """An optimizer that sums values of its own needs whole state, and decides the format itself."""
     zero = reading.values.get("zero_optimization")
     stage = zero.get("stage") if isinstance(zero, Mapping) else 0
-    if stage in (1, 2, 3):
-        reading.problem("zero_optimization.stage", *sums_stage(name, stage))
-    for path, given in reading.given.items():
-        if path in SUMS_FORMATS and given.value not in (None, False, "none"):
-            reading.problem(path, *sums_format(name, shown(given.value)))
+    set_formats = [path for path in SUMS_FORMATS if path in reading.given and reading.given[path].value]
+    wrong = [("zero_optimization.stage", sums_stage(name, stage))] if stage in (1, 2, 3) else []
+    wrong += [(path, sums_format(name, shown(reading.given[path].value))) for path in set_formats[:1]]
+    for path, (what, do) in wrong:
+        reading.problems.append(Problem(path, what, do, reading.line(path), code="optimizer-sums"))
 
 
 def _resolve(

@@ -139,6 +139,7 @@ AXES: dict[str, Values] = {
         "AdamW": _optimizer("AdamW", eps=_EPS),
         "momentum": _optimizer("SGD", momentum=0.9),
         "client": {**_optimizer("AdamW", eps=_EPS), **_run(is_client=True)},
+        "1 bit": _optimizer("OneBitAdam", eps=_EPS, freeze_step=2),  # as int8, a format that loses nothing
     },
     # In the runs int8 is a format that loses nothing: the way that encoded values take is that of any format.
     "wire": {
@@ -230,6 +231,13 @@ REFUSALS = (
     Refusal({"hybrid": ("local steps",), "experts": ("ep 2 moved",)}, "local-steps"),
     Refusal({"pp": ("2",), "backward": ("loss", "no_sync")}, "pipeline-call"),
     Refusal({"stage": ("0", "3"), "wire": ("difference",)}, "wire-difference"),
+    Refusal({"optimizer": ("1 bit",), "stage": ("1", "2", "3")}, "optimizer-sums"),
+    Refusal({"optimizer": ("1 bit",), "wire": ("yes",)}, "optimizer-sums"),
+    Refusal({"optimizer": ("1 bit",), "precision": ("bf16 alone",)}, "optimizer-sums"),
+    Refusal({"optimizer": ("1 bit",), "hybrid": ("local steps",)}, "optimizer-sums"),
+    # Of these another value of the stage is needed.
+    Refusal({"optimizer": ("1 bit",), "wire": ("difference",)}, "wire-difference"),
+    Refusal({"optimizer": ("1 bit",), "state": ("host", "ahead", "ratio", "disk")}, "offload-stage"),
 )
 # Neither refused at start-up nor run: a block that is called again is out of order in a pipeline, which its stage
 # refuses in the forward; the mean of replicas that step apart is that of one process where the step is linear.
@@ -238,6 +246,7 @@ NOT_RUN = (
     {"hybrid": "local steps", "optimizer": "AdamW"},
     {"hybrid": "local steps", "optimizer": "client"},
     {"hybrid": "local steps", "clipping": "yes"},
+    {"optimizer": "1 bit", "clipping": "yes"},  # by the norm of the ranks' own gradients
     {"hybrid": "local steps", "experts": "ep 4"},  # nothing else fits into 8 ranks
 )
 MOST_RANKS = 8  # of one combination; 4 that compile

@@ -19,6 +19,8 @@ from shoal.comm.formats import FORMATS
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.engine.engine import Engine
+from shoal.optim.one_bit import OneBitAdam
+from shoal.optim.sums_values import OwnValues
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.grouped import add_bias_of_experts, grouped_linear
 from shoal.parallel.expert.held import ExpertsHeld, SplitDim, Stack
@@ -207,7 +209,20 @@ def batch(run: Run, index: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, 
     return rows[:, :-1], targets, torch.arange(SEQUENCE)
 
 
+class AloneOneBit(OneBitAdam):
+    """One process is all ranks: its own momentum is their mean."""
+
+    def step(self, closure: Any = None) -> None:
+        if self.sums() == "values":
+            group = self.param_groups[0]
+            self.to_sum([OwnValues(p, group, p.grad) for p in group["params"] if p.grad is not None])
+        super().step()
+        self.num_steps += 1
+
+
 def _client(section: dict[str, Any], parameters: Any) -> torch.optim.Optimizer:
+    if section["type"] == "OneBitAdam":
+        return AloneOneBit(parameters, **section["params"])
     return getattr(torch.optim, section["type"])(parameters, **section["params"])
 
 
@@ -318,7 +333,8 @@ def train(settings: dict[str, Any], run: Run, device: torch.device = CPU) -> lis
                 torch.set_autocast_cache_enabled(False)
                 return Trainer(settings, run, folder, backend).train()
 
-            patch.setitem(FORMATS, "int8", lambda _block: Exact())
+            for form in ("int8", "1bit"):
+                patch.setitem(FORMATS, form, lambda _block: Exact())
             patch.setitem(RECIPES, "rowwise", Recipe(None, None, None))
             results = run_ranks(run.world_size, job, device=device)
         if run.compiled != "no" and "activation_checkpointing" not in settings:  # recomputed segments run uncompiled

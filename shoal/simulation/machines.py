@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.errors import UsageError
+from shoal.simulation.collective_times import Links, collective_seconds
 
 _FILE = Path(__file__).with_name("machines.yaml")
 _NETWORK = re.compile(r"(?:(\d+)x)?(\d+)g(?:b|be)?", re.IGNORECASE)
@@ -31,8 +32,7 @@ class GpuNode:
     """A node with GPUs. Rates are what is reached, per second and per GPU; bytes in one direction.
 
     Attributes: ``host_bandwidth``: of all host memory of the node. ``launch_seconds``: that the host needs to queue one
-    kernel, copy or collective. ``kernel_seconds``: that the shortest kernel takes. ``latency``, ``network_latency``: of
-    a collective inside a node, and over several. ``nvlink_bandwidth``: between the GPUs of a node, over whatever link.
+    kernel, copy or collective. ``kernel_seconds``: that the shortest kernel takes.
     """
 
     name: str
@@ -40,16 +40,13 @@ class GpuNode:
     memory_bandwidth: float
     gpu_nbytes: int | None  # of memory that tensors may have; None: no limit
     attention_fraction: float  # of what plain matrix products reach
-    nvlink_bandwidth: float
-    network_bandwidth: float
+    links: Links
     bus_bandwidth: float
     pageable_bandwidth: float
     host_bandwidth: float
     disk_bandwidth: float
     host_nbytes: int
     gpus_per_node: int
-    latency: float
-    network_latency: float
     launch_seconds: float = 5e-6
     kernel_seconds: float = 2e-6
 
@@ -58,27 +55,8 @@ class GpuNode:
         return self.matrix_flops.get(dtype, self.matrix_flops[torch.float32])
 
     def collective_seconds(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> float:
-        """How long a collective takes that all of ``ranks`` call at the same time.
-
-        Args:
-            nbytes: of the whole tensor: all ranks' parts of an all-gather, what each rank brings to the others.
-
-        Source: the ring algorithms' traffic per rank, (p - 1) / p of the tensor, twice for an all-reduce. Over several
-        nodes each rank of a node carries its part through its own port.
-        """
-        size = len(ranks)
-        nodes: dict[int, int] = {}
-        for rank in ranks:
-            nodes[rank // self.gpus_per_node] = nodes.get(rank // self.gpus_per_node, 0) + 1
-        traffic = nbytes * (size - 1) / size * {"all_reduce": 2.0}.get(op, 1.0)
-        if op in ("send", "recv", "broadcast"):
-            traffic = float(nbytes)
-        if len(nodes) == 1:
-            return self.latency + traffic / self.nvlink_bandwidth
-        per_node = min(nodes.values())
-        if op == "all_to_all":  # what leaves the node goes through this rank's own port
-            return self.network_latency + nbytes * (size - per_node) / size / self.network_bandwidth
-        return self.network_latency + traffic / min(self.nvlink_bandwidth, per_node * self.network_bandwidth)
+        """How long a collective takes that all of ``ranks`` call at the same time. Args: as ``collective_times``'."""
+        return collective_seconds(op, nbytes, ranks, self.gpus_per_node, self.links)
 
 
 class _Figures(BaseModel):
@@ -95,6 +73,11 @@ class _Rate(_Figures):
 
 
 class _Link(_Rate):
+    kind: Literal["nvlink", "pcie"]
+    latency_factor: float = Field(ge=0)
+
+
+class _Network(_Rate):
     latency: float = Field(ge=0)
 
 
@@ -107,6 +90,7 @@ class _Host(_Rate):
 
 
 class _Gpu(_Figures):
+    generation: Literal["volta", "ampere", "hopper"]
     memory: int = Field(gt=0)
     memory_bandwidth: _Rate
     flops: dict[str, _Rate]
@@ -116,7 +100,7 @@ class _Gpu(_Figures):
 class _Node(_Figures):
     gpus: int = Field(gt=0)
     link: _Link
-    network: _Link
+    network: _Network
     bus: _Bus
     host: _Host
     disk: float = Field(gt=0)
@@ -167,7 +151,7 @@ def machine_of(name: str | Path | GpuNode) -> GpuNode:
             code="dry-run-machine",
         )
     per_node = int(match[1] or 1) * int(match[2]) * 1e9 / 8
-    return replace(made, network_bandwidth=_PORT_REACHED * per_node / made.gpus_per_node)
+    return replace(made, links=replace(made.links, network=_PORT_REACHED * per_node / made.gpus_per_node))
 
 
 def _of_file(path: Path) -> GpuNode:
@@ -206,16 +190,20 @@ def _node_of(name: str, figures: Any, *, where: str) -> GpuNode:
         memory_bandwidth=gpu.memory_bandwidth.rate,
         gpu_nbytes=gpu.memory,
         attention_fraction=gpu.attention,
-        nvlink_bandwidth=node.link.rate,
-        network_bandwidth=node.network.rate,
+        links=Links(
+            node.link.rate,
+            node.network.rate,
+            node.link.kind,
+            node.network.latency,
+            node.link.latency_factor,
+            gpu.generation,
+        ),
         bus_bandwidth=node.bus.rate,
         pageable_bandwidth=node.bus.pageable,
         host_bandwidth=node.host.rate,
         disk_bandwidth=node.disk,
         host_nbytes=int(node.host.memory),
         gpus_per_node=node.gpus,
-        latency=node.link.latency,
-        network_latency=node.network.latency,
     )
 
 

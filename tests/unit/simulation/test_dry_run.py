@@ -89,16 +89,6 @@ def test_two_copies_share_the_bus_and_one_that_comes_later_uses_a_gap_before() -
     assert [operation.start for operation in times.operations] == [0, 2, 0, 4]
 
 
-def test_the_figures_of_a_collective_are_those_of_a_ring() -> None:
-    in_node = H100.collective_seconds("all_gather", 8 << 30, tuple(range(8)))
-    assert in_node == pytest.approx(H100.latency + 7 * (1 << 30) / H100.nvlink_bandwidth)
-    assert H100.collective_seconds("all_reduce", 8 << 30, tuple(range(8))) == pytest.approx(2 * in_node - H100.latency)
-    one_a_node = H100.collective_seconds("all_gather", 8 << 30, tuple(range(0, 64, 8)))
-    assert one_a_node == pytest.approx(H100.network_latency + 7 * (1 << 30) / H100.network_bandwidth)
-    two_nodes = H100.collective_seconds("all_gather", 16 << 30, tuple(range(16)))
-    assert two_nodes == pytest.approx(H100.network_latency + 15 * (1 << 30) / H100.nvlink_bandwidth)
-
-
 # memory
 
 

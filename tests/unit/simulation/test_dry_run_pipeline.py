@@ -16,6 +16,7 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.errors import CommError, ModelError, UsageError
 from shoal.pipeline.module import PipelineModule
+from shoal.simulation.collective_times import Links
 from shoal.simulation.dry_run import DryRun, PipelineDryRun
 from shoal.simulation.machines import machine_of
 from shoal.simulation.times import COMMUNICATION, COMPUTE, STAGES
@@ -26,9 +27,7 @@ IDEAL = replace(
     machine_of("h100"),
     launch_seconds=0.0,
     kernel_seconds=0.0,
-    latency=0.0,
-    network_latency=0.0,
-    nvlink_bandwidth=1e18,
+    links=Links(1e18, 1e18, latency_factor=0.0),
     memory_bandwidth=1e18,
     bus_bandwidth=1e18,
 )
@@ -158,7 +157,7 @@ def test_bytes_and_memory_are_those_of_a_real_run(stage: int) -> None:
 
 
 def test_slow_links_are_waited_for() -> None:
-    slow = replace(IDEAL, nvlink_bandwidth=1e9)
+    slow = replace(IDEAL, links=replace(IDEAL.links, local=1e9))
     found = shoal.dry_run_pipeline(trains(config(2)), 2, 2, machine=slow)
     first = found.stages[0].steps[-1]
     assert first.by_kind[COMMUNICATION] > 2 * ROWS * WIDTH * 4 / 1e9  # at least the last gradient's

@@ -23,8 +23,7 @@ def test_the_machines_are_those_that_are_documented_and_have_plausible_figures()
         assert 15 * GIB < (machine.gpu_nbytes or 0) < 257 * GIB
         fp32, fp16 = machine.flops(torch.float32), machine.flops(torch.float16)
         assert fp32 < fp16 <= machine.flops(torch.bfloat16) or name.startswith("v100")
-        assert machine.network_bandwidth <= machine.nvlink_bandwidth < machine.memory_bandwidth
-        assert machine.latency <= machine.network_latency
+        assert machine.links.network <= machine.links.local < machine.memory_bandwidth
 
 
 def test_a_dtype_without_a_figure_has_that_of_fp32() -> None:
@@ -37,8 +36,8 @@ def test_a_dtype_without_a_figure_has_that_of_fp32() -> None:
 )
 def test_a_name_may_say_another_network(network: str, per_gpu: float) -> None:
     machine = machine_of(f"a100-80g@{network}")
-    assert machine.network_bandwidth == pytest.approx(0.9 * per_gpu)
-    assert machine.nvlink_bandwidth == machine_of("a100-80g").nvlink_bandwidth
+    assert machine.links.network == pytest.approx(0.9 * per_gpu)
+    assert machine.links.local == machine_of("a100-80g").links.local
 
 
 def test_a_file_with_the_figures_of_one_machine_is_read(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ RUNS: dict[str, Run] = {
     "reduce int4": _wire(reduce="int4"),
     "reduce 1bit": _wire(reduce="1bit"),
     "local steps, every 10": _local(every=10),
+    "local steps, every 10, means": _local(every=10, outer_lr=1.0, outer_momentum=0.0),
+    "local steps, every 30, means": _local(every=30, outer_lr=1.0, outer_momentum=0.0),
     "local steps, every 30": _local(every=30),
     "local steps, every 30, 3 fragments": _local(every=30, fragments=3),
     "local steps, every 30, int4_hadamard": _local(every=30, wire="int4_hadamard"),

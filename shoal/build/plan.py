@@ -57,6 +57,7 @@ class GroupPlan:
             gradient_dtype=precision.gradient.accumulate_dtype or self.dtype,
             has_own_main=precision.has_wider_main(self.dtype) or self.row.needs_main,
             state_dtype=precision.state,
+            is_state_encoded=precision.state_format is not None,
         )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from shoal.comm.formats import WireFormat
 from shoal.offload.policy import Tiers, from_config
+from shoal.sharding.encoded_state import StateFormat
 from shoal.sharding.gradient import GradientPolicy
 from shoal.sharding.memory_model import UnitMemory
 from shoal.sharding.partition import UnitRules
@@ -24,7 +25,8 @@ class Precision:
     Args:
         parameter: floating-point parameters are cast to it; None: kept.
         main: dtype of the main parameters of 16-bit parameters; None: the optimizer updates the parameters themselves.
-        state: dtype of optimizer state; None: that of the main parameters.
+        state: dtype of optimizer state; None: that of the main parameters. ``state_format``: how it is stored, of fp32;
+            None: as it is.
         buffer: floating-point buffers of the model are cast to it; None: kept, as ``buffer_formats`` has it.
         fp32_buffers: names of buffers that stay in fp32; None: those that the model names.
         reduce_dtypes: by name, parameters whose gradients are sent in this dtype, not in ``gradient.reduce_dtype``.
@@ -33,6 +35,7 @@ class Precision:
     parameter: torch.dtype | None = None
     main: torch.dtype | None = torch.float32
     state: torch.dtype | None = None
+    state_format: StateFormat | None = None
     buffer: torch.dtype | None = None
     fp32_buffers: tuple[str, ...] | None = None
     gradient: GradientPolicy = field(default_factory=GradientPolicy)

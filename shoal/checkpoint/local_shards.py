@@ -14,6 +14,7 @@ Where several ranks have the same range, each writes its share of it; each loads
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
@@ -31,9 +32,11 @@ from shoal.running.runtime import ShardedModel
 from shoal.running.step import ShardedStep
 from shoal.sharding.axes import Axes
 from shoal.sharding.buffer import FlatBuffer
+from shoal.sharding.encoded_state import EncodedState
 from shoal.sharding.layout import ParameterSpec, Ranges
 from shoal.sharding.param_group import ParameterGroup, is_elementwise
 from shoal.sharding.placement import Tier
+from shoal.sharding.storage import placeholder
 
 
 def local_rectangles(spec: ParameterSpec, begin: int, end: int) -> Iterator[tuple[int, Rectangle]]:
@@ -154,7 +157,8 @@ class LocalShards:
         self.states = list(states)
         self.step = step
         self.axes = axes
-        self._visited: FlatBuffer | None = None  # a frozen one, whose shard was fetched from a disk
+        self._visited: FlatBuffer | ParameterGroup | None = None  # whose values are in memory, until ``_visit.close()``
+        self._visit = ExitStack()
 
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every parameter, by name."""
@@ -196,7 +200,8 @@ class LocalShards:
             for index, slot in enumerate(group.buffer.layout.specs):
                 segments = [segment for _, segment in group.ranges_of(index)]
                 for key, parts in self._state_parts(group, index).items():
-                    fetch = None if group.disk is None else partial(self._fetched, group, index, key)
+                    is_in_memory = group.disk is None and group.state_format is None
+                    fetch = None if is_in_memory else partial(self._fetched, group, index, key)
                     yield LocalShard(
                         OPTIMIZER + key,
                         slot,
@@ -213,7 +218,10 @@ class LocalShards:
         parts: dict[str, list[torch.Tensor]] = {}
         for part, segment in group.ranges_of(index):
             for key, value in self.step.optimizer.state.get(part.param, {}).items():
-                if is_elementwise(value, part.param.numel()):
+                if isinstance(value, EncodedState):  # decoded by ``_fetched``
+                    shown = placeholder((segment.stop - segment.start,), torch.float32, value.memory.device)
+                    parts.setdefault(key, []).append(shown)
+                elif is_elementwise(value, part.param.numel()):
                     parts.setdefault(key, []).append(value[segment.start : segment.stop])
             for kept in group.kept:
                 for key, value in kept.saved.items():
@@ -221,32 +229,28 @@ class LocalShards:
         return parts
 
     def _fetched(self, group: ParameterGroup, index: int, key: str) -> tuple[torch.Tensor, ...]:
-        assert group.disk is not None
-        group.disk.visit(group)
+        self._enter(group)
         return tuple(self._state_parts(group, index)[key])
 
     def _master_of(self, group: ParameterGroup, start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        assert group.disk is not None
-        group.disk.visit(group)
+        self._enter(group)
         return (group.main[start:stop],)
 
     def _frozen(self, buffer: FlatBuffer, start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        if self._visited is not buffer:
-            self._leave_buffer()
-            buffer.storage.pin()
-            self._visited = buffer
+        self._enter(buffer)
         return (buffer.shard[start:stop],)
 
-    def _leave_buffer(self) -> None:
-        if self._visited is not None:
-            buffer, self._visited = self._visited, None
-            buffer.storage.unpin()
+    def _enter(self, home: FlatBuffer | ParameterGroup) -> None:
+        """Have the values of one group, or of one frozen buffer, in memory, and of no other."""
+        if self._visited is not home:
+            self.leave()
+            self._visit.enter_context(home.resident() if isinstance(home, ParameterGroup) else home.storage.resident())
+            self._visited = home
 
     def leave(self) -> None:
-        """What was fetched from a disk goes back."""
-        self._leave_buffer()
-        for disk in {id(group.disk): group.disk for group in self.states if group.disk is not None}.values():
-            disk.leave()
+        """What was fetched is stored again."""
+        self._visited = None
+        self._visit.close()
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """Optimizer state that is one value for a whole parameter, as far as this rank has a part of it.

@@ -49,9 +49,10 @@ def check_together(config: Schema, reading: Normalised) -> Iterator[Problem]:
         )
     if precision.state_dtype == "fp16":
         what = '"fp16", in which squares of small gradients are 0.'
-        yield Problem("precision.state_dtype", what, 'write "bf16" or "fp32".')
-    if precision.state_dtype == "fp32" and bf16.bf16_optimizer_states:
-        yield Problem("precision.state_dtype", '"fp32", but bf16.bf16_optimizer_states is true.', "leave one out.")
+        yield Problem("precision.state_dtype", what, 'write "bf16", "fp8" or "int8".')
+    if precision.state_dtype not in (None, "bf16") and bf16.bf16_optimizer_states:
+        what = f'"{precision.state_dtype}", but bf16.bf16_optimizer_states is true.'
+        yield Problem("precision.state_dtype", what, "leave one out.")
     yield from _wire_problems(config)
     yield from _local_problems(config)
     yield from _fp8_problems(config)

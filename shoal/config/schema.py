@@ -104,10 +104,10 @@ class PrecisionSection(Section):
         "dtype of main parameters: fp32, or that of the parameters, which the optimizer then updates directly;"
         " null: as fp16 and bf16 say",
     )
-    state_dtype: Dtype | None = key(
+    state_dtype: Literal["fp32", "fp16", "bf16", "fp8", "int8"] | None = key(
         None,
-        "dtype of optimizer state, fp32 or bf16; null: fp32, or as bf16.bf16_optimizer_states says. A step computes"
-        " in fp32",
+        "format of optimizer state: fp32, bf16, or fp8 or int8 in blocks of 256 that share a scale; null: fp32, or as"
+        " bf16.bf16_optimizer_states says. A step computes in fp32",
     )
 
 

@@ -214,6 +214,7 @@ def make_step(
             num_host_threads=_host_threads(section.cpuadam_cores_perc, num_ranks_here),
             pins_host=properties.plan.zero.pins_state,
             state_dtype=state_dtype,
+            state_format=properties.plan.precision.state_format,
         )
     import_state(step, made.dtypes)
     step.state_was_loaded()

@@ -21,6 +21,7 @@ from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.expert.rebalance import ExpertsByRank
 from shoal.parallel.tensor.parts import as_ranges
 from shoal.running.runtime import ShardedModel
+from shoal.sharding.encoded_state import EncodedState
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.param_group import ParameterGroup
 
@@ -47,11 +48,12 @@ def can_move(groups: Iterable[ParameterGroup], comm: Communicator) -> bool:
     for group in groups:
         for part in group.ranges:
             state = group.state_of(part)
-            tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            tensors = {k: value for k, value in state.items() if isinstance(value, torch.Tensor | EncodedState)}
             scalars = {key: value for key, value in state.items() if key not in tensors}
-            scalars |= {key: value.item() for key, value in tensors.items() if value.numel() == 1}
+            single = {key: value for key, value in tensors.items() if value.numel() == 1}
+            scalars |= {key: value.item() for key, value in single.items() if isinstance(value, torch.Tensor)}
             is_flat &= all(value.numel() in (1, part.param.numel()) for value in tensors.values())
-            kinds = sorted((key, str(value.dtype)) for key, value in tensors.items())
+            kinds = sorted((key, str(getattr(value, "dtype", "encoded"))) for key, value in tensors.items())
             forms.append((part.start, part.stop, kinds, sorted((key, repr(value)) for key, value in scalars.items())))
     mine = torch.tensor([float(is_flat), float(zlib.crc32(repr(forms).encode()))], dtype=torch.float64)
     of_all = comm.exchange(mine, label="experts' states").wait().tolist()
@@ -129,6 +131,7 @@ def _tensors(group: ParameterGroup) -> Iterator[tuple[int, torch.Tensor]]:
     if group.has_own_main:
         yield buffer.begin, group.main
     for part, _, value in sorted(group.elementwise_state(), key=lambda each: (each[0].start, each[1])):
+        assert isinstance(value, torch.Tensor)  # while the group is resident
         yield buffer.begin + part.start, value
 
 

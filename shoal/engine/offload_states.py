@@ -23,6 +23,7 @@ from shoal.engine.sharding import Sharding
 from shoal.errors import UsageError
 from shoal.memory.host import aligned_empty, host_available_nbytes, host_too_small
 from shoal.sharding import open_gradient
+from shoal.sharding.encoded_state import EncodedState
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
 from shoal.sharding.storage import HostStorage
@@ -226,7 +227,9 @@ class OffloadStates:
             for part in group.ranges:
                 state = group.state_of(part)
                 for key, value in list(state.items()):
-                    if isinstance(value, torch.Tensor) and value.dim():
+                    if isinstance(value, EncodedState):
+                        yield vars(value), "memory"
+                    elif isinstance(value, torch.Tensor) and value.dim():
                         yield state, key
 
     def _on_device(self, name: str) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from shoal.errors import ConfigError
 from shoal.mesh import Mesh
 from shoal.optim.loss_scale import LossScale, LossScaleSettings
 from shoal.sharding.axes import Axes
+from shoal.sharding.encoded_state import STATE_FORMATS
 from shoal.sharding.gradient import GradientPolicy
 from shoal.sharding.partition import UnitRules
 from shoal.sharding.placement import Tier
@@ -144,6 +145,7 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
             parameter=compute,
             main=torch.float32 if has_main else None,
             state=state_dtype_of(config),
+            state_format=STATE_FORMATS.get(config.precision.state_dtype or ""),
             buffer=dtype_of(config.data_types.buffer_dtype),
             fp32_buffers=wide_buffers_of(config),
             gradient=GradientPolicy(accumulate, wire, pre, post),
@@ -209,9 +211,11 @@ def has_main_parameters(config: Config) -> bool:
 
 
 def state_dtype_of(config: Config) -> torch.dtype | None:
-    """Format of optimizer state; None: that of the main parameters."""
+    """Dtype of optimizer state, fp32 where it is encoded; None: that of the main parameters."""
     main = "fp32" if has_main_parameters(config) else "fp16" if config.fp16.enabled else "bf16"
     wanted = config.precision.state_dtype
+    if wanted in STATE_FORMATS:
+        return torch.float32
     if wanted is None:  # as in DeepSpeed, whose CPU optimizers have fp32 moments with 16-bit main parameters
         wanted = "bf16" if config.bf16.bf16_optimizer_states else "fp32"
     return None if wanted == main else dtype_of(wanted)

@@ -9,6 +9,7 @@ from shoal.comm.protocol import Communicator
 from shoal.device import Device, MemoryReading
 from shoal.running.runtime import ShardedModel
 from shoal.running.step import ShardedStep
+from shoal.sharding.encoded_state import EncodedState, encoded_nbytes
 from shoal.sharding.memory_model import GroupMemory
 from shoal.sharding.open_gradient import tensors_in
 from shoal.sharding.param_group import ParameterGroup
@@ -226,6 +227,8 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[Le
         # An optimizer steps the elements of each of its groups from the first to the last: the rest is padding.
         padding = group.owned_numel - sum(part.stop - part.start for part in group.ranges)
         formula = model.state(num_states, itemsize) - padding * num_states * itemsize
+        if group.state_format is not None:
+            formula = num_states * sum(encoded_nbytes(each.stop - each.start, each.segments) for each in group.ranges)
         yield entry("optimizer state", row.state.tier, nbytes, formula)
     if unsynced := gradient.unsynced.full.nbytes:
         yield LedgerEntry(row.unit, "gradient", row.gradient_between.tier.value, unsynced, unsynced)
@@ -251,5 +254,5 @@ def _optimizer_bytes(group: ParameterGroup) -> tuple[int, int, int]:
     for _, key, value in group.elementwise_state():
         nbytes += value.nbytes
         keys.add(key)
-        size = value.element_size()
+        size = 1 if isinstance(value, EncodedState) else value.element_size()
     return nbytes, len(keys), size

@@ -22,14 +22,15 @@ import torch
 from shoal.memory.disk_store import DiskBuffer, DiskStore
 from shoal.memory.host import PAGE, round_up
 from shoal.sharding.buffer import FlatBuffer
-from shoal.sharding.param_group import ParameterGroup
+from shoal.sharding.encoded_state import EncodedState
+from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.placement import Tier
 from shoal.sharding.storage import ByteRanges, ShardStorage, placeholder
 
 MAIN = "master"
 _AHEAD = 1  # groups whose state is read before their turn
 
-Field = tuple[str, torch.dtype]
+Field = tuple[str, torch.dtype, int]  # its name, dtype and number of elements
 
 
 @dataclass(eq=False)
@@ -110,15 +111,14 @@ class DiskOptimizerState:
         self._groups: list[ParameterGroup] = []
         self._index: dict[ParameterGroup, int] = {}
         self._stored: dict[int, _Stored] = {}  # by id of the parameter buffer
-        self._visited: ParameterGroup | None = None
 
     @torch.no_grad()
     def add(self, buffer: FlatBuffer, source: torch.Tensor, dtype: torch.dtype) -> ShardStorage:
         """Begin to store main parameters, of which placeholders are left. Raises: OutOfMemoryError, TierError."""
-        fields = ((MAIN, dtype),)
-        stored = _Stored(self._store.allocate(buffer.label, _nbytes(source.numel(), fields)), fields)
+        fields = ((MAIN, dtype, source.numel()),)
+        stored = _Stored(self._store.allocate(buffer.label, _nbytes(fields)), fields)
         assert stored.disk.memory is not None
-        _views(source.numel(), fields, stored.disk.memory)[MAIN].copy_(source)
+        _views(fields, stored.disk.memory)[MAIN].copy_(source)
         self._store.store(stored.disk)
         self._stored[id(buffer)] = stored
         return _Fetched(placeholder((source.numel(),), dtype, torch.device("cpu")))
@@ -153,7 +153,7 @@ class DiskOptimizerState:
         """
         stored = self._stored_of(group)
         if self._store.fetch(stored.disk) and stored.disk.memory is not None:
-            self._point(group, _views(group.owned_numel, stored.fields, stored.disk.memory))
+            self._point(group, _views(stored.fields, stored.disk.memory))
         if reads_ahead:
             following = self._index[group] + 1
             for later in self._groups[following : following + _AHEAD]:
@@ -171,7 +171,7 @@ class DiskOptimizerState:
         if stored.disk.extent is not None and stored.disk.memory is not None:
             self._copy_into(group, stored)
             cpu = torch.device("cpu")
-            self._point(group, {key: placeholder((group.owned_numel,), dtype, cpu) for key, dtype in stored.fields})
+            self._point(group, {key: placeholder((numel,), dtype, cpu) for key, dtype, numel in stored.fields})
         if old is not None:
             self._store.release_memory(old)
         self._store.store(stored.disk)
@@ -188,24 +188,8 @@ class DiskOptimizerState:
             disk.pin_count -= 1
             self.store(group)
 
-    def visit(self, group: ParameterGroup) -> None:
-        """As ``resident``, until another group is visited or ``leave()`` is called."""
-        if self._visited is not group:
-            self.leave()
-            self.fetch(group)
-            self._stored_of(group).disk.pin_count += 1
-            self._visited = group
-
-    def leave(self) -> None:
-        """Store the group that is visited."""
-        if self._visited is not None:
-            group, self._visited = self._visited, None
-            self._stored_of(group).disk.pin_count -= 1
-            self.store(group)
-
     def close(self) -> None:
         """Remove the files: the state is gone."""
-        self._visited = None
         self._groups.clear()
         self._stored.clear()
         self._store.close()
@@ -213,10 +197,11 @@ class DiskOptimizerState:
     # values
 
     def _fields_of(self, group: ParameterGroup) -> tuple[Field, ...]:
-        fields: dict[str, torch.dtype] = {MAIN: group.main.dtype} if group.has_own_main else {}
-        for _, key, value in group.elementwise_state():
-            fields.setdefault(key, value.dtype)
-        return tuple(fields.items())
+        fields: dict[str, Field] = {MAIN: (MAIN, group.main.dtype, group.owned_numel)} if group.has_own_main else {}
+        for _, key, value, _, stop in _placed(group):
+            numel = stop if isinstance(value, EncodedState) else group.owned_numel
+            fields[key] = (key, _stored_tensor(value).dtype, numel)
+        return tuple(fields.values())
 
     def _resize(self, group: ParameterGroup, stored: _Stored) -> torch.Tensor | None:
         """Fit the disk buffer to the state: the first step makes optimizer state, a load may change it.
@@ -224,7 +209,7 @@ class DiskOptimizerState:
         Returns: the memory in which the values still lie, where that is other memory now.
         """
         fields = self._fields_of(group)
-        nbytes = _nbytes(group.owned_numel, fields)
+        nbytes = _nbytes(fields)
         if not nbytes or (fields == stored.fields and stored.disk.memory is not None):
             return None
         stored.fields = fields
@@ -232,22 +217,42 @@ class DiskOptimizerState:
 
     def _copy_into(self, group: ParameterGroup, stored: _Stored) -> None:
         assert stored.disk.memory is not None
-        views = _views(group.owned_numel, stored.fields, stored.disk.memory)
+        views = _views(stored.fields, stored.disk.memory)
         if MAIN in views and not _is_same_range(views[MAIN], group.main):
             views[MAIN].copy_(group.main)
-        for part, key, value in group.elementwise_state():
-            target = views[key][part.start : part.stop]
-            if not _is_same_range(target, value):
-                target.copy_(value)
+        for _, key, value, start, stop in _placed(group):
+            target, source = views[key][start:stop], _stored_tensor(value)
+            if not _is_same_range(target, source):
+                target.copy_(source)
 
     def _point(self, group: ParameterGroup, flats: dict[str, torch.Tensor]) -> None:
         if MAIN in flats:
             group.main = flats[MAIN]
         for part in group.ranges if MAIN in flats else ():
             part.param.data = group.main[part.start : part.stop]
-        for part, key, _ in group.elementwise_state():
-            if key in flats:
-                group.state_of(part)[key] = flats[key][part.start : part.stop]
+        for part, key, value, start, stop in _placed(group):
+            if key not in flats:
+                continue
+            if isinstance(value, EncodedState):
+                value.memory = flats[key][start:stop]
+            else:
+                group.state_of(part)[key] = flats[key][start:stop]
+
+
+def _placed(group: ParameterGroup) -> Iterator[tuple[ParameterRange, str, torch.Tensor | EncodedState, int, int]]:
+    """The states of one element per element, and where each is in its field: an encoded one after that before it."""
+    ends: dict[str, int] = {}
+    for part, key, value in group.elementwise_state():
+        if isinstance(value, EncodedState):
+            start = ends.get(key, 0)
+            ends[key] = start + value.nbytes
+            yield part, key, value, start, ends[key]
+        else:
+            yield part, key, value, part.start, part.stop
+
+
+def _stored_tensor(value: torch.Tensor | EncodedState) -> torch.Tensor:
+    return value.memory if isinstance(value, EncodedState) else value
 
 
 @dataclass
@@ -269,13 +274,13 @@ class Disks:
                 store.close()
 
 
-def _nbytes(numel: int, fields: Sequence[Field]) -> int:
-    return sum(round_up(numel * dtype.itemsize, PAGE) for _, dtype in fields)
+def _nbytes(fields: Sequence[Field]) -> int:
+    return sum(round_up(numel * dtype.itemsize, PAGE) for _, dtype, numel in fields)
 
 
-def _views(numel: int, fields: Sequence[Field], memory: torch.Tensor) -> dict[str, torch.Tensor]:
+def _views(fields: Sequence[Field], memory: torch.Tensor) -> dict[str, torch.Tensor]:
     views, at = {}, 0
-    for key, dtype in fields:
+    for key, dtype, numel in fields:
         views[key] = memory[at : at + numel * dtype.itemsize].view(dtype)
         at += round_up(numel * dtype.itemsize, PAGE)
     return views

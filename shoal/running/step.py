@@ -23,7 +23,8 @@ from shoal.offload.cpu_optimizer import CpuOptimizer
 from shoal.optim.host import TRIAL_NUMEL, HostStep
 from shoal.optim.whole import OwnedRange, ParameterPart, WholeTensorOptimizer
 from shoal.running.state_formats import in_fp32, round_back
-from shoal.sharding.param_group import ParameterGroup, ParameterRange, is_elementwise
+from shoal.sharding.encoded_state import StateFormat
+from shoal.sharding.param_group import ParameterGroup, ParameterRange, decoded, is_elementwise
 from shoal.sharding.placement import Tier
 from shoal.sharding.unit import Unit
 from shoal.streams import name_memory
@@ -54,6 +55,7 @@ class ShardedStep:
         num_host_threads: of updates on the host; None: torch's number.
         pins_host: page-lock what is copied between device and host.
         state_dtype: of optimizer state; None: that of the main parameters. The optimizer must be elementwise.
+        state_format: how state of ``state_dtype`` fp32 is stored between steps; None: as it is.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class ShardedStep:
         num_host_threads: int | None = None,
         pins_host: bool = True,
         state_dtype: torch.dtype | None = None,
+        state_format: StateFormat | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.groups = list(groups)
@@ -89,7 +92,7 @@ class ShardedStep:
         self._scratch: torch.Tensor | None = None
         self._user_groups: list[list[torch.nn.Parameter]] = []
         for group in self.groups:
-            group.optimizer = optimizer
+            group.optimizer, group.state_format = optimizer, state_format
             if group.is_state_offloaded:
                 assert self.cpu_optimizer is not None
                 group.updates = self.cpu_optimizer
@@ -146,13 +149,12 @@ class ShardedStep:
 
     def _split(self, group: ParameterGroup, whole: ParameterRange, has_grad: bytes) -> list[ParameterRange]:
         """Cut a range into runs of parameters that did, and did not, get a gradient."""
-        old = self.optimizer.state.pop(whole.param, None)
+        old = decoded(self.optimizer.state.pop(whole.param, {}))
         parts = self._replace(group, whole, _runs(whole, has_grad))
         for part in parts if old else ():
             low, high = part.start - whole.start, part.stop - whole.start
-            self.optimizer.state[part.param] = {
-                key: _cut(value, whole.stop - whole.start, low, high) for key, value in old.items()
-            }
+            state = {key: _cut(value, whole.stop - whole.start, low, high) for key, value in old.items()}
+            self.optimizer.state[part.param] = part.encoded(state, group.state_format)
         return parts
 
     def _replace(self, group: ParameterGroup, whole: ParameterRange, runs: Sequence[_Run]) -> list[ParameterRange]:
@@ -360,7 +362,7 @@ class ShardedStep:
             group["params"] = [param for param, (_, part) in zip(params, ranges, strict=True) if part.group == index]
         self.optimizer.step()
         if self.state_dtype is not None:
-            round_back(self.optimizer, stored, params, self.state_dtype)
+            round_back(self.optimizer, ranges, params, self.state_dtype)
         self._round(ranges)
 
     def _round(self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]]) -> None:

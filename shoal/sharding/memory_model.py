@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.sharding.encoded_state import encoded_nbytes
 from shoal.sharding.layout import BufferLayout
 from shoal.sharding.table import Row
 
@@ -23,7 +24,8 @@ class GroupMemory:
     Args:
         dtype: of the parameters; ``main_dtype``: of the main parameters; ``gradient_dtype``: of the sum.
         has_own_main: main parameters have memory of their own; else they are the parameters' memory.
-        state_dtype: of optimizer state; None: that of the main parameters.
+        state_dtype: of optimizer state; None: that of the main parameters. ``is_state_encoded``: it has a byte for each
+            element.
     """
 
     layout: BufferLayout
@@ -34,6 +36,7 @@ class GroupMemory:
     gradient_dtype: torch.dtype = torch.float32
     has_own_main: bool = True
     state_dtype: torch.dtype | None = None
+    is_state_encoded: bool = False
 
     def _numel(self, is_sharded: bool) -> int:
         return self.layout.shard_numel if is_sharded else self.layout.numel
@@ -84,7 +87,10 @@ class GroupMemory:
         return self.owned_numel * self.main_dtype.itemsize if self.has_own_main else 0
 
     def state(self, num_states: int = ADAM_STATES, itemsize: int | None = None) -> int:
-        """Optimizer state of one element per owned element."""
+        """Optimizer state of one element per owned element; where it is encoded, of the first rank."""
+        if self.is_state_encoded:
+            owned = self.layout.segments_in(0, self.owned_numel)
+            return num_states * encoded_nbytes(self.owned_numel, owned)
         return self.owned_numel * num_states * (itemsize or (self.state_dtype or self.main_dtype).itemsize)
 
 

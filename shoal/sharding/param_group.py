@@ -14,7 +14,7 @@ reads as NaN, refuses writes).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from shoal.comm.protocol import FinishedWork, Work
 from shoal.comm.wire import Wire
 from shoal.sharding.axes import GroupAxes
 from shoal.sharding.buffer import FlatBuffer
+from shoal.sharding.encoded_state import EncodedState, StateFormat
 from shoal.sharding.gradient import Gradient
 from shoal.sharding.layout import Segment, Used
 from shoal.sharding.placement import Placement
@@ -43,9 +44,26 @@ class ParameterRange:
     stop: int
     segments: tuple[Segment, ...]
 
+    def encoded(self, state: Mapping[str, Any], form: StateFormat | None) -> dict[str, Any]:
+        """State of the range in a format; None: as it is."""
+        numel = self.stop - self.start
+        return {
+            key: EncodedState.of(form.of(key), value, self.segments)
+            if form is not None and is_elementwise(value, numel) and value.is_floating_point()
+            else value
+            for key, value in state.items()
+        }
+
+
+def decoded(state: Mapping[str, Any]) -> dict[str, Any]:
+    """State of a range, in fp32 where it is encoded."""
+    return {key: value.decode() if isinstance(value, EncodedState) else value for key, value in state.items()}
+
 
 def is_elementwise(value: Any, numel: int) -> bool:
     """True if an entry of the optimizer state of a range has one element for each of the range's ``numel``."""
+    if isinstance(value, EncodedState):
+        return value.numel() == numel
     return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
 
 
@@ -82,14 +100,6 @@ class DiskState(Protocol):
 
     def store(self, group: ParameterGroup) -> None:
         """Begin to store them; placeholders are left in memory."""
-        ...
-
-    def visit(self, group: ParameterGroup) -> None:
-        """As ``resident``, until another group is visited or ``leave()`` is called."""
-        ...
-
-    def leave(self) -> None:
-        """Store the group that is visited."""
         ...
 
 
@@ -159,6 +169,8 @@ class ParameterGroup:
         self.kept: list[KeptState] = [] if gradient is None else [gradient.sent]
         self.ranges: list[ParameterRange] = []
         self.optimizer: torch.optim.Optimizer | None = None  # that keeps the state of ``ranges``, by their ``param``
+        self.state_format: StateFormat | None = None  # of that state; None: tensors
+        self._num_readers = 0  # in ``resident``
         self.updates: Updates | None = None  # set where the CPU optimizer updates the group
         self.disk: DiskState | None = None  # set where main parameters and optimizer state are on a disk
         self.before_change: Callable[[], None] | None = None  # waits for an asynchronous save that reads the state
@@ -318,7 +330,7 @@ class ParameterGroup:
         """The optimizer state of one range; empty before the first step."""
         return {} if self.optimizer is None else self.optimizer.state.get(part.param, {})
 
-    def elementwise_state(self) -> Iterator[tuple[ParameterRange, str, torch.Tensor]]:
+    def elementwise_state(self) -> Iterator[tuple[ParameterRange, str, torch.Tensor | EncodedState]]:
         """The states of one element per element of a range: the range, the key and the values, of all ranges."""
         for part in self.ranges:
             for key, value in list(self.state_of(part).items()):
@@ -334,10 +346,28 @@ class ParameterGroup:
 
     # consistency
 
-    def resident(self) -> AbstractContextManager[None]:
-        """Keep main parameters and optimizer state in memory, wherever they are stored; changes are stored."""
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """Keep main parameters and optimizer state in memory, wherever and however they are stored, as tensors; changes
+        are stored.
+        """
         self.synchronize()
-        return nullcontext() if self.disk is None else self.disk.resident(self)
+        with nullcontext() if self.disk is None else self.disk.resident(self):
+            self._num_readers += 1
+            if self._num_readers == 1:
+                self._replace_state(lambda part, state: decoded(state))
+            try:
+                yield
+            finally:
+                self._num_readers -= 1
+                if not self._num_readers:
+                    self._replace_state(lambda part, state: part.encoded(state, self.state_format))
+
+    def _replace_state(self, replaced: Callable[[ParameterRange, dict[str, Any]], dict[str, Any]]) -> None:
+        if self.state_format is not None and self.optimizer is not None:
+            for part in self.ranges:
+                if state := self.state_of(part):
+                    self.optimizer.state[part.param] = replaced(part, state)
 
     def synchronize(self) -> None:
         """Wait for pending updates and readers; afterwards the state may be modified."""

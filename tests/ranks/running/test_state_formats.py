@@ -1,0 +1,238 @@
+"""Optimizer state in other formats than fp32, against one process that does the same arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.memory.disk import DiskTier
+from shoal.sharding.encoded_state import BLOCK
+from tests.helpers.models import Plain
+from tests.helpers.training import Trained, adamw, batch, config, finish, main_parameters, make, run_steps, start
+
+STEPS = 3
+Owned = dict[str, list[tuple[int, int]]]  # by parameter, its parts by rank
+
+
+def one_code(values: torch.Tensor, state_dtype: str, key: str) -> torch.Tensor:
+    """One block as it is after encoding and decoding, by the formulas of the module's docstring."""
+    steps = {("int8", "exp_avg"): 127.0, ("int8", "exp_avg_sq"): 255.0, ("fp8", "exp_avg_sq"): 448.0}
+    most = steps.get((state_dtype, key), 448.0)
+    is_root = (state_dtype, key) != ("fp8", "exp_avg")
+    scale = (values.abs().max() / (most**2 if is_root else most)).bfloat16().float()
+    if scale == 0:
+        return torch.zeros_like(values)
+    numbers = values / scale
+    if is_root:
+        numbers = numbers.sign() * numbers.abs().sqrt()
+    if state_dtype == "int8":
+        numbers = numbers.round()
+        if key == "exp_avg_sq":
+            numbers = numbers.clamp_min(1.0)
+    else:
+        numbers = numbers.to(torch.float8_e4m3fn).float()
+        if key == "exp_avg_sq":
+            numbers = numbers.clamp_min(2.0**-9)
+    return scale * (numbers * numbers.abs() if is_root else numbers)
+
+
+def in_blocks(value: torch.Tensor, parts: list[tuple[int, int]], state_dtype: str, key: str) -> torch.Tensor:
+    """A parameter's state after encoding and decoding. ``parts``: what each rank owns of it."""
+    flat, result = value.flatten(), torch.empty(value.numel())
+    for begin, end in parts:
+        edges = [begin, *(at for at in range(0, end, BLOCK) if begin < at < end), end]
+        for low, high in pairwise(edges):
+            result[low:high] = one_code(flat[low:high], state_dtype, key)
+    return result.view_as(value)
+
+
+def owned_parts(engine: shoal.Engine) -> Owned:
+    """By parameter, what each rank of the group owns of it."""
+    found: Owned = {}
+    for group in engine.sharded.groups:
+        buffer = group.buffer
+        ranks = range(buffer.layout.num_shards)
+        extents = [buffer.layout.owned(rank) for rank in ranks] if group.row.state.is_sharded else [(0, 1 << 40)]
+        for spec in buffer.layout.specs:
+            places = [(max(low - spec.offset, 0), min(high - spec.offset, spec.numel)) for low, high in extents]
+            found[spec.name] = [(low, high) for low, high in places if low < high]
+    return found
+
+
+def train(stage: int, state_dtype: str, **sections: Any) -> tuple[Trained, Owned]:
+    engine = start(Plain, config(stage, precision={"state_dtype": state_dtype}, **sections), adamw)
+    owned = owned_parts(engine)
+    return finish(engine, run_steps(engine, STEPS)), owned
+
+
+def emulate(owned: Owned, state_dtype: str, num_ranks: int) -> dict[str, torch.Tensor]:
+    """The parameters after ``STEPS`` steps of all ranks, in one process."""
+    model = make(Plain)
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        total: dict[str, torch.Tensor] = {}
+        for rank in range(num_ranks):
+            model.zero_grad()
+            model(*batch(step, rank, num_ranks)).backward()
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    total[name] = p.grad.clone() if rank == 0 else total[name] + p.grad
+        for name, p in model.named_parameters():
+            p.grad = total[name] * (1 / num_ranks) if name in total else None
+        optimizer.step()
+        for name, p in model.named_parameters():
+            for key in ("exp_avg", "exp_avg_sq"):
+                if p in optimizer.state:
+                    optimizer.state[p][key] = in_blocks(optimizer.state[p][key], owned[name], state_dtype, key)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("state_dtype", ["int8", "fp8"])
+def test_a_run_has_the_bits_of_one_process_that_does_the_same(
+    stage: int, state_dtype: str, ranks: Callable[..., Any]
+) -> None:
+    results = ranks(2, train, stage, state_dtype)
+    wanted = emulate(results[0][1], state_dtype, 2)
+    plain = ranks(2, train, stage, "fp32")
+    for trained, _ in results:
+        for name, value in trained.main_parameters.items():
+            assert torch.equal(value, wanted[name]), name
+    assert not all(torch.equal(value, wanted[name]) for name, value in plain[0][0].main_parameters.items())
+
+
+def state_of(engine: shoal.Engine) -> dict[str, dict[str, torch.Tensor]]:
+    """This rank's state, decoded, by parameter."""
+    states = engine.optimizer.state
+    return {
+        name: {key: value.clone() for key, value in states[p].items() if value.dim()}
+        for name, p in engine.module.named_parameters()
+    }
+
+
+def resume(settings: dict[str, Any], to: dict[str, Any], folder: Path) -> tuple[Any, ...]:
+    """Parameters and state after four steps, and the same resumed after two of them; and the state as it was loaded."""
+    engine = start(Plain, settings, adamw)
+    run_steps(engine, 2)
+    engine.save_checkpoint(folder)
+    saved = state_of(engine)
+    run_steps(engine, 2, first=2)
+    on = main_parameters(engine), state_of(engine)
+    engine.destroy()
+    engine = start(Plain, to, adamw)
+    assert engine.load_checkpoint(folder)[0] is not None
+    loaded = state_of(engine)
+    run_steps(engine, 2, first=2)
+    continued = main_parameters(engine), state_of(engine)
+    engine.destroy()
+    return saved, loaded, on, continued
+
+
+def is_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    assert one.keys() == other.keys()
+    return all(
+        is_equal(value, other[key]) if isinstance(value, dict) else torch.equal(value, other[key])
+        for key, value in one.items()
+    )
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    "disk": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16 alone": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "async": {"checkpoint": {"async_save": True}},
+}
+
+
+@pytest.mark.parametrize(("stage", "state_dtype"), [(1, "fp8"), (3, "int8")])
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_has_the_bits_of_the_one_that_went_on(
+    case: str, stage: int, state_dtype: str, ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    sections = {key: dict(value) for key, value in RESUMED[case].items()}
+    if case == "disk":
+        sections["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
+    settings = config(stage, precision={"state_dtype": state_dtype}, **sections)
+    for saved, loaded, on, continued in ranks(2, resume, settings, settings, tmp_path / "saved"):
+        assert is_equal(saved, loaded)
+        assert is_equal(on[0], continued[0])
+        assert is_equal(on[1], continued[1])
+
+
+def test_state_is_loaded_in_another_layout_and_from_another_format(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """Only blocks that the edge of a shard cuts are rounded again."""
+
+    def save() -> dict[str, torch.Tensor]:
+        engine = start(Plain, config(3, precision={"state_dtype": "int8"}), adamw)
+        run_steps(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        return whole_state(engine)
+
+    def load(stage: int, state_dtype: str) -> dict[str, torch.Tensor]:
+        engine = start(Plain, config(stage, precision={"state_dtype": state_dtype}), adamw)
+        engine.load_checkpoint(tmp_path)
+        return whole_state(engine)
+
+    def whole_state(engine: shoal.Engine) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, p in engine.module.named_parameters():
+            value = engine.access.full_optimizer_state(p, "exp_avg")
+            if value is not None:
+                found[name] = value.clone()
+        return found
+
+    saved = ranks(2, save)[0]
+    for state_dtype, bound in (("fp32", 0.0), ("int8", 0.01), ("fp8", 1 / 16)):
+        for loaded in ranks(4, load, 1, state_dtype):
+            assert loaded.keys() == saved.keys()
+            for name, value in saved.items():
+                assert float((loaded[name] - value).abs().max()) <= bound * float(value.abs().max())
+
+
+def test_state_has_a_byte_for_each_element_and_two_for_each_block(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """In the ledger, on each tier; and the bytes that a disk reads and writes in a step."""
+
+    def model() -> Plain:
+        made = Plain(2, 128)
+        del made.unused  # which has no state
+        return made
+
+    def run(state_dtype: str, kind: str) -> tuple[int, int, int]:
+        section = {"zero_optimization": {"offload_optimizer": {"device": kind, "nvme_path": str(tmp_path)}}}
+        settings = config(2, precision={"state_dtype": state_dtype}, **(section if kind != "none" else {}))
+        engine = start(model, settings, adamw)
+        run_steps(engine, 1)
+        moved.clear()
+        run_steps(engine, 1, first=1)
+        ledger = engine.memory_report()
+        assert all(entry.nbytes == entry.formula for entry in ledger.entries)
+        numel = sum(part.stop - part.start for group in engine.sharded.groups for part in group.ranges)
+        engine.destroy()
+        return ledger.by_kind()["optimizer state"], numel, sum(moved)
+
+    moved: list[int] = []
+    submit = DiskTier._submit
+
+    def counted(disk: DiskTier, extent: Any, tensor: torch.Tensor, offset: int = 0, *, is_write: bool) -> Any:
+        moved.append(tensor.nbytes)
+        return submit(disk, extent, tensor, offset, is_write=is_write)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiskTier, "_submit", counted)
+        for kind in ("none", "cpu", "nvme"):
+            (plain, numel, plain_moved), (found, _, found_moved) = (
+                ranks(2, run, each, kind)[0] for each in ("fp32", "int8")
+            )
+            assert plain == 8 * numel
+            assert 2 * numel < found < 2 * numel * (1 + 3 / BLOCK)
+            if kind == "nvme":  # main parameters are there too: 12 bytes for each element, or 6
+                assert plain_moved >= 2 * 12 * numel
+                assert found_moved < 0.53 * plain_moved

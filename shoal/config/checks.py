@@ -47,6 +47,12 @@ def check_together(config: Schema, reading: Normalised) -> Iterator[Problem]:
             + (f", and {mode}_master_weights_and_grads their main parameters." if has_no_main else "."),
             f'write "{mode}"' + ("" if has_no_main or mode == "fp32" else ' or "fp32"') + ", or leave it out.",
         )
+    if precision.stochastic_rounding and not (bf16.enabled and (has_no_main or precision.master_dtype == "bf16")):
+        yield Problem(
+            "precision.stochastic_rounding",
+            "true, but main parameters are not bf16, so that nothing is rounded to it after a step.",
+            'set bf16.enabled and precision.master_dtype = "bf16", or leave it out.',
+        )
     if precision.state_dtype == "fp16":
         what = '"fp16", in which squares of small gradients are 0.'
         yield Problem("precision.state_dtype", what, 'write "bf16", "fp8" or "int8".')

@@ -109,6 +109,11 @@ class PrecisionSection(Section):
         "format of optimizer state: fp32, bf16, or fp8 or int8 in blocks of 256 that share a scale; null: fp32, or as"
         " bf16.bf16_optimizer_states says. A step computes in fp32",
     )
+    stochastic_rounding: bool = key(
+        False,
+        "round bf16 main parameters up or down at random after a step, so that small updates count; needs bf16 with"
+        " bf16_master_weights_and_grads, or master_dtype bf16",
+    )
 
 
 @with_unsupported("checkpoint")

@@ -36,7 +36,9 @@ def _check_given(
     """Validate the client's optimizer. Returns: True if it steps the model's own parameters."""
     zero = settings.zero_optimization
     is_offloaded = any(s is not None and s.device != "none" for s in (zero.offload_optimizer, zero.offload_param))
-    has_own_format = settings.precision.state_dtype is not None and state_dtype_of(settings) is not None
+    has_own_format = settings.precision.stochastic_rounding or (
+        settings.precision.state_dtype is not None and state_dtype_of(settings) is not None
+    )
     says_no = settings.origin("zero_allow_untested_optimizer") == "user" and not settings.zero_allow_untested_optimizer
     kind = check_elementwise(
         optimizer,
@@ -176,12 +178,17 @@ def refuse_untrained(*, has_trained: bool) -> None:
 
 
 def make_step(
-    made: MadeOptimizer, sharded: ShardedModel, properties: Properties, num_ranks_here: int
+    made: MadeOptimizer,
+    sharded: ShardedModel,
+    properties: Properties,
+    num_ranks_here: int,
+    step_number: Callable[[], int],
 ) -> ShardedStep | None:
     """The optimizer on this rank's range; None without an optimizer.
 
     Args:
         num_ranks_here: ranks on this rank's host, which share its cores.
+        step_number: counts the steps.
     """
     if made.optimizer is None:
         return None
@@ -195,9 +202,17 @@ def make_step(
                 do="leave precision.state_dtype out, or take an elementwise optimizer, such as AdamW.",
                 code="optimizer-state-dtype",
             )
+        if config.precision.stochastic_rounding:
+            raise ConfigError(
+                f"precision.stochastic_rounding is true, but {type(made.optimizer).__name__} steps whole tensors, in"
+                " the format of the main parameters.",
+                do="leave it out, or take an elementwise optimizer, such as AdamW.",
+                code="optimizer-state-dtype",
+            )
         state_dtype = None
     elif isinstance(made.optimizer, FP32States) and config.precision.state_dtype is None:
-        state_dtype = state_dtype if made.optimizer.fp32_optimizer_states else None  # as the client has said
+        narrow = torch.bfloat16 if config.precision.stochastic_rounding else None
+        state_dtype = state_dtype if made.optimizer.fp32_optimizer_states else narrow  # as the client has said
     step: ShardedStep
     if made.is_direct:
         step = DirectStep(made.optimizer, groups)
@@ -215,6 +230,7 @@ def make_step(
             pins_host=properties.plan.zero.pins_state,
             state_dtype=state_dtype,
             state_format=properties.plan.precision.state_format,
+            step_number=step_number if config.precision.stochastic_rounding else None,
         )
     import_state(step, made.dtypes)
     step.state_was_loaded()

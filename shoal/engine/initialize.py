@@ -233,7 +233,9 @@ def _start(
             levels=levels_of(axes, plan.zero.wire, hosts, is_sharded=plan.zero.stage > 0 or is_apart),
         )
         try:
-            step = make_step(made, sharded, properties, offload.num_ranks_here)
+            step = make_step(
+                made, sharded, properties, offload.num_ranks_here, lambda: accumulation.counters.global_steps
+            )
             sharding = Sharding(sharded, step, properties, accumulation)
             more = recomputed_blocks(model, settings) if isinstance(model, StageModule) else []
             blocks = model.own_blocks if isinstance(model, StageModule) else []

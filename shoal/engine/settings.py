@@ -218,7 +218,7 @@ def state_dtype_of(config: Config) -> torch.dtype | None:
         return torch.float32
     if wanted is None:  # as in DeepSpeed, whose CPU optimizers have fp32 moments with 16-bit main parameters
         wanted = "bf16" if config.bf16.bf16_optimizer_states else "fp32"
-    return None if wanted == main else dtype_of(wanted)
+    return None if wanted == main and not config.precision.stochastic_rounding else dtype_of(wanted)
 
 
 def wide_buffers_of(config: Config) -> tuple[str, ...] | None:

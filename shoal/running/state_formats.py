@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shoal.sharding.param_group import ParameterGroup, ParameterRange, decoded, is_elementwise
+from shoal.sharding.stochastic_rounding import round_stochastically
 
 
 def in_fp32(optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
@@ -34,10 +35,18 @@ def round_back(
     ranges: Sequence[tuple[ParameterGroup, ParameterRange]],
     wide: Sequence[torch.nn.Parameter],
     dtype: torch.dtype,
+    step_number: int | None = None,
 ) -> None:
-    """After the step: give the ranges what ``in_fp32`` returned, and their state back, in ``dtype`` and its format."""
+    """After the step: give the ranges what ``in_fp32`` returned, and their state back, in ``dtype`` and its format.
+
+    Args:
+        step_number: round parameters to bf16 stochastically, with this step's random bits; None: to the nearest.
+    """
     for (group, part), computed in zip(ranges, wide, strict=True):
-        if computed is not part.param:
+        if computed is not part.param and step_number is not None:
+            specs = group.buffer.layout.specs
+            round_stochastically(computed.detach(), part.param, part.segments, specs, step_number)
+        elif computed is not part.param:
             part.param.copy_(computed)
         if state := optimizer.state.pop(computed, None):
             state = {key: _cast(value, computed.numel(), dtype) for key, value in state.items()}

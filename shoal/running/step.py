@@ -10,7 +10,7 @@ such a parameter among others is cut, its optimizer state with it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,8 @@ class ShardedStep:
         pins_host: page-lock what is copied between device and host.
         state_dtype: of optimizer state; None: that of the main parameters. The optimizer must be elementwise.
         state_format: how state of ``state_dtype`` fp32 is stored between steps; None: as it is.
+        step_number: counts the steps, for stochastic rounding of bf16 main parameters; None: they are rounded to the
+            nearest. Needs a ``state_dtype``.
     """
 
     def __init__(
@@ -71,10 +73,12 @@ class ShardedStep:
         pins_host: bool = True,
         state_dtype: torch.dtype | None = None,
         state_format: StateFormat | None = None,
+        step_number: Callable[[], int] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.groups = list(groups)
         self.state_dtype = state_dtype
+        self._step_number = step_number
         self.cpu_optimizer: CpuOptimizer | None = None
         if any(group.is_state_offloaded for group in groups):
             numel = sum(group.owned_numel for group in groups if group.is_state_offloaded)
@@ -362,7 +366,8 @@ class ShardedStep:
             group["params"] = [param for param, (_, part) in zip(params, ranges, strict=True) if part.group == index]
         self.optimizer.step()
         if self.state_dtype is not None:
-            round_back(self.optimizer, ranges, params, self.state_dtype)
+            step_number = None if self._step_number is None else self._step_number()
+            round_back(self.optimizer, ranges, params, self.state_dtype, step_number)
         self._round(ranges)
 
     def _round(self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]]) -> None:

@@ -150,6 +150,8 @@ AXES: dict[str, Values] = {
     },
     # In the runs the recipe rounds nothing: the way that products take is that of any recipe.
     "fp8": _switch(fp8={"recipe": "rowwise", "modules": ["*"]}),
+    # In the runs each element is a block: what is stored is another form, whose values lose the last bit.
+    "stored state": {"fp32": {}, "int8": {"precision": {"state_dtype": "int8"}}},
     "buckets": {"wide": {}, "narrow": _zero(reduce_bucket_size=40)},
     "gathering": {
         "ahead": {},

@@ -27,6 +27,7 @@ from shoal.parallel.expert.held import ExpertsHeld, SplitDim, Stack
 from shoal.parallel.expert.huggingface import StackRows
 from shoal.parallel.loss import count_tokens
 from shoal.parallel.low_precision.recipes import RECIPES, Recipe
+from shoal.sharding import encoded_state
 from tests.helpers.compiling import CountsGraphs, compiling
 from tests.helpers.composition import Combination, Run, settings_of
 from tests.helpers.exact_format import Exact
@@ -336,6 +337,8 @@ def train(settings: dict[str, Any], run: Run, device: torch.device = CPU) -> lis
             for form in ("int8", "1bit"):
                 patch.setitem(FORMATS, form, lambda _block: Exact())
             patch.setitem(RECIPES, "rowwise", Recipe(None, None, None))
+            patch.setattr(encoded_state, "BLOCK", 1)
+            patch.setattr(encoded_state, "_SCALE", torch.float32)
             results = run_ranks(run.world_size, job, device=device)
         if run.compiled != "no" and "activation_checkpointing" not in settings:  # recomputed segments run uncompiled
             assert backend.num_graphs > 0

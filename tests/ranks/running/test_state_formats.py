@@ -13,6 +13,8 @@ import torch
 import shoal
 from shoal.memory.disk import DiskTier
 from shoal.sharding.encoded_state import BLOCK
+from shoal.sharding.layout import ParameterSpec, Segment
+from shoal.sharding.stochastic_rounding import round_stochastically
 from tests.helpers.models import Plain
 from tests.helpers.training import Trained, adamw, batch, config, finish, main_parameters, make, run_steps, start
 
@@ -236,3 +238,87 @@ def test_state_has_a_byte_for_each_element_and_two_for_each_block(ranks: Callabl
             if kind == "nvme":  # main parameters are there too: 12 bytes for each element, or 6
                 assert plain_moved >= 2 * 12 * numel
                 assert found_moved < 0.53 * plain_moved
+
+
+# bf16 main parameters that are rounded stochastically
+
+ALONE = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+ROUNDED = {**ALONE, "precision": {"stochastic_rounding": True}}
+
+
+def test_stochastic_rounding_has_the_value_as_its_mean_and_rounds_each_parameter_alike_in_every_range() -> None:
+    specs = [ParameterSpec.whole("one", (60_000,)), ParameterSpec.whole("other", (40_000,))]
+    values = torch.full((100_000,), 1 + 1 / 512)
+    values[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+
+    def rounded(segments: list[Segment], step: int = 0) -> torch.Tensor:
+        result = torch.zeros(100_000, dtype=torch.bfloat16)
+        round_stochastically(values, result, segments, specs, step)
+        return result
+
+    whole = rounded([Segment(0, 0, 60_000, 0), Segment(1, 60_000, 100_000, 0)])
+    finite = whole[3:].float()
+    assert torch.equal(whole[:3], values[:3].bfloat16()) or whole[2].isnan()
+    assert set(finite.unique().tolist()) == {1.0, 1 + 1 / 128}
+    assert abs(float(finite.mean()) - (1 + 1 / 512)) < 4 * (1 / 128) * (0.25 * 0.75 / 100_000) ** 0.5
+    cut = rounded([Segment(0, 0, 777, 0), Segment(0, 777, 60_000, 777), Segment(1, 60_000, 100_000, 0)])
+    assert torch.equal(cut[3:], whole[3:])
+    assert not torch.equal(rounded([Segment(0, 0, 60_000, 0)], 1)[3:60_000], whole[3:60_000])
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+def test_stochastically_rounded_parameters_are_those_of_every_stage_and_of_a_resumed_run(
+    state_dtype: str, ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    sections = {**ROUNDED, "precision": {**ROUNDED["precision"], "state_dtype": state_dtype}}
+    found = []
+    for stage in (1, 2, 3):
+        settings = config(stage, **sections)
+        results = ranks(2, resume, settings, settings, tmp_path / str(stage))
+        for _, _, on, continued in results:
+            assert is_equal(on[0], continued[0])
+            assert is_equal(on[0], results[0][2][0])
+        found.append(results[0][2][0])
+    assert is_equal(found[0], found[1])
+    assert is_equal(found[0], found[2])
+    nearest = config(1, **ALONE, precision={"state_dtype": state_dtype})
+    (plain,) = {id(each[2][0]): each[2][0] for each in ranks(1, resume, nearest, nearest, tmp_path / "n")}.values()
+    assert not all(torch.equal(value, found[0][name]) for name, value in plain.items())
+
+
+def test_updates_below_half_of_the_last_bit_are_lost_unless_they_are_rounded_stochastically(
+    ranks: Callable[..., Any],
+) -> None:
+    """A weight of 1 with 200 updates of 1/2048 each, an eighth of bf16's last bit below 1."""
+
+    def train(sections: dict[str, Any]) -> float:
+        model = torch.nn.Linear(64, 64, bias=False)
+        torch.nn.init.ones_(model.weight)
+        settings = {"train_micro_batch_size_per_gpu": 64, "gradient_clipping": 0.0, **sections}
+        settings["optimizer"] = {"type": "SGD", "params": {"lr": 1 / 2048}}
+        engine = shoal.initialize(model=model, config=settings)[0]
+        for _ in range(200):
+            engine.backward(engine(torch.eye(64, dtype=torch.bfloat16)).float().sum())
+            engine.step()
+        return float(engine.module.weight.detach().float().mean())
+
+    assert ranks(1, train, ALONE) == [1.0]
+    assert abs(ranks(1, train, ROUNDED)[0] - (1 - 200 / 2048)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("sections", "code"),
+    [
+        ({"precision": {"stochastic_rounding": True}, "bf16": {"enabled": True}}, "main parameters are not bf16"),
+        ({"precision": {"state_dtype": "int8"}, "optimizer": {"type": "Muon"}}, "Muon steps whole tensors"),
+        ({**ROUNDED, "optimizer": {"type": "Lamb"}}, "Lamb steps whole tensors"),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+            | {"precision": {"state_dtype": "int8"}},
+            "bf16_optimizer_states is true",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(sections: dict[str, Any], code: str, ranks: Callable[..., Any]) -> None:
+    with pytest.raises(shoal.ShoalError, match=code):
+        ranks(1, lambda: shoal.initialize(model=make(Plain), config=config(1, **sections)))

@@ -131,7 +131,6 @@ def _tensors(group: ParameterGroup) -> Iterator[tuple[int, torch.Tensor]]:
     if group.has_own_main:
         yield buffer.begin, group.main
     for part, _, value in sorted(group.elementwise_state(), key=lambda each: (each[0].start, each[1])):
-        assert isinstance(value, torch.Tensor)  # while the group is resident
         yield buffer.begin + part.start, value
 
 

@@ -251,7 +251,7 @@ def _communicators(sharded: ShardedModel) -> list[Communicator]:
 def _optimizer_bytes(group: ParameterGroup) -> tuple[int, int, int]:
     """Bytes of state of one element per element, the number of such states, and their item size."""
     nbytes, keys, size = 0, set(), 4
-    for _, key, value in group.elementwise_state():
+    for _, key, value in group.stored_state():
         nbytes += value.nbytes
         keys.add(key)
         size = 1 if isinstance(value, EncodedState) else value.element_size()

@@ -242,7 +242,7 @@ class DiskOptimizerState:
 def _placed(group: ParameterGroup) -> Iterator[tuple[ParameterRange, str, torch.Tensor | EncodedState, int, int]]:
     """The states of one element per element, and where each is in its field: an encoded one after that before it."""
     ends: dict[str, int] = {}
-    for part, key, value in group.elementwise_state():
+    for part, key, value in group.stored_state():
         if isinstance(value, EncodedState):
             start = ends.get(key, 0)
             ends[key] = start + value.nbytes

@@ -330,12 +330,18 @@ class ParameterGroup:
         """The optimizer state of one range; empty before the first step."""
         return {} if self.optimizer is None else self.optimizer.state.get(part.param, {})
 
-    def elementwise_state(self) -> Iterator[tuple[ParameterRange, str, torch.Tensor | EncodedState]]:
-        """The states of one element per element of a range: the range, the key and the values, of all ranges."""
+    def stored_state(self) -> Iterator[tuple[ParameterRange, str, torch.Tensor | EncodedState]]:
+        """The states of one element per element of a range, as they are stored: the range, the key and the values."""
         for part in self.ranges:
             for key, value in list(self.state_of(part).items()):
                 if is_elementwise(value, part.param.numel()):
                     yield part, key, value
+
+    def elementwise_state(self) -> Iterator[tuple[ParameterRange, str, torch.Tensor]]:
+        """The same as tensors. The group is ``resident``."""
+        for part, key, value in self.stored_state():
+            assert isinstance(value, torch.Tensor), f"{key} of {self.label} is encoded"
+            yield part, key, value
 
     def ranges_of(self, slot: int) -> Iterator[tuple[ParameterRange, Segment]]:
         """The ranges that hold a part of one parameter, with that part."""

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.arena import ContenderError, Host, Team, machine, reason, table
-from benchmarks.contenders import Task
+from benchmarks.contenders import LEARNING_RATE, Task
 
 ROUNDS_STEPS = 8  # in a round: a multiple of the steps between two synchronisations of local steps
 BURST_SECONDS = 0.004  # of the rate, that may be sent at once
@@ -39,8 +39,8 @@ class Entry:
     warm_steps: int = 0  # before the first round
 
 
-def _adam(name: str, **params: Any) -> dict[str, Any]:
-    return {"optimizer": {"type": name, "params": params}}
+def _optimizer(name: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": name, "params": {"lr": LEARNING_RATE, **params}}}
 
 
 ENTRIES: dict[str, Entry] = {
@@ -50,11 +50,19 @@ ENTRIES: dict[str, Entry] = {
     "shoal-3": Entry("shoal-3"),
     "shoal-2 int8": Entry("shoal-2", {"wire": {"gather": "int8", "reduce": "int8"}}),
     "shoal-2 int8, int4": Entry("shoal-2", {"wire": {"gather": "int8", "reduce": "int4_hadamard"}}),
-    "shoal-2 int4": Entry("shoal-2", {"wire": {"gather": "int4_hadamard", "reduce": "int4_hadamard"}}),
+    "shoal-2 int4": Entry(
+        "shoal-2", {"wire": {"gather": "int4_hadamard", "difference": True, "reduce": "int4_hadamard"}}
+    ),
     "shoal-3 int8, int4": Entry("shoal-3", {"wire": {"gather": "int8", "reduce": "int4_hadamard"}}),
     "shoal-0 int8": Entry("shoal-0", {"wire": {"reduce": "int8"}}),
     "shoal-0 int4": Entry("shoal-0", {"wire": {"reduce": "int4_hadamard"}}),
     "shoal-0 1bit": Entry("shoal-0", {"wire": {"reduce": "1bit", "error_feedback": True}}),
+    "shoal-0 1-bit Adam": Entry("shoal-0", _optimizer("OneBitAdam", freeze_step=3), warm_steps=4),
+    "shoal-0 0/1 Adam": Entry(
+        "shoal-0",
+        _optimizer("ZeroOneAdam", var_freeze_step=3, local_step_scaler=4, local_step_clipper=8),
+        warm_steps=16,
+    ),
     "shoal-2 local steps": Entry("shoal-2", {"local_steps": {"every": 8}, "parallel": {"dp_replicate": 2}}),
     "deepspeed-2": Entry("deepspeed-2"),
     "deepspeed-3": Entry("deepspeed-3"),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import shoal
 from shoal.comm.formats import format_named
+from shoal.comm.world import current_world
 from tests.helpers.models import Plain
-from tests.helpers.training import Trained, batch, config, finish, make, run_steps, start
-from tests.ranks.running.test_wire_formats import layouts_of, through
+from tests.helpers.training import Trained, batch, config, finish, main_parameters, make, run_steps, start
+from tests.ranks.running.test_wire_formats import encoded, layouts_of, through
 
 STEPS = 9
 LR, DECAY, BETAS, EPS = 0.01, 0.1, (0.9, 0.99), 1e-6
@@ -239,3 +242,163 @@ def test_zero_one_adam_has_the_bits_of_one_process(num_ranks: int, ranks: Callab
             own = torch.cat([trained.parameters[name].flatten() for _, _, layout in layouts for name, _, _ in layout])
             assert torch.equal(own, wanted[f"rank {rank}"]), (steps, rank)
         assert (steps in LOCAL) != torch.equal(wanted["rank 0"], wanted["rank 1"])
+
+
+def emulated_lamb(run: Emulation, freeze_step: int, steps: int) -> Values:
+    b1, b2 = BETAS
+    fresh: dict[str, torch.Tensor] = {}
+    at: dict[tuple[str, int, int], torch.Tensor] = {}  # of each parameter: c, the last factor, s
+    for step in range(1, steps + 1):
+        gradients = run.gradients(step - 1, [run.w] * run.num_ranks)
+        used = [(label, a, a + size) for label, _, own in run.layouts for _, a, size in own if run.used[label][a]]
+        at = at or {key: torch.tensor([0.0, 1.0, 1.0]) for key in used}
+        if step == freeze_step + 1:
+            fresh = {label: v.clone() for label, v in run.v.items()}
+            sizes = {key: run.m[key[0]][key[1] : key[2]].square().mean().sqrt() for key in used}
+            for key, size in sizes.items():
+                at[key][2] = torch.stack(list(sizes.values())).mean() / size
+        scales = {label: torch.ones_like(w) for label, w in run.w.items()}
+        for label, a, z in used:
+            scales[label][a:z] = at[label, a, z][2]
+        means = {}
+        for label, m in run.m.items():
+            own = [each[label] for each in gradients]
+            if step <= freeze_step:
+                means[label] = run.plain_mean(own)
+            else:
+                means[label] = run.encoded_mean(label, [g.mul(1 - b1).add_(m, alpha=b1) * scales[label] for g in own])
+        correction = (1 - b2 ** min(step, freeze_step)) ** 0.5 / (1 - b1**step)
+        for label, a, z in used:
+            m, v, w, mean, known = (x[label][a:z] for x in (run.m, run.v, run.w, means, {**run.m, **fresh}))
+            if step <= freeze_step:
+                m.mul_(b1).add_(mean, alpha=1 - b1)
+                v.mul_(b2).addcmul_(mean, mean, value=1 - b2)
+                u = m / (v.sqrt() + EPS) + DECAY * w
+                ratio = (w.norm() / u.norm()).clamp(0.01, 10.0) if w.norm() > 0 and u.norm() > 0 else torch.tensor(1.0)
+                if ratio != 1:
+                    at[label, a, z][0] = 0.9 * at[label, a, z][0] + 0.1 * ratio
+                w.sub_(LR * correction * ratio * u)
+                continue
+            new = mean / at[label, a, z][2] * (v > 0)
+            meant = (new - b1 * m) / (1 - b1)
+            known.mul_(b2).addcmul_(meant, meant, value=1 - b2)
+            m.copy_(new)
+            plain = m / (v.sqrt() + EPS)
+            u = plain + DECAY * w
+            factor = ((v.sqrt() + EPS) / (known.sqrt() + EPS)).max()
+            part = min(1.0, float(plain.norm() / u.norm()))
+            last = float(at[label, a, z][1])
+            factor = min(max(float(factor) * part + 1 - part, 0.5), 4.0)
+            at[label, a, z][1] = min(max(factor, 0.9 * last), 1.1 * last)
+            w.sub_(LR * correction * at[label, a, z][0] * at[label, a, z][1] * u)
+    return run.whole()
+
+
+def test_one_bit_lamb_is_that_of_one_process(ranks: Callable[..., Any]) -> None:
+    """Within rounding: norms are summed in another order, and an encoded sign may turn where a momentum is nearly 0."""
+    results = ranks(2, train, settings_of("lamb"), 5)
+    wanted = emulated_lamb(Emulation(results[0][1], 2), 3, 5)
+    for trained, _ in results:
+        for name, value in trained.main_parameters.items():
+            assert torch.allclose(value, wanted[name], rtol=0, atol=2e-6), (name, (value - wanted[name]).abs().max())
+
+
+# Checkpoints, overflow, clipping, bytes.
+
+
+@pytest.mark.parametrize("at", [2, 5, 10])
+@pytest.mark.parametrize("name", ALL)
+def test_a_resumed_run_has_the_bits_of_the_one_that_went_on(
+    name: str, at: int, ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    """In the warm-up, after it, and where ranks step apart."""
+
+    def resume() -> tuple[Values, Values, bool]:
+        engine = start(Plain, settings_of(name), None)
+        run_steps(engine, at)
+        engine.save_checkpoint(tmp_path)
+        before = main_parameters(engine)
+        assert all(torch.equal(p, before[n]) for n, p in engine.module.named_parameters())  # a save has settled all
+        run_steps(engine, 4, first=at)
+        on = main_parameters(engine)
+        engine.destroy()
+        engine = start(Plain, settings_of(name), None)
+        engine.load_checkpoint(tmp_path)
+        run_steps(engine, 4, first=at)
+        continued = main_parameters(engine)
+        has_errors = any(error.has_memory for g in engine.sharded.trained_groups for error in g.gradient.sent.errors)
+        engine.destroy()
+        return on, continued, has_errors
+
+    for on, continued, has_errors in ranks(2, resume):
+        assert has_errors
+        assert all(torch.equal(value, continued[name]) for name, value in on.items())
+
+
+@pytest.mark.parametrize("at", [4, 10])
+@pytest.mark.parametrize("name", ALL)
+def test_a_step_that_is_skipped_changes_neither_state_nor_errors(name: str, at: int, ranks: Callable[..., Any]) -> None:
+    def state(engine: shoal.Engine) -> list[torch.Tensor]:
+        groups = engine.sharded.trained_groups
+        found = [value for group in groups for _, _, value in group.elementwise_state()]
+        found += [error.stored_values for group in groups for error in group.gradient.sent.errors]
+        return [value.clone() for value in (*found, *(p.detach() for p in engine.module.parameters()))]
+
+    def skip() -> tuple[int, bool]:
+        engine = start(Plain, settings_of(name, precision={"nonfinite": "skip"}), None)
+        run_steps(engine, at)
+        before, world = state(engine), current_world()
+        # Of one rank alone, and in the last elements: a range that no other rank looks at.
+        engine.backward(engine(*batch(at, world.rank, world.size)))
+        if world.rank == 1:
+            group = engine.sharded.trained_groups[0]
+            group.gradient.memory()[group.buffer.layout.specs[0].offset] = torch.inf
+        engine.step()
+        return engine.skipped_steps, all(torch.equal(a, b) for a, b in zip(before, state(engine), strict=True))
+
+    assert ranks(2, skip) == [(1, True)] * 2
+
+
+def test_own_gradients_are_clipped_by_the_mean_square_of_the_ranks_norms(ranks: Callable[..., Any]) -> None:
+    """Half of the limit is half of the gradient's part in the momentum."""
+
+    def norm() -> tuple[float, float]:
+        engine = start(Plain, settings_of("adam"), None)
+        run_steps(engine, 3)
+        world = current_world()
+        engine.backward(engine(*batch(3, world.rank, world.size)))
+        squares = sum(float(g.gradient.memory().double().square().sum()) for g in engine.sharded.trained_groups)
+        engine.step()
+        found = float(engine.get_global_grad_norm() or 0.0)
+        engine.destroy()
+        return squares, found
+
+    results = ranks(2, norm)
+    assert abs(results[0][1] - (sum(square for square, _ in results) / 2) ** 0.5) < 1e-5
+    limit = results[0][1] / 2
+    clipped = ranks(2, train, settings_of("adam", gradient_clipping=limit), 4)
+    plain = ranks(2, train, settings_of("adam"), 4)
+    moved = [{**r[0].main_parameters} for r in (clipped[0], plain[0])]
+    assert not all(torch.equal(value, moved[1][name]) for name, value in moved[0].items())
+
+
+def step_bytes(settings: dict[str, Any], steps: int) -> tuple[list[int], Any]:
+    """Bytes of parameters and gradients that a rank receives in each step."""
+    engine = start(Plain, settings, None)
+    layouts, found = layouts_of(engine), []
+    for step in range(steps):
+        with current_world().recorder.recording() as entries:
+            run_steps(engine, 1, first=step)
+        found.append(sum(entry.nbytes for entry in entries if entry.kind == "data"))
+    engine.destroy()
+    return found, layouts
+
+
+def test_steps_receive_the_bytes_of_the_formula(ranks: Callable[..., Any]) -> None:
+    """Of two ranks, each receives one shard, in both halves of an all-reduce."""
+    (adam, layouts), (zero_one, _) = (ranks(2, step_bytes, settings_of(name), 12)[0] for name in ("adam", "zero one"))
+    plain = sum(2 * 4 * numel // 2 for _, numel, _ in layouts)
+    one_bit = sum(2 * encoded("1bit", numel // 2) for _, numel, _ in layouts)
+    assert adam == [plain] * 3 + [one_bit] * 9
+    schedule = {1: plain, 2: plain, 3: one_bit, 4: plain, 5: one_bit, 6: one_bit, 7: one_bit, 8: one_bit, 12: one_bit}
+    assert zero_one == [schedule.get(step, 0) for step in range(1, 13)]

@@ -43,6 +43,8 @@ RUNS: dict[str, Run] = {
     "plain": Run(),
     "gather and reduce int8": _wire(gather="int8", reduce="int8"),
     "gather fp8, reduce int8": _wire(gather="fp8", reduce="int8"),
+    "gather int4": _wire(gather="int4"),
+    "gather int4, difference": _wire(gather="int4", difference=True),
     "reduce int4_hadamard": _wire(reduce="int4_hadamard"),
     "gather int8, reduce int4_hadamard": _wire(gather="int8", reduce="int4_hadamard"),
     "reduce int4": _wire(reduce="int4"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -61,7 +61,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class WireSettings:
-    """In which formats parameters, gradients and activations are sent; None: as they are.
+    """In which formats parameters and gradients are sent; None: as they are.
 
     Args:
         gather: of trained parameters. ``frozen``: of frozen ones.
@@ -73,7 +73,6 @@ class WireSettings:
         is_by_optimizer: the optimizer sums what it makes of gradients, in its own units; ``is_local``: see ``Sent``.
         is_gather_split: gathers are made in two levels.
         ranks_per_node: None: by host name.
-        experts, pipeline, tensor, sequence: of activations and their gradients, along the axis of that kind.
     """
 
     gather: WireFormat | None = None
@@ -89,17 +88,6 @@ class WireSettings:
     is_local: bool = False
     is_gather_split: bool = False
     ranks_per_node: int | None = None
-    experts: WireFormat | None = None
-    pipeline: WireFormat | None = None
-    tensor: WireFormat | None = None
-    sequence: WireFormat | None = None
-
-    def of_activations(self) -> Iterator[tuple[str, WireFormat, str]]:
-        """Those of activations that are set: the key, the format, and the axis."""
-        every = (self.experts, "ep"), (self.pipeline, "pp"), (self.tensor, "tp"), (self.sequence, "sp")
-        for key, (sent, axis) in zip(("experts", "pipeline", "tensor", "sequence"), every, strict=True):
-            if sent is not None:
-                yield key, sent, axis
 
     def of_unit(self, name: str, *, is_trained: bool) -> tuple[WireFormat | None, WireFormat | None]:
         """The formats of a unit's gathers and reductions."""

@@ -32,8 +32,9 @@ import torch
 from shoal.device import is_fake
 from shoal.errors import ConfigError
 
-_CHUNK = 1 << 15  # elements that are encoded at once on a CPU, so that what lies between two passes stays in the cache
+_CHUNK = 1 << 17  # elements that are encoded at once on a CPU, so that what lies between two passes stays in the cache
 _ROTATED = 32  # elements that a rotation mixes
+_MOST = 3e38  # of a factor, so that zeros times it are zeros
 
 
 class WireFormat(Protocol):
@@ -44,13 +45,18 @@ class WireFormat(Protocol):
         """As in ``FORMATS``."""
         ...
 
-    def encode(self, rows: torch.Tensor, error: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def __hash__(self) -> int: ...
+
+    def encode(
+        self, rows: torch.Tensor, error: torch.Tensor | None = None, parts: Sequence[torch.Tensor] | None = None
+    ) -> Sequence[torch.Tensor]:
         """What to send for each row. Shapes: [rows, numel] -> of each part [rows, its numel].
 
         The numels and dtypes of the parts depend on the numel and dtype of a row alone.
 
         Args:
             error: fp32; added to ``rows``, then set to what is lost. Shape: that of ``rows``.
+            parts: memory that the result is written to; None: memory of its own.
         """
         ...
 
@@ -69,14 +75,18 @@ class Cast:
     def name(self) -> str:
         return "bf16" if self.dtype is torch.bfloat16 else "fp16"
 
-    def encode(self, rows: torch.Tensor, error: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def encode(
+        self, rows: torch.Tensor, error: torch.Tensor | None = None, parts: Sequence[torch.Tensor] | None = None
+    ) -> Sequence[torch.Tensor]:
+        parts = parts or (torch.empty_like(rows, dtype=self.dtype, memory_format=torch.contiguous_format),)
         if error is None:
-            return (rows.to(self.dtype),)
-        error.add_(rows)
-        sent = error.to(self.dtype)
-        error.sub_(sent)
-        _drop_nonfinite(error)
-        return (sent,)
+            parts[0].copy_(rows)
+            return parts
+        step = max(_chunk_of(rows) // max(len(rows), 1), 1)
+        for sent, values, lost in zip(*(each.split(step, 1) for each in (parts[0], rows, error)), strict=True):
+            sent.copy_(lost.add_(values))
+            lost.sub_(sent).nan_to_num_(0.0, 0.0, 0.0)  # what is not finite loses nothing that can be sent later
+        return parts
 
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         out.copy_(parts[0])
@@ -110,41 +120,68 @@ class BlockFormat(ABC):
         """Of a code."""
 
     @abstractmethod
-    def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        """Write the codes and scales of blocks. Shapes: [..., numel] fp32 -> uint8 [..., bytes], [...]."""
+    def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Write the codes and scales of blocks. Shapes: [..., numel] fp32 -> uint8 [..., bytes], [...].
+
+        A block that is not finite has the scale NaN, and any codes.
+
+        Args:
+            scratch: memory to use up. Shape: that of ``values``.
+        """
 
     @abstractmethod
-    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """The values of blocks. Shapes: uint8 [..., bytes], [...] -> fp32 [..., numel]."""
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the values of blocks to ``out``. Shapes: uint8 [..., bytes], [...] -> fp32 [..., numel]."""
 
-    def encode(self, rows: torch.Tensor, error: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def encode(
+        self, rows: torch.Tensor, error: torch.Tensor | None = None, parts: Sequence[torch.Tensor] | None = None
+    ) -> Sequence[torch.Tensor]:
         num_rows, numel = rows.shape
-        codes = torch.empty(num_rows, self._code_bytes(numel), dtype=torch.uint8, device=rows.device)
-        scales = torch.empty(num_rows, -(-numel // self.block), dtype=torch.float32, device=rows.device)
+        codes, scales = parts or (
+            torch.empty(num_rows, self._code_bytes(numel), dtype=torch.uint8, device=rows.device),
+            torch.empty(num_rows, -(-numel // self.block), dtype=torch.float32, device=rows.device),
+        )
+        # One for all pieces: fresh memory costs as much as a pass.
+        scratch = torch.empty(self._most_of(rows), device=rows.device)
         for piece in self._pieces(rows):
             values = piece.of(rows).float()
             if error is not None:
-                values = values + piece.of(error)
+                values = piece.of(error).add_(values)
             part, scale = piece.coded(codes, self.bits), piece.scaled(scales, self.block)
-            self.quantize(values, part, scale)
+            arrived = scratch[: values.numel()].view(values.shape)
+            self.quantize(values, part, scale, arrived)
             if error is not None:
-                lost = values.sub_(self.dequantize(part, scale))
-                piece.put(error, _drop_nonfinite(lost))
+                self.dequantize(part, scale, arrived)
+                # What is not finite loses nothing that can be sent later.
+                is_finite = (scale == scale).to(torch.int32).neg_()[..., None]  # all bits, or none
+                values.sub_(arrived).view(torch.int32).bitwise_and_(is_finite)
+                if piece.is_padded:
+                    piece.put(error, values)
         return codes, scales
 
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         codes, scales = parts
         for piece in self._pieces(out):
-            piece.put(out, self.dequantize(piece.coded(codes, self.bits), piece.scaled(scales, self.block)))
+            part, scale = piece.coded(codes, self.bits), piece.scaled(scales, self.block)
+            is_direct = out.dtype is torch.float32 and not piece.is_padded
+            values = piece.of(out) if is_direct else out.new_empty(*part.shape[:-1], piece.width, dtype=torch.float32)
+            self.dequantize(part, scale, values)
+            if not is_direct:
+                piece.put(out, values)
 
     def _code_bytes(self, numel: int) -> int:
         return -(-numel // _ROTATED) * _ROTATED * self.bits // 8
+
+    def _most_of(self, rows: torch.Tensor) -> int:
+        """The most elements of a piece, with padding."""
+        num_rows, numel = rows.shape
+        return max(min(_chunk_of(rows), num_rows * numel), num_rows * self.block, self.block)
 
     def _pieces(self, rows: torch.Tensor) -> Iterator[_BlockRange]:
         """What is encoded at once: blocks of some rows; the last block of each row, where it is shorter."""
         num_rows, numel = rows.shape
         whole = numel // self.block * self.block
-        chunk = _CHUNK if rows.device.type == "cpu" and not is_fake(rows) else max(rows.numel(), 1)
+        chunk = _chunk_of(rows)
         step = max(chunk // self.block, 1) * self.block
         for start in range(0, whole, step):
             stop = min(start + step, whole)
@@ -165,12 +202,15 @@ class _BlockRange:
     stop: int
     width: int
 
+    @property
+    def is_padded(self) -> bool:
+        return (self.stop - self.start) % self.width != 0
+
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """The elements. Shape: [rows, blocks, width]."""
+        """The elements: a view, or where they are padded a copy. Shape: [rows, blocks, width]."""
         values: torch.Tensor = rows[self.first : self.last, self.start : self.stop]
-        padding = -(self.stop - self.start) % self.width
-        if padding:
-            values = torch.nn.functional.pad(values, (0, padding))
+        if self.is_padded:
+            values = torch.nn.functional.pad(values, (0, -(self.stop - self.start) % self.width))
         return _in_blocks(values, self.width)
 
     def put(self, rows: torch.Tensor, values: torch.Tensor) -> None:
@@ -195,15 +235,15 @@ class Float8(BlockFormat):
     name = "fp8"
     bits = 8
 
-    def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        factors = _scales_of(values, 448.0, scales, are_powers=True)
-        codes.view(torch.float8_e4m3fn).copy_((values * factors).nan_to_num_(0.0))
+    def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, scratch: torch.Tensor) -> None:
+        factors = _scales_of(values, 448.0, scales, scratch, are_powers=True)
+        codes.view(torch.float8_e4m3fn).copy_(torch.mul(values, factors, out=scratch))
 
-    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         # torch's own conversion is 30 times slower on CPUs. The bits of e4m3, one place further left in those of fp16,
         # are the value / 256, since the exponent's bias there is 15 in place of 7.
-        bits = (codes.view(torch.int8).to(torch.int16) << 7) & ~(1 << 14)
-        return bits.view(torch.float16).float().mul_((scales * 256.0)[..., None])
+        bits = codes.view(torch.int8).to(torch.int16).mul_(1 << 7).bitwise_and_(~(1 << 14))
+        out.copy_(bits.view(torch.float16)).mul_((scales * 256.0)[..., None])
 
 
 @dataclass(frozen=True)
@@ -213,12 +253,12 @@ class Int8(BlockFormat):
     name = "int8"
     bits = 8
 
-    def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        factors = _scales_of(values, 127.0, scales)
-        codes.view(torch.int8).copy_((values * factors).round_())
+    def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, scratch: torch.Tensor) -> None:
+        factors = _scales_of(values, 127.0, scales, scratch)
+        codes.view(torch.int8).copy_(torch.mul(values, factors, out=scratch).round_())
 
-    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return codes.view(torch.int8) * scales[..., None]
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(codes.view(torch.int8)).mul_(scales[..., None])
 
 
 @dataclass(frozen=True)
@@ -237,16 +277,18 @@ class Int4(BlockFormat):
     def name(self) -> str:
         return "int4_hadamard" if self.is_rotated else "int4"
 
-    def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, scratch: torch.Tensor) -> None:
         if self.is_rotated:
             values = _rotated(values)
-        factors = _scales_of(values, 7.0, scales)
-        low, high = (values * factors).round_().tensor_split(2, dim=-1)
-        codes.copy_(torch.add(low, high, alpha=16.0).add_(8.0 + 16.0 * 8.0))
+        factors = _scales_of(values, 7.0, scales, scratch)
+        low, high = torch.mul(values, factors, out=scratch).round_().to(torch.int8).tensor_split(2, dim=-1)
+        codes.view(torch.int8).copy_(torch.add(low, high, alpha=16))
 
-    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        values = torch.cat([codes & 15, codes >> 4], dim=-1).float().sub_(8.0).mul_(scales[..., None])
-        return _rotated(values) if self.is_rotated else values
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        sums = codes.view(torch.int8)  # low + 16 * high, each from -7 to 7
+        out.copy_(torch.cat([(sums << 4) >> 4, (sums + 8) >> 4], dim=-1)).mul_(scales[..., None])
+        if self.is_rotated:
+            out.copy_(_rotated(out))
 
 
 @dataclass(frozen=True)
@@ -258,19 +300,19 @@ class OneBit(BlockFormat):
     name = "1bit"
     bits = 1
 
-    def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        means = values.abs().mean(dim=-1)
-        scales.copy_(torch.where(means.isfinite(), means, torch.nan))
+    def quantize(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, scratch: torch.Tensor) -> None:
+        torch.mean(torch.abs(values, out=scratch), dim=-1, out=scales)
+        scales.add_(scales - scales)
         is_negative = (values.view(torch.int32) >> 31).unflatten(-1, (8, -1))  # -1 or 0
         places = is_negative[..., 0, :] & 1
         for place in range(1, 8):
             places |= is_negative[..., place, :] & (1 << place)
         codes.copy_(places)
 
-    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(8, dtype=torch.uint8, device=codes.device)[:, None]
-        is_negative = ((codes[..., None, :] >> places) & 1).flatten(-2).float()
-        return is_negative.mul_(-2.0).add_(1.0).mul_(scales[..., None])
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        signed = codes.view(torch.int8)
+        signs = torch.cat([signed << (7 - place) for place in range(8)], dim=-1)  # negative where the bit is set
+        out.copy_((signs >> 7) | 1).mul_(scales[..., None])
 
 
 def power_of_two(numbers: torch.Tensor) -> torch.Tensor:
@@ -280,20 +322,29 @@ def power_of_two(numbers: torch.Tensor) -> torch.Tensor:
     return torch.where(numbers == 0, 1.0, powers)
 
 
-def _scales_of(values: torch.Tensor, largest: float, scales: torch.Tensor, *, are_powers: bool = False) -> torch.Tensor:
-    """Write the scale of each block: its largest magnitude over ``largest``. Returns: factors to codes. [..., 1]."""
-    most = values.abs().amax(dim=-1).div_(largest)
+def _scales_of(
+    values: torch.Tensor, largest: float, scales: torch.Tensor, scratch: torch.Tensor, *, are_powers: bool = False
+) -> torch.Tensor:
+    """Write the scale of each block: its largest magnitude over ``largest``. Returns: factors to codes. [..., 1].
+
+    Args:
+        scratch: memory to use up. Shape: that of ``values``.
+        are_powers: scales are rounded up to powers of two.
+    """
+    torch.amax(torch.abs(values, out=scratch), dim=-1, out=scales)
     if are_powers:
-        most = power_of_two(most)
-    scales.copy_(torch.where(most.isfinite(), most, torch.nan))
-    factors = most.reciprocal_()  # infinite for zeros, and for scales that are too small to have a reciprocal
-    return torch.where(factors.isfinite(), factors, 0.0)[..., None]
+        scales.copy_(power_of_two(scales.div(largest)))
+        factors = scales.reciprocal().clamp_(max=_MOST)
+    else:
+        factors = scales.reciprocal().mul_(largest).clamp_(max=_MOST)
+        scales.div_(largest)
+    scales.add_(scales - scales)  # infinite: NaN
+    return factors[..., None]
 
 
 def _in_blocks(values: torch.Tensor, width: int) -> torch.Tensor:
     """The last dimension as blocks. Shape: [..., numel] -> [..., blocks, width]."""
-    blocks: torch.Tensor = values.unflatten(-1, (-1, width))
-    return blocks
+    return values.view(*values.shape[:-1], values.shape[-1] // width, width)
 
 
 @cache
@@ -310,9 +361,9 @@ def _rotated(values: torch.Tensor) -> torch.Tensor:
     return (_in_blocks(values, _ROTATED) @ matrix).flatten(-2)
 
 
-def _drop_nonfinite(error: torch.Tensor) -> torch.Tensor:
-    """What an infinite or missing value loses is nothing that can be sent later."""
-    return error.nan_to_num_(0.0, 0.0, 0.0)
+def _chunk_of(rows: torch.Tensor) -> int:
+    """The elements that are encoded at once."""
+    return _CHUNK if rows.device.type == "cpu" and not is_fake(rows) else max(rows.numel(), 1)
 
 
 FORMATS: dict[str, Callable[[int | None], WireFormat]] = {

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -47,17 +48,17 @@ class Wire:
     second_error: torch.Tensor | None = None
     error_decay: float = 0.0
 
-    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Rows in ``format``, with the error fed back. Shape: [rows, numel]."""
-        error = self.error
-        if error is None:
-            return self.format.encode(rows)
-        error = error.view(rows.shape)
-        before = error.clone() if self.error_decay else None
-        parts = self.format.encode(rows, error)
-        if before is not None:
+    def encode(self, rows: torch.Tensor, empty: Empty) -> tuple[torch.Tensor, Layout]:
+        """The bytes of rows in ``format``, with the error fed back, one after the other. Shape: [rows, numel]."""
+        layout = layout_of(self.format, rows.shape[1], rows.dtype, rows.device)
+        message = empty(len(rows) * layout.nbytes, torch.uint8, rows.device)
+        parts = layout.parts(message, len(rows))
+        error = None if self.error is None else self.error.view(rows.shape)
+        before = error.clone() if error is not None and self.error_decay else None
+        self.format.encode(rows, error, parts)
+        if error is not None and before is not None:
             error.lerp_(before, self.error_decay)
-        return parts
+        return message, layout
 
     def of_sum(self) -> Wire:
         """For what an all_reduce sends after the sum."""
@@ -68,9 +69,7 @@ def encoded_gather(wire: Wire, shard: torch.Tensor, full: torch.Tensor, rank: in
     """What an all_gather of ``shard`` sends, where it receives, and what writes the received values to ``full``."""
     rows = full.view(size, -1)
     with torch.no_grad():
-        parts = wire.encode(shard[None] if wire.base is None else shard[None].float() - wire.base)
-        layout = _Layout(parts)
-        message = layout.pack(parts, empty)
+        message, layout = wire.encode(shard[None] if wire.base is None else shard[None].float() - wire.base, empty)
         if wire.base is not None:
             rows[rank].copy_(wire.base)
     received = torch.empty(size * layout.nbytes, dtype=torch.uint8, device=full.device)
@@ -87,16 +86,14 @@ def encoded_gather(wire: Wire, shard: torch.Tensor, full: torch.Tensor, rank: in
     return message, received, decode
 
 
-def encoded_scatter(wire: Wire, rows: torch.Tensor, empty: Empty) -> tuple[torch.Tensor, torch.Tensor, _Layout]:
+def encoded_scatter(wire: Wire, rows: torch.Tensor, empty: Empty) -> tuple[torch.Tensor, torch.Tensor, Layout]:
     """What an all_to_all sends for a reduce_scatter, where it receives, and how the received bytes are laid out.
 
     Args:
         rows: what each rank gets. Shape: [ranks, numel].
     """
     with torch.no_grad():
-        parts = wire.encode(rows)
-        layout = _Layout(parts)
-        message = layout.pack(parts, empty)
+        message, layout = wire.encode(rows, empty)
     return message, torch.empty_like(message), layout
 
 
@@ -130,8 +127,8 @@ class RowBytes:
     """
 
     def __init__(self, format: WireFormat, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._format = format
-        self._layout = _Layout(format.encode(torch.empty(0, numel, dtype=dtype, device=device)))
+        self._wire = Wire(format)
+        self._layout = layout_of(format, numel, dtype, device)
 
     @property
     def nbytes(self) -> int:
@@ -141,15 +138,15 @@ class RowBytes:
     @torch.no_grad()
     def encode(self, rows: torch.Tensor, empty: Empty) -> torch.Tensor:
         """Shape: [rows, numel] -> uint8 [rows, nbytes]."""
-        return self._layout.pack(self._format.encode(rows), empty).view(len(rows), self.nbytes)
+        return self._wire.encode(rows, empty)[0].view(len(rows), self.nbytes)
 
     @torch.no_grad()
     def decode(self, received: torch.Tensor, out: torch.Tensor) -> None:
         """Write the values to ``out``. Shape: uint8 [rows, nbytes], [rows, numel]."""
-        self._format.decode(self._layout.parts(received.view(-1), len(out)), out)
+        self._wire.format.decode(self._layout.parts(received.view(-1), len(out)), out)
 
 
-class _Layout:
+class Layout:
     """Where each part lies in the bytes of one encoded row: one after the other, aligned."""
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
@@ -160,15 +157,13 @@ class _Layout:
             self._fields.append((self.nbytes, nbytes, part.dtype))
             self.nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
-    def pack(self, parts: Sequence[torch.Tensor], empty: Empty) -> torch.Tensor:
-        """The bytes of every row, one after the other."""
-        num_rows = len(parts[0])
-        message = empty(num_rows * self.nbytes, torch.uint8, parts[0].device)
-        for target, part in zip(self.parts(message, num_rows), parts, strict=True):
-            target.copy_(part)
-        return message
-
     def parts(self, message: torch.Tensor, num_rows: int) -> list[torch.Tensor]:
         """The parts of all rows as views of ``message``. Shape of each: [rows, numel]."""
         rows = message.view(num_rows, self.nbytes)
         return [rows[:, offset : offset + size].view(dtype) for offset, size, dtype in self._fields]
+
+
+@cache
+def layout_of(format: WireFormat, numel: int, dtype: torch.dtype, device: torch.device) -> Layout:
+    """Of rows of one numel and dtype."""
+    return Layout(format.encode(torch.empty(0, numel, dtype=dtype, device=device)))

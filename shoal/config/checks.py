@@ -119,10 +119,8 @@ def _wire_problems(config: Schema) -> Iterator[Problem]:
     wire, zero = config.wire, config.zero_optimization
     if wire.block is not None and wire.block % 32:
         yield Problem("wire.block", f"{wire.block}, which is no multiple of 32.", "write 256, or another multiple.")
-    if wire.difference and zero.stage not in (1, 2):
-        what = f"true at stage {zero.stage}, where no rank has the whole parameters of the step before."
-        if zero.stage == 0:
-            what = "true at stage 0, which gathers nothing."
+    if wire.difference and zero.stage == 3:
+        what = "true at stage 3, where no rank has the whole parameters of the step before."
         yield Problem("wire.difference", what, "use stage 1 or 2, or leave it out.", code="wire-difference")
     elif wire.difference and not (wire.gather or any(unit.gather for unit in wire.units.values())):
         yield Problem("wire.difference", "true, but wire.gather names no format.", 'write wire.gather, such as "int4".')

@@ -202,7 +202,7 @@ def unused_reasons(config: Schema) -> dict[str, str]:
             not config.prescale_gradients,
             "prescale_gradients divides by all ranks before the sum",
         ),
-        "wire: gather hierarchical_gather": (zero.stage > 0, "stage 0 gathers nothing"),
+        "wire: gather hierarchical_gather difference": (zero.stage > 0, "stage 0 gathers nothing"),
         "zero_optimization: mics_hierarchical_params_gather": (zero.stage > 0, "stage 0 gathers nothing"),
         "wire: frozen": (
             zero.stage == 3,

@@ -169,7 +169,7 @@ def _start(
     section = settings.expert_parallel
     if section.enabled or section.load_balance_coeff is not None or axes.get("ep") is not None:
         prepare_experts(model, axes.get("ep"), section, is_part=isinstance(model, StageModule))
-    specs = parts_of(model, axes, settings, world.device, plan.zero.wire.tensor)
+    specs = parts_of(model, axes, settings, world.device, plan.activations.tensor)
     pp = axes.get("pp")
     whole_model: Sequence[ModuleAsBuilt] = ()
     if is_cut := pp is not None or isinstance(model, StageModule):
@@ -183,7 +183,7 @@ def _start(
             optimizer, model_parameters, lambda p: id(p) in here if is_cut else id(p) not in of_others
         )
     hosts = list(axes.world.gather_objects(socket.gethostname(), label="hosts"))
-    specs, axes = with_experts(model, specs, axes, settings, hosts, plan.zero.wire.experts)
+    specs, axes = with_experts(model, specs, axes, settings, hosts, plan.activations.experts)
     is_part = pp is not None
     has_parts = any(spec.is_divided for spec in specs.values())
     made = make_optimizer(
@@ -268,7 +268,7 @@ def _start(
     notes += offload.notes()
     notes += [
         f"wire.{key} = {sent.name}{_NO_EFFECT}there is one rank along {axis}."
-        for key, sent, axis in plan.zero.wire.of_activations()
+        for key, axis, sent in plan.activations.by_axis()
         if axes.get(axis) is None
     ]
     if collective_log(world).is_on:

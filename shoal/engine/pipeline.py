@@ -75,7 +75,7 @@ class PipelineEngine(Engine):
             is_dynamic=module.is_dynamic,
             goes_on=not has_inner_collectives and (self._compute.keeps_gathered or not self.sharded.sharded),
             fake_stages=self.world.stages,
-            wire=self.properties.plan.zero.wire.pipeline,
+            wire=self.properties.plan.activations.pipeline,
         )
         # A backward that is split would recompute twice.
         interval = getattr(module, "activation_checkpoint_interval", 0)

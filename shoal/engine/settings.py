@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,27 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 @dataclass(frozen=True)
+class ActivationFormats:
+    """In which formats activations and their gradients are sent; None: as they are."""
+
+    experts: WireFormat | None = None  # rows of tokens, along ``ep``
+    pipeline: WireFormat | None = None  # messages, along ``pp``
+    tensor: WireFormat | None = None  # sums and gathers of split layers, along ``tp``
+    sequence: WireFormat | None = None  # heads of attention, along ``sp``
+
+    def by_axis(self) -> Iterator[tuple[str, str, WireFormat]]:
+        """Those that are set: the key, the axis, the format."""
+        for key, axis, sent in (
+            ("experts", "ep", self.experts),
+            ("pipeline", "pp", self.pipeline),
+            ("tensor", "tp", self.tensor),
+            ("sequence", "sp", self.sequence),
+        ):
+            if sent is not None:
+                yield key, axis, sent
+
+
+@dataclass(frozen=True)
 class Plan:
     """What the config means for this number of ranks. Fixed before the first step."""
 
@@ -51,6 +73,7 @@ class Plan:
     input_dtype: torch.dtype | None  # floating-point inputs of forward are cast to it
     mesh: Mesh
     secondary_size: int | None  # hpZ
+    activations: ActivationFormats = ActivationFormats()
 
 
 @dataclass(frozen=True)
@@ -158,16 +181,22 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
         input_dtype=torch.float16 if fp16.enabled and fp16.auto_cast else None,
         mesh=mesh,
         secondary_size=secondary_size,
+        activations=ActivationFormats(
+            experts=_format(config, config.wire.experts),
+            pipeline=_format(config, config.wire.pipeline),
+            tensor=_format(config, config.wire.tensor),
+            sequence=_format(config, config.wire.sequence),
+        ),
     )
+
+
+def _format(config: Config, name: str | None) -> WireFormat | None:
+    return None if name in (None, "none") else format_named(name, config.wire.block)
 
 
 def _wire(config: Config) -> WireSettings:
     """The formats of the section ``wire``, and of DeepSpeed's keys where the section names none."""
-    wire, zero = config.wire, config.zero_optimization
-
-    def of(name: str | None) -> WireFormat | None:
-        return None if name in (None, "none") else format_named(name, wire.block)
-
+    wire, zero, of = config.wire, config.zero_optimization, partial(_format, config)
     gather = wire.gather or ("int8" if zero.zero_quantized_weights and zero.stage == 3 else None)
     frozen = wire.frozen or wire.gather or gather
     if zero.zero_quantized_nontrainable_weights and zero.stage == 3:
@@ -193,10 +222,6 @@ def _wire(config: Config) -> WireSettings:
         error_reset=reset,
         is_gather_split=wire.hierarchical_gather or zero.mics_hierarchical_params_gather,
         ranks_per_node=None if wire.ranks_per_node == "auto" else wire.ranks_per_node,
-        experts=of(wire.experts),
-        pipeline=of(wire.pipeline),
-        tensor=of(wire.tensor),
-        sequence=of(wire.sequence),
     )
 
 

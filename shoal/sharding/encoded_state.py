@@ -70,7 +70,9 @@ def _to_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def _of_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    return Float8().dequantize(codes, codes.new_ones(len(codes), dtype=torch.float32))
+    values = torch.empty(codes.shape, device=codes.device)
+    Float8().dequantize(codes, codes.new_ones(len(codes), dtype=torch.float32), values)
+    return values
 
 
 def _to_root_e4m3(values: torch.Tensor) -> torch.Tensor:

@@ -232,13 +232,12 @@ REFUSALS = (
     Refusal({"ranks": ("1",), "hybrid": ("mics", "replicas", "local steps", "hpz")}, "mesh"),
     Refusal({"hybrid": ("local steps",), "experts": ("ep 2 moved",)}, "local-steps"),
     Refusal({"pp": ("2",), "backward": ("loss", "no_sync")}, "pipeline-call"),
-    Refusal({"stage": ("0", "3"), "wire": ("difference",)}, "wire-difference"),
+    Refusal({"stage": ("3",), "wire": ("difference",)}, "wire-difference"),
     Refusal({"optimizer": ("1 bit",), "stage": ("1", "2", "3")}, "optimizer-sums"),
     Refusal({"optimizer": ("1 bit",), "wire": ("yes",)}, "optimizer-sums"),
     Refusal({"optimizer": ("1 bit",), "precision": ("bf16 alone",)}, "optimizer-sums"),
     Refusal({"optimizer": ("1 bit",), "hybrid": ("local steps",)}, "optimizer-sums"),
     # Of these another value of the stage is needed.
-    Refusal({"optimizer": ("1 bit",), "wire": ("difference",)}, "wire-difference"),
     Refusal({"optimizer": ("1 bit",), "state": ("host", "ahead", "ratio", "disk")}, "offload-stage"),
 )
 # Neither refused at start-up nor run: a block that is called again is out of order in a pipeline, which its stage

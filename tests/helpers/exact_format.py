@@ -12,9 +12,14 @@ class Exact:
 
     name = "exact"
 
-    def encode(self, rows: torch.Tensor, error: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def encode(
+        self, rows: torch.Tensor, error: torch.Tensor | None = None, parts: Sequence[torch.Tensor] | None = None
+    ) -> Sequence[torch.Tensor]:
         assert error is None or not error.any()  # nothing was lost
-        return rows.flip(1), torch.full((len(rows), 1), rows.shape[1], device=rows.device)
+        found = rows.flip(1), torch.full((len(rows), 1), rows.shape[1], device=rows.device)
+        for part, values in zip(parts or (), found, strict=bool(parts)):
+            part.copy_(values)
+        return parts or found
 
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         assert (parts[1] == out.shape[1]).all()

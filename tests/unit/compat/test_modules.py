@@ -203,6 +203,10 @@ MODULES = {
     "runtime.fp16": "",
     "runtime.fp16.fused_optimizer": "FP16_Optimizer",
     "runtime.fp16.loss_scaler": "DynamicLossScaler LossScaler LossScalerBase",
+    "runtime.fp16.onebit": "OnebitAdam OnebitLamb ZeroOneAdam",
+    "runtime.fp16.onebit.adam": "OnebitAdam",
+    "runtime.fp16.onebit.lamb": "OnebitLamb",
+    "runtime.fp16.onebit.zoadam": "ZeroOneAdam",
     "runtime.fp16.unfused_optimizer": "FP16_UnfusedOptimizer",
     "runtime.hybrid_engine": "DeepSpeedHybridEngine",
     "runtime.lr_schedules": """

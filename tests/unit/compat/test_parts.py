@@ -81,6 +81,19 @@ def test_they_are_known_to_run_on_shards_without_a_trial() -> None:
     assert not is_zero_supported_optimizer(torch.optim.LBFGS(parameters))
 
 
+def test_the_one_bit_optimizers_take_deepspeeds_arguments() -> None:
+    from deepspeed.runtime.fp16.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
+
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    same = {"cuda_aware": False, "comm_backend_name": "nccl", "amsgrad": False, "max_grad_norm": 0.0}
+    assert check(OnebitAdam(parameters, None, 0.1, freeze_step=3, eps_inside_sqrt=False, **same)) == "elementwise"
+    assert check(ZeroOneAdam(parameters, deepspeed=object(), local_step_clipper=4, **same)) == "elementwise"
+    assert check(OnebitLamb(parameters, freeze_step=3, eps_inside_sqrt=True, coeff_beta=0.5, **same)) == "whole-tensor"
+    for cls in (OnebitAdam, ZeroOneAdam, OnebitLamb):
+        with pytest.raises(OptimizerError, match=r"max_grad_norm=1.0(.|\n)*gradient_clipping"):
+            cls(parameters, max_grad_norm=1.0)
+
+
 def test_the_clients_own_group_dicts_are_used() -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

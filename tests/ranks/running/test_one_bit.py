@@ -33,6 +33,7 @@ ZERO_ONE = {
 }
 LAMB = {"type": "OneBitLamb", "params": {**COMMON, "freeze_step": 3}}
 ALL = {"adam": ADAM, "zero one": ZERO_ONE, "lamb": LAMB}
+TP_PLAN = {"blocks.*.up": "column", "blocks.*.down": "row", "head": "replicate", "unused": "replicate"}
 LOCAL = (9, 10, 11)  # steps of it after which the ranks' parameters differ
 
 
@@ -418,7 +419,7 @@ def test_steps_receive_the_bytes_of_the_formula(ranks: Callable[..., Any]) -> No
         ),
         (
             "lamb",
-            {"parallel": {"tp": 2, "tp_plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}},
+            {"parallel": {"tp": 2, "tp_plan": TP_PLAN}},
             "norms of whole",
         ),
     ],

@@ -17,7 +17,8 @@ from shoal.comm.world import current_world
 from shoal.parallel.low_precision.layers import LowPrecisionLayers
 from shoal.parallel.low_precision.products import LowPrecisionProducts
 from shoal.parallel.low_precision.recipes import RECIPES
-from shoal.parallel.products import LayerProducts
+from shoal.parallel.products import LayerProducts, Products
+from tests.helpers.compiling import CountsGraphs, compiling
 from tests.helpers.models import Checkpointed, Plain
 from tests.helpers.training import (
     Trained,
@@ -327,3 +328,120 @@ def test_a_gradient_that_is_not_finite_skips_the_step(ranks: Callable[..., Any])
         return engine.skipped_steps, are_bit_equal(main_parameters(engine), before)
 
     assert ranks(2, skip) == [(1, True)] * 2
+
+
+# Over ranks that split layers, and what compiles or predicts
+
+
+class InParts(Products):
+    """What tensor-parallel ranks compute together: each has a part of the weight, and scales of its own."""
+
+    def __init__(self, recipe: str, num_ranks: int, *, is_column: bool) -> None:
+        self._products, self._num, self._is_column = LowPrecisionProducts(RECIPES[recipe]), num_ranks, is_column
+
+    def output(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self._is_column:
+            return torch.cat([self._products.output(x, part) for part in weight.chunk(self._num)], -1)
+        parts = zip(x.chunk(self._num, -1), weight.chunk(self._num, 1), strict=True)
+        return sum((self._products.output(*part) for part in parts), torch.zeros(()))
+
+    def of_input(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if not self._is_column:
+            return torch.cat([self._products.of_input(gradient, part) for part in weight.chunk(self._num, 1)], -1)
+        parts = zip(gradient.chunk(self._num, -1), weight.chunk(self._num), strict=True)
+        return sum((self._products.of_input(*part) for part in parts), torch.zeros(()))
+
+    def of_weight(self, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if self._is_column:
+            return torch.cat([self._products.of_weight(part, x) for part in gradient.chunk(self._num, -1)])
+        return torch.cat([self._products.of_weight(gradient, part) for part in x.chunk(self._num, -1)], 1)
+
+
+def even_batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sequence that two ranks divide."""
+    tokens, targets = batch(index, 0, 1)
+    return tokens[:, :4], targets[:, :4]
+
+
+def split_in_parts(model: nn.Module, recipe: str, num_ranks: int) -> nn.Module:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.startswith("blocks"):
+            products = LayerProducts(InParts(recipe, num_ranks, is_column=name.endswith("up")))
+            products.is_on = True
+            LowPrecisionLayers({name: module}, products)
+    return model
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"parallel": {}},
+        {"parallel": {"tp_sequence_parallel": True}},
+        {"parallel": {}, "tensor_parallel": {"tp_overlap_comm": True}},
+    ],
+    ids=["plain", "sequence parallel", "overlapping"],
+)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_split_layers_compute_what_their_parts_compute_with_scales_of_their_own(
+    recipe: str, sections: dict[str, Any], ranks: Callable[..., Any]
+) -> None:
+    plan = {"blocks.*.up": "column", "blocks.*.down": "row", "head": "replicate", "unused": "replicate"}
+    parallel = {"tp": 2, "tp_plan": plan, **sections["parallel"]}
+    settings = config(1, fp8={"recipe": recipe, "modules": ["blocks.*"]}, **{**sections, "parallel": parallel})
+
+    def job() -> list[float]:
+        engine = start(Plain, settings)
+        losses = []
+        for step in range(3):
+            loss = engine(*even_batch(step))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        engine.destroy()
+        return losses
+
+    model = split_in_parts(make(Plain), recipe, 2)
+    optimizer = sgd(model.parameters())
+    wanted = []
+    for step in range(3):
+        loss = model(*even_batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(float(loss.detach()))
+    for losses in ranks(2, job):
+        assert losses == pytest.approx(wanted, abs=1e-5)
+
+
+def test_names_of_all_pipeline_stages_are_known_on_each(ranks: Callable[..., Any]) -> None:
+    stages = {"every_stage": ["embedding"]}
+
+    def names(**keys: Any) -> list[str]:
+        settings = config(1, fp8={"recipe": "rowwise", **keys}, parallel={"pp": 2}, pipeline=stages)
+        engine = start(lambda: Plain(num_blocks=4), {key: v for key, v in settings.items() if key != "units"})
+        found = [name for name, module in engine.module.named_modules() if "forward" in vars(module)]
+        loss = engine.train_batch(batch(index, 0, 1) for index in range(2))
+        assert torch.isfinite(loss)
+        return found
+
+    assert ranks(2, lambda: names(modules=["blocks.*"], keep_last_layers=0.25)) == [
+        [f"blocks.{number}.{name}" for number in numbers for name in ("up", "down")] for numbers in ((0, 1), (2,))
+    ]
+    assert ranks(2, lambda: names(modules=["blocks.0.up", "head"])) == [["blocks.0.up"], ["head"]]
+
+
+def test_compiled_blocks_compute_the_same_on_both_sides_of_a_switch(ranks: Callable[..., Any]) -> None:
+    def job(is_compiled: bool) -> list[float]:
+        engine = start(Plain, config(3, fp8=fp8(from_step=1, until_step=3)))
+        for block in engine.module.blocks if is_compiled else ():
+            block.compile(backend=backend, dynamic=False)
+        losses = run_steps(engine, 4)
+        engine.destroy()
+        return losses
+
+    backend = CountsGraphs("aot_eager")
+    plain = ranks(1, job, False)[0]
+    with compiling():
+        compiled = ranks(1, job, True)[0]
+    assert backend.num_graphs > 0
+    assert compiled == pytest.approx(plain, abs=1e-6)

@@ -12,6 +12,7 @@ from shoal.engine.accumulation import Counters
 from shoal.engine.log import say_on_rank_0
 from shoal.engine.parts.part import ForwardInputs, Part
 from shoal.engine.settings import Properties
+from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.low_precision.layers import Layers, LowPrecisionLayers, largest_embedding
 from shoal.parallel.low_precision.products import LowPrecisionProducts
 from shoal.parallel.low_precision.recipes import RECIPES
@@ -33,7 +34,7 @@ class LowPrecision(Part):
     def __init__(self, model: nn.Module, properties: Properties, counters: Counters) -> None:
         section = properties.config.fp8
         assert section.recipe is not None
-        self._counters, self._section = counters, section
+        self._model, self._counters, self._section = model, counters, section
         self._comm, device = properties.axes.world, properties.device.torch_device
         self._generator = torch.Generator(device)
         self._seeded_at = -1  # micro-step
@@ -61,6 +62,8 @@ class LowPrecision(Part):
         notes = [f"{text}; as they are: {listed(left, 3)}." if left else f"{text}."]
         if refusal is not None:
             notes.append(f"fp8: products are emulated in fp32, with the same numbers and without the speed: {refusal}.")
+        if any(held.stack is not None for _, _, held in modules_with_experts(self._model)):
+            notes.append("fp8: experts whose weights are stacked compute as they are; the section is of linear layers.")
         return notes
 
     def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> ForwardInputs | None:

@@ -19,6 +19,8 @@ from shoal.parallel.low_precision.products import LowPrecisionProducts
 from shoal.parallel.low_precision.recipes import RECIPES
 from shoal.parallel.products import LayerProducts, Products
 from tests.helpers.compiling import CountsGraphs, compiling
+from tests.helpers.composition import Run
+from tests.helpers.composition_runs import Model
 from tests.helpers.models import Checkpointed, Plain
 from tests.helpers.training import (
     Trained,
@@ -330,7 +332,16 @@ def test_a_gradient_that_is_not_finite_skips_the_step(ranks: Callable[..., Any])
     assert ranks(2, skip) == [(1, True)] * 2
 
 
-# Over ranks that split layers, and what compiles or predicts
+def test_stacked_experts_that_stay_as_they_are_are_named(
+    ranks: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {key: value for key, value in config(1, fp8=fp8()).items() if key != "units"}
+    with caplog.at_level("INFO", "shoal"):
+        ranks(1, lambda: start(lambda: Model(Run(experts=4)), settings).destroy())
+    assert any("experts whose weights are stacked compute as they are" in each.getMessage() for each in caplog.records)
+
+
+# Over ranks that split layers, and what compiles
 
 
 class InParts(Products):

@@ -21,7 +21,11 @@ from shoal.sharding.placement import Tier
 SHAPE = GPTConfig(512, 32, num_layers=2, hidden_size=128, num_heads=2, tied=False)
 STATES = ("parameter", "gradient", "master", "optimizer state")
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "int8": {"bf16": {"enabled": True}, "precision": {"state_dtype": "int8"}},
+}
 
 
 def held(config: dict[str, Any]) -> dict[tuple[str, str], int]:
@@ -52,7 +56,7 @@ def cases() -> list[Any]:
         pytest.param(one, precision, id=f"{precision}-{i}")
         for i, one in enumerate(every)
         # In fp32, whether there are main parameters depends on the tiers.
-        for precision in ("bf16", *(["fp32"] if one["zero_optimization"]["stage"] == 3 else []))
+        for precision in ("bf16", "int8", *(["fp32"] if one["zero_optimization"]["stage"] == 3 else []))
     ]
 
 

@@ -33,6 +33,7 @@ from shoal.engine.client_optimizer import (
     schedule_notes,
 )
 from shoal.engine.engine import Engine
+from shoal.engine.format_times import format_notes
 from shoal.engine.log import logger, make_audible
 from shoal.engine.model_parts import axes_of, levels_of, parts_of, with_experts
 from shoal.engine.offload import Offload
@@ -266,6 +267,7 @@ def _start(
     if not device.is_cuda:
         notes += emulation_notes(settings.low_precision_formats)
     notes += offload.notes()
+    notes += format_notes(sharded, device)
     notes += [
         f"wire.{key} = {sent.name}{_NO_EFFECT}there is one rank along {axis}."
         for key, axis, sent in plan.activations.by_axis()

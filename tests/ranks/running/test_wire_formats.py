@@ -12,6 +12,7 @@ import torch
 import shoal
 from shoal.comm.formats import format_named
 from shoal.comm.world import current_world
+from shoal.engine import format_times
 from shoal.mesh import factor_axis
 from tests.helpers.models import Plain
 from tests.helpers.training import (
@@ -402,3 +403,29 @@ def test_weights_are_taken_as_they_are_and_taking_them_changes_nothing(stage: in
 
     for (_, taken), (_, not_taken) in zip(ranks(2, take, True), ranks(2, take, False), strict=True):
         assert all(torch.equal(value, not_taken[name]) for name, value in taken.items())
+
+
+@pytest.mark.parametrize(("encoded_takes", "is_said"), [(2.0, True), (1.05, False)])
+def test_a_format_that_costs_more_time_than_it_saves_is_reported(
+    encoded_takes: float,
+    is_said: bool,
+    ranks: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level("INFO", logger="shoal")
+    measure, measured = format_times._milliseconds, []
+
+    def milliseconds(axis: Any, full: torch.Tensor, device: Any, wire: Any) -> float:
+        measured.append(measure(axis, full, device, wire))
+        return 1.0 if wire is None else encoded_takes
+
+    monkeypatch.setattr(format_times, "_milliseconds", milliseconds)
+    ranks(2, trained, config(1, wire={"reduce": "int8"}), 1)
+    assert len(measured) == 4 and min(measured) > 0
+    assert ("takes 1.00 ms as they are and 2.00 ms as int8" in caplog.text) == is_said
+
+
+def test_without_formats_nothing_is_timed(ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format_times, "_milliseconds", None)
+    ranks(2, trained, config(1), 1)

@@ -347,12 +347,16 @@ def outer_states(engine: shoal.Engine) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32")])
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "int8 state"), (3, "fp32")])
 def test_a_resumed_run_has_the_bits_of_the_one_that_went_on(
     stage: int, precision: str, ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Saved in the middle of a round, and loaded into an engine that has taken another step."""
-    more = {} if precision == "fp32" else {"bf16": {"enabled": True}}
+    more: dict[str, Any] = {
+        "fp32": {},
+        "bf16": {"bf16": {"enabled": True}},
+        "int8 state": {"precision": {"state_dtype": "int8"}},
+    }[precision]
 
     def resume() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         engine = start(Plain, settings(stage, local(4, wire="int8", error_feedback=True), **more), adamw)

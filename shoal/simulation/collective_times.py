@@ -85,7 +85,7 @@ def collective_seconds(op: str, nbytes: int, ranks: Sequence[int], gpus_per_node
         nbytes: of the whole tensor: all ranks' parts of an all-gather, what each rank brings to the others.
     """
     ring = _Ring.of(ranks, gpus_per_node)
-    if ring.size == 1:
+    if len(ranks) == 1:
         return 0.0
     if op in ("send", "recv", "all_to_all"):
         return _direct_seconds(op, nbytes, ring, links)

@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.errors import UsageError
-from shoal.simulation.collective_times import Links, collective_seconds
+from shoal.simulation.collective_times import Links
 
 _FILE = Path(__file__).with_name("machines.yaml")
 _NETWORK = re.compile(r"(?:(\d+)x)?(\d+)g(?:b|be)?", re.IGNORECASE)
@@ -54,16 +54,12 @@ class GpuNode:
         """Floating-point operations of matrix products per second; of a dtype without a figure those of fp32."""
         return self.matrix_flops.get(dtype, self.matrix_flops[torch.float32])
 
-    def collective_seconds(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> float:
-        """How long a collective takes that all of ``ranks`` call at the same time. Args: as ``collective_times``'."""
-        return collective_seconds(op, nbytes, ranks, self.gpus_per_node, self.links)
-
 
 class _Figures(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class _Rate(_Figures):
+class _RateFigures(_Figures):
     peak: float = Field(gt=0, allow_inf_nan=False)
     reached: float = Field(gt=0, le=1)
 
@@ -72,44 +68,44 @@ class _Rate(_Figures):
         return self.peak * self.reached
 
 
-class _Link(_Rate):
+class _LinkFigures(_RateFigures):
     kind: Literal["nvlink", "pcie"]
     latency_factor: float = Field(ge=0)
 
 
-class _Network(_Rate):
+class _NetworkFigures(_RateFigures):
     latency: float = Field(ge=0)
 
 
-class _Bus(_Rate):
+class _BusFigures(_RateFigures):
     pageable: float = Field(gt=0)
 
 
-class _Host(_Rate):
+class _HostFigures(_RateFigures):
     memory: float = Field(gt=0)
 
 
-class _Gpu(_Figures):
+class _GpuFigures(_Figures):
     generation: Literal["volta", "ampere", "hopper"]
     memory: int = Field(gt=0)
-    memory_bandwidth: _Rate
-    flops: dict[str, _Rate]
+    memory_bandwidth: _RateFigures
+    flops: dict[str, _RateFigures]
     attention: float = Field(gt=0, le=1)
 
 
-class _Node(_Figures):
+class _NodeFigures(_Figures):
     gpus: int = Field(gt=0)
-    link: _Link
-    network: _Network
-    bus: _Bus
-    host: _Host
+    link: _LinkFigures
+    network: _NetworkFigures
+    bus: _BusFigures
+    host: _HostFigures
     disk: float = Field(gt=0)
 
 
-class _Machine(_Figures):
+class _MachineFigures(_Figures):
     source: str
-    gpu: _Gpu
-    node: _Node
+    gpu: _GpuFigures
+    node: _NodeFigures
 
 
 @cache
@@ -166,7 +162,7 @@ def _of_file(path: Path) -> GpuNode:
 
 def _node_of(name: str, figures: Any, *, where: str) -> GpuNode:
     try:
-        machine = _Machine.model_validate(figures)
+        machine = _MachineFigures.model_validate(figures)
         flops = {_dtype(key): rate.rate for key, rate in machine.gpu.flops.items()}
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, each['loc'])) or 'the file'}: {each['msg']}" for each in error.errors()]

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shoal.flop_formulas import MATRIX
 from shoal.simulation.clocks import SimulatedStream, TimedOperation
+from shoal.simulation.collective_times import collective_seconds
 from shoal.simulation.machines import GpuNode
 
 COMPUTE, COMMUNICATION, STAGES, COPY, HOST, UPDATE, DISK = (
@@ -100,8 +101,9 @@ class StreamTimes:
         return Cost(COPY, self.machine.kernel_seconds + nbytes / rate, _TO_HOST if is_to_host else _TO_DEVICE)
 
     def collective(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Cost:
-        is_in_node = len({rank // self.machine.gpus_per_node for rank in ranks}) == 1
-        seconds = self.machine.collective_seconds(op, nbytes, ranks)
+        machine = self.machine
+        is_in_node = len({rank // machine.gpus_per_node for rank in ranks}) == 1
+        seconds = collective_seconds(op, nbytes, ranks, machine.gpus_per_node, machine.links)
         return Cost(COMMUNICATION, seconds, "NVLink" if is_in_node else "the network")
 
     def on_host(self, nbytes: int, *, is_main: bool) -> Cost:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from shoal.simulation.allocator import Block, CachingAllocator
+from shoal.simulation.memory import CachingAllocator, MemoryBlock
 
 pytestmark = pytest.mark.device
 
@@ -17,7 +17,7 @@ def test_the_allocator_allocates_and_reserves_as_torch_does() -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     allocator = CachingAllocator()
-    live: list[tuple[torch.Tensor, Block]] = []
+    live: list[tuple[torch.Tensor, MemoryBlock]] = []
     for _ in range(500):
         if live and rng.random() < 0.5:
             tensor, block = live.pop(rng.randrange(len(live)))

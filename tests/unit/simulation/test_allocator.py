@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from shoal.simulation.allocator import Block, CachingAllocator
+from shoal.simulation.memory import CachingAllocator, MemoryBlock
 
 MIB = 1 << 20
 
@@ -69,7 +69,7 @@ def test_free_segments_are_given_back_before_memory_runs_out() -> None:
 def test_blocks_do_not_overlap_and_add_up(seed: int) -> None:
     rng = random.Random(seed)
     allocator = CachingAllocator()
-    live: list[tuple[Block, int]] = []
+    live: list[tuple[MemoryBlock, int]] = []
     for _ in range(2000):
         if live and rng.random() < 0.5:
             block, nbytes = live.pop(rng.randrange(len(live)))

@@ -31,15 +31,14 @@ from shoal.engine.client_optimizer import (
     make_step,
     refuse_untrained,
     schedule_notes,
+    with_own_sums,
 )
 from shoal.engine.engine import Engine
-from shoal.engine.format_times import format_notes
 from shoal.engine.log import logger, make_audible
 from shoal.engine.model_parts import axes_of, levels_of, parts_of, with_experts
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
 from shoal.engine.over_stages import from_stages
-from shoal.engine.own_sums import with_own_sums
 from shoal.engine.parts.activations import SavedActivations
 from shoal.engine.parts.clipping import CheckClipping
 from shoal.engine.parts.curriculum import Curriculum
@@ -54,7 +53,7 @@ from shoal.engine.parts.sequence import AttentionCheck, SequenceRanks
 from shoal.engine.parts.stream_check import checking_streams
 from shoal.engine.parts.tensor import TensorParallelChecks
 from shoal.engine.pipeline_parts import of_own_units, recomputed_blocks, stages_of
-from shoal.engine.profiling import ProfilingTimers
+from shoal.engine.profiling import ProfilingTimers, format_notes
 from shoal.engine.progress import Progress
 from shoal.engine.run_state import RunState
 from shoal.engine.settings import (

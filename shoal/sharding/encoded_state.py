@@ -103,7 +103,7 @@ STATE_FORMATS: dict[str, StateFormat] = {
 
 
 @dataclass(frozen=True)
-class Blocks:
+class RangeBlocks:
     """Elements ``start`` to ``stop`` of a range, in blocks of ``width``; ``first``: the number of the first block."""
 
     start: int
@@ -115,26 +115,26 @@ class Blocks:
     def number(self) -> int:
         return (self.stop - self.start) // self.width
 
-    def chunks(self, numel: int) -> Iterator[Blocks]:
+    def chunks(self, numel: int) -> Iterator[RangeBlocks]:
         """The same as parts of at most ``numel`` elements, or of one block."""
         step = max(numel // self.width, 1) * self.width
         for start in range(self.start, self.stop, step):
             first = self.first + (start - self.start) // self.width
-            yield Blocks(start, min(start + step, self.stop), self.width, first)
+            yield RangeBlocks(start, min(start + step, self.stop), self.width, first)
 
 
-def blocks_of(segments: Iterable[Segment]) -> tuple[Blocks, ...]:
+def blocks_of(segments: Iterable[Segment]) -> tuple[RangeBlocks, ...]:
     """The blocks of a range: whole ones, and a shorter one where a parameter, or its part, begins or ends."""
-    found: list[Blocks] = []
+    found: list[RangeBlocks] = []
     for segment in segments:
         begin = min(segment.start + -segment.offset % BLOCK, segment.stop)
         end = begin + (segment.stop - begin) // BLOCK * BLOCK
         for start, stop, width in ((segment.start, begin, 0), (begin, end, BLOCK), (end, segment.stop, 0)):
-            last = found[-1] if found else Blocks(0, 0, BLOCK, 0)
+            last = found[-1] if found else RangeBlocks(0, 0, BLOCK, 0)
             if width and last.width == width and last.stop == start:  # encoded together with those before
-                found[len(found) - 1 :] = [Blocks(last.start, stop, width, last.first)]
+                found[len(found) - 1 :] = [RangeBlocks(last.start, stop, width, last.first)]
             elif start < stop:
-                found.append(Blocks(start, stop, width or stop - start, last.first + last.number))
+                found.append(RangeBlocks(start, stop, width or stop - start, last.first + last.number))
     return tuple(found)
 
 
@@ -157,7 +157,7 @@ class EncodedState:
     """
 
     code: Code
-    blocks: tuple[Blocks, ...]
+    blocks: tuple[RangeBlocks, ...]
     num_elements: int
     memory: torch.Tensor
 

@@ -12,7 +12,7 @@ import torch
 import shoal
 from shoal.comm.formats import format_named
 from shoal.comm.world import current_world
-from shoal.engine import format_times
+from shoal.engine import profiling
 from shoal.mesh import factor_axis
 from tests.helpers.models import Plain
 from tests.helpers.training import (
@@ -414,18 +414,18 @@ def test_a_format_that_costs_more_time_than_it_saves_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level("INFO", logger="shoal")
-    measure, measured = format_times.gather_milliseconds, []
+    measure, measured = profiling.gather_milliseconds, []
 
     def milliseconds(comm: Any, full: torch.Tensor, form: Any, synchronize: Any) -> float:
         measured.append(measure(comm, full, form, synchronize))
         return 1.0 if form is None else encoded_takes
 
-    monkeypatch.setattr(format_times, "gather_milliseconds", milliseconds)
+    monkeypatch.setattr(profiling, "gather_milliseconds", milliseconds)
     ranks(2, trained, config(1, wire={"reduce": "int8"}), 1)
     assert len(measured) == 4 and min(measured) > 0
     assert ("takes 1.00 ms as they are and 2.00 ms as int8" in caplog.text) == is_said
 
 
 def test_without_formats_nothing_is_timed(ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(format_times, "gather_milliseconds", None)
+    monkeypatch.setattr(profiling, "gather_milliseconds", None)
     ranks(2, trained, config(1), 1)

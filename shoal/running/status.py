@@ -123,8 +123,9 @@ def _sum_of_squares(groups: Sequence[ParameterGroup], device: torch.device) -> t
 
 def _weight(group: ParameterGroup) -> float:
     """Of this rank's part of the norm: of gradients that are left partial the ranks' mean square counts."""
-    num_ranks = group.axes.replica[1] * group.buffer.comm.size
-    return 1 / num_ranks if group.gradient.is_left_partial else float(group.axes.counts_norm)
+    if not group.gradient.is_left_partial:
+        return float(group.axes.counts_norm)
+    return 1 / (group.axes.replica[1] * group.buffer.comm.size)
 
 
 def _exchange(comm: Communicator, values: Sequence[float | torch.Tensor], device: torch.device) -> list[list[float]]:

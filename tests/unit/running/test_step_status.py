@@ -45,7 +45,10 @@ class Group:
 
     def __init__(self, flat: torch.Tensor, offloaded: torch.Tensor | None = None) -> None:
         self.gradient: Any = SimpleNamespace(
-            norm_part=lambda: flat, offloaded_norm_squared=offloaded, has_grad=bytearray(b"\1")
+            norm_part=lambda: flat,
+            offloaded_norm_squared=offloaded,
+            has_grad=bytearray(b"\1"),
+            is_left_partial=False,
         )
 
 

@@ -64,6 +64,9 @@ ENTRIES: dict[str, Entry] = {
         warm_steps=16,
     ),
     "shoal-2 local steps": Entry("shoal-2", {"local_steps": {"every": 8}, "parallel": {"dp_replicate": 2}}),
+    "shoal-2 local steps int4": Entry(
+        "shoal-2", {"local_steps": {"every": 8, "wire": "int4_hadamard"}, "parallel": {"dp_replicate": 2}}
+    ),
     "deepspeed-2": Entry("deepspeed-2"),
     "deepspeed-3": Entry("deepspeed-3"),
 }

@@ -28,6 +28,13 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def numel_at_once(tensor: torch.Tensor, numel: int) -> int:
+    """The elements of a tensor that several passes process at once: on a CPU ``numel``, so that what lies between two
+    passes stays in the cache; elsewhere all.
+    """
+    return numel if tensor.device.type == "cpu" and not is_fake(tensor) else max(tensor.numel(), 1)
+
+
 def read_vector(tensor: torch.Tensor, *, when_fake: float) -> list[float]:
     """The values of a 1-D tensor, or ``when_fake`` for each in a dry run.
 

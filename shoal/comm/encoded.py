@@ -30,35 +30,14 @@ class Encoded(Communicator):
         self._comm = comm
         self._wire = Wire(format)
 
-    def _wire_of(self, tensor: torch.Tensor) -> Wire | None:
-        return self._wire if tensor.is_floating_point() else None
-
     def issue(self, call: Call) -> Work:
         return self._comm.issue(call)
 
     def staged(self, first: Work, *steps: Callable[[torch.Tensor], Work]) -> Work:
         return self._comm.staged(first, *steps)
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: Wire | None = None
-    ) -> Work:
-        return super().all_gather(full, shard, label=label, wire=wire or self._wire_of(full))
-
-    def reduce_scatter(
-        self,
-        full: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float = 1.0,
-        accumulate: bool = False,
-        label: str,
-        wire: Wire | None = None,
-    ) -> Work:
-        wire = wire or self._wire_of(full)
-        return super().reduce_scatter(full, out, scale=scale, accumulate=accumulate, label=label, wire=wire)
-
-    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str, wire: Wire | None = None) -> Work:
-        return super().all_reduce(full, scale=scale, label=label, wire=wire or self._wire_of(full))
+    def wire_of(self, full: torch.Tensor, wire: Wire | None) -> Wire | None:
+        return super().wire_of(full, wire or (self._wire if full.is_floating_point() else None))
 
 
 def gather_milliseconds(

@@ -29,10 +29,10 @@ from typing import Protocol
 
 import torch
 
-from shoal.device import is_fake
+from shoal.device import is_fake, numel_at_once
 from shoal.errors import ConfigError
 
-_CHUNK = 1 << 17  # elements that are encoded at once on a CPU, so that what lies between two passes stays in the cache
+_CHUNK = 1 << 17  # elements that are encoded at once on a CPU
 _ROTATED = 32  # elements that a rotation mixes
 _MOST = 3e38  # of a factor, so that zeros times it are zeros
 
@@ -82,7 +82,7 @@ class Cast:
         if error is None:
             parts[0].copy_(rows)
             return parts
-        step = max(_chunk_of(rows) // max(len(rows), 1), 1)
+        step = max(numel_at_once(rows, _CHUNK) // max(len(rows), 1), 1)
         for sent, values, lost in zip(*(each.split(step, 1) for each in (parts[0], rows, error)), strict=True):
             sent.copy_(lost.add_(values))
             lost.sub_(sent).nan_to_num_(0.0, 0.0, 0.0)  # what is not finite loses nothing that can be sent later
@@ -175,13 +175,13 @@ class BlockFormat(ABC):
     def _most_of(self, rows: torch.Tensor) -> int:
         """The most elements of a piece, with padding."""
         num_rows, numel = rows.shape
-        return max(min(_chunk_of(rows), num_rows * numel), num_rows * self.block, self.block)
+        return max(min(numel_at_once(rows, _CHUNK), num_rows * numel), num_rows * self.block, self.block)
 
     def _pieces(self, rows: torch.Tensor) -> Iterator[_BlockRange]:
         """What is encoded at once: blocks of some rows; the last block of each row, where it is shorter."""
         num_rows, numel = rows.shape
         whole = numel // self.block * self.block
-        chunk = _chunk_of(rows)
+        chunk = numel_at_once(rows, _CHUNK)
         step = max(chunk // self.block, 1) * self.block
         for start in range(0, whole, step):
             stop = min(start + step, whole)
@@ -348,22 +348,18 @@ def _in_blocks(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 @cache
-def _hadamard(device: torch.device) -> torch.Tensor:
+def hadamard(size: int, device: torch.device) -> torch.Tensor:
+    """The orthogonal Hadamard matrix, whose inverse is itself. Shape: [size, size], a power of two."""
     matrix = torch.ones(1, 1)
-    while len(matrix) < _ROTATED:
+    while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / math.sqrt(_ROTATED)).to(device)
+    return (matrix / math.sqrt(size)).to(device)
 
 
 def _rotated(values: torch.Tensor) -> torch.Tensor:
-    """Each 32 elements multiplied by the Hadamard matrix, whose inverse is itself."""
-    matrix = values.new_empty(_ROTATED, _ROTATED) if is_fake(values) else _hadamard(values.device)
+    """Each 32 elements multiplied by the Hadamard matrix."""
+    matrix = values.new_empty(_ROTATED, _ROTATED) if is_fake(values) else hadamard(_ROTATED, values.device)
     return (_in_blocks(values, _ROTATED) @ matrix).flatten(-2)
-
-
-def _chunk_of(rows: torch.Tensor) -> int:
-    """The elements that are encoded at once."""
-    return _CHUNK if rows.device.type == "cpu" and not is_fake(rows) else max(rows.numel(), 1)
 
 
 FORMATS: dict[str, Callable[[int | None], WireFormat]] = {

@@ -213,6 +213,10 @@ class Communicator:
         """Works one after the other, of which the first is issued: see ``StagedWork``."""
         return StagedWork(first, *steps)
 
+    def wire_of(self, full: torch.Tensor, wire: Wire | None) -> Wire | None:
+        """How a collective of ``full`` is encoded that was asked to use ``wire``; on one rank nothing is."""
+        return None if self.size == 1 or _IS_FOR_SHAPES.get() else wire
+
     def _record_blocking(self, op: str, label: str) -> None:
         if _IS_FOR_SHAPES.get():
             self._raise_for_shapes(op, label)
@@ -248,7 +252,7 @@ class Communicator:
         """
         check_divides("all_gather", full, shard, self.size, label=label)
         source = own_range(full, self.rank, self.size) if shard is None else shard
-        if wire is not None and self.size > 1 and not _IS_FOR_SHAPES.get():
+        if (wire := self.wire_of(full, wire)) is not None:
             return encoded_all_gather(self, self, full, source, label=label, wire=wire)
         return self.issue(Call("all_gather", label, full, source, full.nbytes * (self.size - 1) // self.size))
 
@@ -276,7 +280,7 @@ class Communicator:
             twice.
         """
         check_divides("reduce_scatter", full, out, self.size, label=label)
-        if wire is not None and self.size > 1 and not _IS_FOR_SHAPES.get():
+        if (wire := self.wire_of(full, wire)) is not None:
             message, received, layout = encoded_scatter(wire, full.view(self.size, -1), self.empty)
 
             def finish(received: torch.Tensor) -> Work:
@@ -295,7 +299,7 @@ class Communicator:
 
         Communicates: 2 (size - 1) / size * full bytes received per rank; with ``wire`` the encoded bytes.
         """
-        if wire is not None and self.size > 1 and not _IS_FOR_SHAPES.get():
+        if (wire := self.wire_of(full, wire)) is not None:
             return encoded_all_reduce(self, self, full, scale=scale, label=label, wire=wire)
         return self.issue(Call("all_reduce", label, full, None, 2 * full.nbytes * (self.size - 1) // self.size, scale))
 

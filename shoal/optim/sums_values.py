@@ -49,11 +49,11 @@ class SumsValues:
 
     def sums(self) -> Sums:
         """What the ranks sum in the next step."""
-        raise NotImplementedError
+        raise NotImplementedError  # each optimizer's own. No ABC: its metaclass excludes those of DeepSpeed's classes
 
     def to_sum(self, ranges: Sequence[OwnValues]) -> None:
         """Overwrite ``values`` with what is summed; the step will be applied."""
-        raise NotImplementedError
+        raise NotImplementedError  # as above
 
     def drops_errors(self) -> bool:
         """True if from the next step on other values are summed, so that what earlier sums lost is of no use."""

@@ -204,7 +204,6 @@ class Channel:
     ) -> None:
         self._comm = comm
         self._wire = wire
-        self._codes: dict[tuple[int, torch.dtype], RowBytes] = {}  # by numel and dtype of a row
         self._device = device
         self._stages = stages
         self._known: dict[tuple[str, int], MessageForm] = {}  # by boundary and signature
@@ -291,7 +290,13 @@ class Channel:
 
     def _on_the_way(self, form: MessageForm) -> tuple[MessageForm, list[RowBytes | None]]:
         """The structure of the encoded message, and how each tensor is encoded."""
-        codes = [None if self._wire is None else self._codes_of(self._wire, t) for t in form.tensors]
+        wire = self._wire
+        codes = [
+            RowBytes(wire, t.shape[-1], t.dtype, self._device)
+            if wire is not None and t.is_activation and t.nbytes
+            else None
+            for t in form.tensors
+        ]
         if not any(codes):
             return form, codes
         tensors = (
@@ -299,14 +304,6 @@ class Channel:
             for t, of in zip(form.tensors, codes, strict=True)
         )
         return MessageForm(form.tree, tuple(tensors)), codes
-
-    def _codes_of(self, wire: WireFormat, form: TensorForm) -> RowBytes | None:
-        if not form.is_activation or not form.nbytes:
-            return None
-        key = form.shape[-1], form.dtype
-        if key not in self._codes:
-            self._codes[key] = RowBytes(wire, *key, self._device)
-        return self._codes[key]
 
 
 def _text(form: MessageForm) -> str:

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 import torch
 
 from shoal.comm.formats import Float8
-from shoal.device import is_fake
+from shoal.device import numel_at_once
 from shoal.sharding.layout import Segment
 
 BLOCK = 256  # elements that share a scale
-_CHUNK = 1 << 15  # elements that are encoded at once on a CPU, so that what lies between two passes stays in the cache
+_CHUNK = 1 << 15  # elements that are encoded at once on a CPU
 _SCALE = torch.bfloat16
 _LEAST = 1e-30  # a block with a smaller scale is zero
 _SQUARES = frozenset(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"))
@@ -194,8 +194,7 @@ class EncodedState:
     def _parts(self, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """The blocks in chunks: their codes, scales and values. Shapes: [blocks, width], [blocks], [blocks, width]."""
         scales = self.memory[_scales_at(self.num_elements) :].view(_SCALE)
-        is_cached = values.device.type == "cpu" and not is_fake(values)
         for all_blocks in self.blocks:
-            for each in all_blocks.chunks(_CHUNK if is_cached else values.numel()):
+            for each in all_blocks.chunks(numel_at_once(values, _CHUNK)):
                 codes, part = (flat[each.start : each.stop].view(-1, each.width) for flat in (self.memory, values))
                 yield codes, scales[each.first : each.first + each.number], part

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from shoal.device import is_fake
+from shoal.device import numel_at_once
 from shoal.sharding.layout import ParameterSpec, Segment
 
-_CHUNK = 1 << 15  # elements that are rounded at once on a CPU, so that what lies between two passes stays in the cache
+_CHUNK = 1 << 15  # elements that are rounded at once on a CPU
 
 
 @torch.no_grad()
@@ -33,10 +33,9 @@ def round_stochastically(
     step_number: int,
 ) -> None:
     """Round the parameters of a range. Shapes: [numel], fp32 and bf16. Between the parameters nothing is written."""
-    is_cached = source.device.type == "cpu" and not is_fake(source)
+    chunk = numel_at_once(source, _CHUNK)
     for segment in segments:
         seed = zlib.crc32(f"{step_number} {specs[segment.slot].name}".encode())
-        chunk = _CHUNK if is_cached else segment.stop - segment.start
         for low in range(segment.start, segment.stop, chunk):
             high = min(low + chunk, segment.stop)
             bits = _random_16_bits(seed + segment.offset + low - segment.start, high - low, source.device)

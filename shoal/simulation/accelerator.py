@@ -59,7 +59,7 @@ class SimulatedAccelerator:
 
     Args:
         times: gives operations durations; the host's threads are then simulated in turn. None: only orders count.
-        memory: is told each allocation; None: nobody asks.
+        memory: records each allocation; None: they are not recorded.
 
     Attributes: ``findings``: by what was reported. ``num_operations``: that were checked.
     """

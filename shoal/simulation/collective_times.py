@@ -120,17 +120,17 @@ def _seconds(op: str, nbytes: int, ring: _Ring, links: Links, algorithm: str, pr
     if algorithm == TREE:
         steps = 2 * ((ring.size // ring.num_nodes - 1) * local_step + math.log2(ring.num_nodes) * network_step)
         return (start + steps) * _MICRO + 2 * nbytes / bandwidth
-    is_twice = op == "all_reduce"
-    is_chain = op == "broadcast"
-    num_steps = ring.size if is_chain else (ring.size - 1) * (2 if is_twice else 1)
-    between = 0 if ring.num_nodes == 1 else 2 * ring.num_nodes if is_twice else ring.num_nodes - (not is_chain)
+    if op == "broadcast":  # chunks follow each other
+        step = local_step if ring.num_nodes == 1 else network_step
+        return (start + step) * _MICRO + nbytes / bandwidth
+    passes, between = 1, ring.num_nodes - 1
+    if op == "all_reduce":
+        passes, between = 2, 2 * ring.num_nodes if ring.num_nodes > 1 else 0
     if ring.num_nodes > 1:
         local_step = max(local_step, factor * _POST[protocol])
-    if is_chain:  # chunks follow each other
-        num_steps, between = 1, min(between, 1)
-    latency = start + max(num_steps - between, 0) * local_step + between * network_step
-    traffic = nbytes * (1.0 if is_chain else (ring.size - 1) / ring.size * (2 if is_twice else 1))
-    return latency * _MICRO + traffic / bandwidth
+    num_local = max(passes * (ring.size - 1) - between, 0)
+    latency = start + num_local * local_step + between * network_step
+    return latency * _MICRO + passes * nbytes * (ring.size - 1) / ring.size / bandwidth
 
 
 def _bandwidth(op: str, ring: _Ring, links: Links, algorithm: str, protocol: str) -> float:
@@ -141,12 +141,9 @@ def _bandwidth(op: str, ring: _Ring, links: Links, algorithm: str, protocol: str
     most_ll = _MOST_LL[links.generation][min(ring.num_nodes, 3) - 1] * _GIGA
     if algorithm == TREE:
         bandwidth *= 0.92 * 0.85
-        return {
-            LL: min(bandwidth / 3.8, most_ll),
-            LL128: bandwidth * (7 / 9 if ring.num_nodes == 1 else 120 / 128),
-        }.get(protocol, bandwidth)
-    if protocol == LL:
-        return min(most_ll, bandwidth / (4 if ring.num_nodes > 1 or op == "all_reduce" else 3))
-    if protocol == LL128:
-        return bandwidth * (0.7 if ring.size / ring.num_nodes < 2 else 0.92)
-    return bandwidth
+        parts = {LL: 1 / 3.8, LL128: 7 / 9 if ring.num_nodes == 1 else 120 / 128, SIMPLE: 1.0}
+    else:
+        is_slow = ring.num_nodes > 1 or op == "all_reduce"
+        parts = {LL: 1 / 4 if is_slow else 1 / 3, LL128: 0.7 if ring.size / ring.num_nodes < 2 else 0.92, SIMPLE: 1.0}
+    bandwidth *= parts[protocol]
+    return min(bandwidth, most_ll) if protocol == LL else bandwidth

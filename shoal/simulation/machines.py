@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shoal.errors import UsageError
 from shoal.simulation.collective_times import Links
@@ -85,11 +85,29 @@ class _HostFigures(_RateFigures):
     memory: float = Field(gt=0)
 
 
+class _FlopsFigures(_Figures):
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, _RateFigures]
+    float32: _RateFigures  # which dtypes without a figure have, too
+
+    @model_validator(mode="after")
+    def _check_dtypes(self) -> _FlopsFigures:
+        wrong = [name for name in self.__pydantic_extra__ if not isinstance(getattr(torch, name, None), torch.dtype)]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is no dtype of torch")
+        return self
+
+    @property
+    def by_dtype(self) -> dict[torch.dtype, float]:
+        rates = {"float32": self.float32, **self.__pydantic_extra__}
+        return {getattr(torch, name): figures.rate for name, figures in rates.items()}
+
+
 class _GpuFigures(_Figures):
     generation: Literal["volta", "ampere", "hopper"]
     memory: int = Field(gt=0)
     memory_bandwidth: _RateFigures
-    flops: dict[str, _RateFigures]
+    flops: _FlopsFigures
     attention: float = Field(gt=0, le=1)
 
 
@@ -163,7 +181,6 @@ def _of_file(path: Path) -> GpuNode:
 def _node_of(name: str, figures: Any, *, where: str) -> GpuNode:
     try:
         machine = _MachineFigures.model_validate(figures)
-        flops = {_dtype(key): rate.rate for key, rate in machine.gpu.flops.items()}
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, each['loc'])) or 'the file'}: {each['msg']}" for each in error.errors()]
         raise UsageError(
@@ -172,17 +189,10 @@ def _node_of(name: str, figures: Any, *, where: str) -> GpuNode:
             do="write every figure that the machines of shoal/simulation/machines.yaml have.",
             code="dry-run-machine",
         ) from error
-    if torch.float32 not in flops:
-        raise UsageError(
-            f"figures of machine {name!r} are missing or wrong: gpu.flops.float32: Field required.",
-            where=where,
-            do="write the rate of fp32 products, which dtypes without a figure get too.",
-            code="dry-run-machine",
-        )
     gpu, node = machine.gpu, machine.node
     return GpuNode(
         name=name,
-        matrix_flops=flops,
+        matrix_flops=gpu.flops.by_dtype,
         memory_bandwidth=gpu.memory_bandwidth.rate,
         gpu_nbytes=gpu.memory,
         attention_fraction=gpu.attention,
@@ -201,14 +211,3 @@ def _node_of(name: str, figures: Any, *, where: str) -> GpuNode:
         host_nbytes=int(node.host.memory),
         gpus_per_node=node.gpus,
     )
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise UsageError(
-            f"{name!r} is no dtype of torch, and machine figures name flops by dtype.",
-            do="write float32, bfloat16, float8_e4m3fn ...",
-            code="dry-run-machine",
-        )
-    return dtype

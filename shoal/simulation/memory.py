@@ -68,7 +68,6 @@ class MemoryPeak:
         return "\n".join(lines)
 
 
-@dataclass
 class DeviceMemory:
     """The memory of one device.
 
@@ -76,11 +75,8 @@ class DeviceMemory:
         capacity: bytes that tensors may have; None: no limit.
     """
 
-    capacity: int | None = None
-    allocator: CachingAllocator = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.allocator = CachingAllocator(self.capacity)
+    def __init__(self, capacity: int | None = None) -> None:
+        self.allocator = CachingAllocator(capacity)
         self._live: dict[Hashable, Allocation] = {}
         self._references: dict[Hashable, weakref.ref[torch.UntypedStorage]] = {}
         self._events: list[tuple[Allocation, bool]] = []  # since the step began; True: it was allocated

@@ -6,12 +6,12 @@ Scales are powers of two, so both ways compute the same products, and sums of th
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import torch
 from torch.nn import functional as F
 
+from shoal.comm.formats import hadamard
 from shoal.device import is_fake
 from shoal.parallel.low_precision.formats import ScaledFloat8
 from shoal.parallel.low_precision.recipes import Pair, Recipe
@@ -109,12 +109,9 @@ def _by_operator(a: torch.Tensor, b: torch.Tensor, formats: Pair, dtype: torch.d
 
 @cache
 def _random_hadamard(device: torch.device) -> torch.Tensor:
-    """An orthogonal matrix: a Hadamard matrix, each row times a random sign, over 4. Shape: [16, 16]."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < _ROTATED:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    signs = torch.tensor([1, 1, -1, 1, -1, -1, 1, 1, 1, -1, -1, -1, 1, -1, 1, -1])
-    return (matrix * signs[:, None] / math.sqrt(_ROTATED)).to(device)
+    """An orthogonal matrix: a Hadamard matrix, each row times a random sign. Shape: [16, 16]."""
+    signs = torch.tensor([1, 1, -1, 1, -1, -1, 1, 1, 1, -1, -1, -1, 1, -1, 1, -1], device=device)
+    return hadamard(_ROTATED, device) * signs[:, None]
 
 
 def _rotated(rows: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@
     mxfp8                  e4m3, 1x32               e4m3, 1x32                 1x32
     nvfp4                  e2m1, x 1x16, W 16x16    e2m1, 1x16, stochastic     1x16, both rotated
 
-"A row", 1x128 and the like are along what the product sums over. Scales are of the values at hand, never of earlier
-ones. Sums are fp32.
+"A row", 1x128 and the like are along what the product sums over. A scale is that of the values which are multiplied,
+not of earlier ones. Sums are fp32.
 
 Sources: tensorwise and rowwise, torchao.float8; blockwise, DeepSeek-V3, section 3.3 (arXiv:2412.19437); mxfp8, OCP
 Microscaling Formats 1.0 and arXiv:2506.08027; nvfp4, arXiv:2509.25149, section 4.

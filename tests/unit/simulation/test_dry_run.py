@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,17 @@ def stream(name: str) -> SimulatedStream:
     return SimulatedStream(name, lambda: None, lambda stream: None, lambda stream: None)
 
 
-def third_step(num_ranks: int, tokens: int, machine: GpuNode = H100, **zero: Any) -> DryRun:
+def third_step(
+    num_ranks: int,
+    tokens: int,
+    machine: GpuNode = H100,
+    make: Callable[[], torch.nn.Module] = Tower,
+    ledger: dict[str, int] | None = None,
+    **zero: Any,
+) -> DryRun:
+    """Three steps of a model. ``ledger``: gets the engine's bytes by kind."""
     with shoal.dry_run(num_ranks, machine=machine) as run:
-        model = Tower()
+        model = make()
         made = config(zero["stage"], zero_optimization=zero, bf16={"enabled": True})
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         engine = shoal.initialize(model=model, optimizer=optimizer, config=made)[0]
@@ -52,6 +61,8 @@ def third_step(num_ranks: int, tokens: int, machine: GpuNode = H100, **zero: Any
             with run.step():
                 engine.backward(engine(batch, batch))
                 engine.step()
+        if ledger is not None:
+            ledger.update(engine.memory_report().by_kind())
         engine.destroy()
     return run
 
@@ -94,21 +105,8 @@ def test_two_copies_share_the_bus_and_one_that_comes_later_uses_a_gap_before() -
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_memory_at_the_peak_is_that_of_the_ledger_and_of_what_backward_needs(stage: int) -> None:
-    with shoal.dry_run(8) as run:
-        model = Tower()
-        made = config(stage, zero_optimization={"stage": stage}, bf16={"enabled": True})
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        engine = shoal.initialize(model=model, optimizer=optimizer, config=made)[0]
-        batch = torch.zeros(2, 4096, dtype=torch.long)
-        for _ in range(3):
-            with run.step():
-                engine.backward(engine(batch, batch))
-                engine.step()
-        ledger: dict[str, int] = {}
-        for entry in engine.memory_report().entries:
-            ledger[entry.kind] = ledger.get(entry.kind, 0) + entry.nbytes
-        engine.destroy()
-    peak = run.steps[-1].memory
+    ledger: dict[str, int] = {}
+    peak = third_step(8, 4096, ledger=ledger, stage=stage).steps[-1].memory
     assert sum(peak.by_kind.values()) == peak.allocated <= peak.reserved
     for kind in ("parameter", "master", "optimizer state"):
         assert peak.by_kind[kind] == ledger[kind], kind
@@ -349,19 +347,8 @@ def test_a_model_on_the_meta_device_is_dry_run_as_another(is_made_before: bool) 
         with torch.device("meta"):
             return Tower()
 
-    before = made() if is_made_before else None
-    with shoal.dry_run(8) as run:
-        model = before if before is not None else made()
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        engine = shoal.initialize(
-            model=model, optimizer=optimizer, config=config(3, zero_optimization={"stage": 3}, bf16={"enabled": True})
-        )[0]
-        batch = torch.zeros(2, 128, dtype=torch.long)
-        for _ in range(3):
-            with run.step():
-                engine.backward(engine(batch, batch))
-                engine.step()
-        engine.destroy()
+    before = made()
+    run = third_step(8, 128, make=(lambda: before) if is_made_before else made, stage=3)
     expected = third_step(8, 128, stage=3).steps[-1]
     assert run.steps[-1].memory.by_kind == expected.memory.by_kind
     assert run.steps[-1].seconds == expected.seconds

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,6 +58,7 @@ def estimate(
 
     from shoal.engine.estimate import estimate as estimate_one
     from shoal.engine.estimate import variants
+    from shoal.planner.model_of import build_model
     from shoal.text import format_count, parse_bytes
 
     settings = _config(config, precision, micro_batch)
@@ -68,7 +66,7 @@ def estimate(
     if memory is not None and limit is None:
         raise UsageError(f"--memory {memory!r} is not a size with a unit.", do="write it as 80GB or 24GiB.")
     with FakeTensorMode():
-        made = _build(model, sequence)
+        made = build_model(model, sequence)
         estimates = [estimate_one(made, one, ranks) for one in variants(settings, stage or range(4), with_disk=disk)]
         numel = sum({id(p): p.numel() for p in made.parameters()}.values())
         activations, note = _activations(made, settings, sequence, recompute=recompute)
@@ -105,47 +103,6 @@ def _config(path: Path | None, precision: str | None, micro_batch: int | None) -
     return settings
 
 
-def _build(model: str, sequence: int | None) -> nn.Module:
-    """The model that MODEL names. Raises: UsageError: there is none."""
-    from torch import nn
-
-    from shoal.models import GPT, NAMED_SHAPES, named_config
-
-    if model.lower() in NAMED_SHAPES:
-        return GPT(named_config(model, sequence_length=sequence))
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    if path.is_file():
-        return _from_hugging_face(path)
-    module_name, _, function_name = model.partition(":")
-    if not function_name:
-        raise UsageError(
-            f"{model!r} is no folder or file, and no size of `shoal train`.",
-            do=f"name a folder with a config.json, one of {', '.join(NAMED_SHAPES)}, or module:function.",
-        )
-    sys.path.insert(0, os.getcwd())
-    try:
-        made = getattr(importlib.import_module(module_name), function_name)()
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"{model!r} cannot be called: {error}.", do="name module:function.") from error
-    if not isinstance(made, nn.Module):
-        raise UsageError(f"{model!r} returned a {type(made).__name__}, not a torch.nn.Module.")
-    return made
-
-
-def _from_hugging_face(path: Path) -> nn.Module:
-    try:
-        import transformers
-    except ImportError:
-        raise UsageError(
-            f"{path} is a configuration of transformers, which is not installed.", do="pip install transformers."
-        ) from None
-    config = transformers.AutoConfig.from_pretrained(path.parent, local_files_only=True)
-    causal = config.__class__ in transformers.AutoModelForCausalLM._model_mapping
-    made: nn.Module = (transformers.AutoModelForCausalLM if causal else transformers.AutoModel).from_config(config)
-    return made
-
-
 def _activations(
     model: nn.Module, settings: dict[str, Any], sequence: int | None, *, recompute: bool
 ) -> tuple[int | None, str]:
@@ -154,24 +111,17 @@ def _activations(
 
     from shoal.engine.estimate import activation_nbytes
     from shoal.models import GPT
+    from shoal.planner.model_of import longest_sequence, loss_of, token_batch
 
-    config: Any = getattr(model, "config", None)
-    vocabulary = getattr(config, "vocab_size", None)
-    longest: int = getattr(config, "sequence_length", None) or getattr(config, "max_position_embeddings", None) or 2048
-    size: int
-    length, size = sequence or min(longest, 4096), settings["train_micro_batch_size_per_gpu"]
-    if vocabulary is None:
+    size: int = settings["train_micro_batch_size_per_gpu"]
+    if longest_sequence(model) is None:
         return None, "Activations are not counted: this command can run language models only."
+    given = token_batch(model, size, sequence)
+    length = next(iter(given.values() if isinstance(given, dict) else given)).shape[1]
     dtype = next((d for name, d in _DTYPES.items() if settings.get(name, {}).get("enabled")), "float32")
-    tokens = torch.zeros(size, length, dtype=torch.long)
 
     def run(model: nn.Module) -> torch.Tensor:
-        loss: torch.Tensor
-        if isinstance(model, GPT):
-            loss = model(tokens, tokens)
-        else:
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        return loss
+        return loss_of(model(**given) if isinstance(given, dict) else model(*given))
 
     if recompute and not isinstance(model, GPT):
         enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -1,0 +1,1 @@
+"""What a configuration costs before it runs, and which one to choose."""

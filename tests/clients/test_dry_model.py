@@ -1,0 +1,30 @@
+"""A step of a model of Transformers under a configuration, dry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from shoal.planner.dry_model import dry_run_model
+
+pytestmark = pytest.mark.clients
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"cp": 2}, {"pp": 2}])
+def test_a_folder_of_hugging_face_is_run(tmp_path: Path, parallel: dict[str, int]) -> None:
+    shape: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 320}
+    LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, **shape).save_pretrained(tmp_path)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 1},
+        "parallel": parallel,
+    }
+    step = dry_run_model(str(tmp_path), config, 8, sequence=32)
+    assert step.seconds > 0 and step.memory.allocated > 0
+    assert len(step.stages) == parallel.get("pp", 1)
+    assert ("recv" in step.received) == ("pp" in parallel)

@@ -1,0 +1,87 @@
+"""A step of a model under a configuration, dry: the figures of ``shoal.dry_run`` without a script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.errors import UsageError
+from shoal.models import GPT, GPTConfig
+from shoal.planner.dry_model import dry_run_model
+from shoal.simulation.times import COMMUNICATION, STAGES
+
+SHAPE = GPTConfig(vocab_size=512, sequence_length=64, num_layers=4, hidden_size=64, num_heads=4)
+
+
+def gpt() -> nn.Module:
+    return GPT(SHAPE)
+
+
+def config(stage: int = 0, accumulation: int = 1, **sections: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": stage},
+        **sections,
+    }
+
+
+def test_it_is_the_third_step_of_a_script() -> None:
+    step = dry_run_model(gpt, config(3, 2), 8)
+    with shoal.dry_run(8) as run:
+        engine, *_ = shoal.initialize(model=gpt(), config=config(3, 2))
+        tokens = torch.zeros(2, 64, dtype=torch.long)
+        for _ in range(3):
+            with run.step():
+                for _ in range(2):
+                    engine.backward(engine(tokens, tokens))
+                    engine.step()
+        engine.destroy()
+    last = run.steps[-1]
+    assert step.seconds == pytest.approx(last.seconds)
+    assert step.received == last.received
+    assert step.memory.allocated == pytest.approx(last.memory.allocated, rel=0.002)
+    assert step.exposed_communication == pytest.approx(last.by_kind[COMMUNICATION])
+    assert step.bubble == 0 and step.fits
+
+
+def test_a_pipeline_is_run_as_one() -> None:
+    step = dry_run_model(gpt, config(1, 4, parallel={"pp": 2, "tp": 2}), 8)
+    assert len(step.stages) == 2
+    assert step.received["recv"] == 4 * 2 * 64 * 64 * 2  # micro-batches, rows, tokens, width, bytes of bf16
+    assert step.bubble == pytest.approx(sum(one.by_kind[STAGES] / one.seconds for one in step.stages) / 2) != 0
+    assert step.memory.reserved == max(one.memory.reserved for one in step.stages)
+
+
+def test_rows_are_split_over_ranks_of_a_sequence() -> None:
+    parts = dry_run_model(gpt, config(1, parallel={"cp": 2}), 4).stages[0]
+    whole = dry_run_model(gpt, config(1), 4).stages[0]
+    assert parts.memory.by_kind["activation"] < 0.6 * whole.memory.by_kind["activation"]
+
+
+def test_a_model_of_another_kind_has_its_batches_and_loss_from_the_caller() -> None:
+    def batch(rows: int) -> tuple[torch.Tensor]:
+        return (torch.zeros(rows, 32),)
+
+    def squares(output: torch.Tensor) -> torch.Tensor:
+        return output.float().square().mean()
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8))
+
+    def run(**options: Any) -> Any:
+        return dry_run_model(build, {**config(), "bf16": {"enabled": False}}, 2, **options)
+
+    assert run(batch=batch, loss=squares).received["all_reduce"] >= 4 * (33 * 32 + 33 * 8)
+    with pytest.raises(UsageError, match="Sequential has no config"):
+        run()
+    with pytest.raises(UsageError, match="returned a FakeTensor without a loss"):
+        run(batch=batch)
+    with pytest.raises(UsageError, match="rows of 63 tokens cannot be divided among 2 ranks"):
+        dry_run_model(gpt, config(parallel={"sp": 2}), 2, sequence=63)

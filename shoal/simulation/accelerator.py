@@ -32,6 +32,7 @@ from shoal.simulation.accesses import (
 )
 from shoal.simulation.clocks import Clock, SimulatedEvent, SimulatedStream
 from shoal.simulation.collectives import SimulatedCommunicator, SimulatedStageCommunicator
+from shoal.simulation.fusion import Fusion, is_fusible
 from shoal.simulation.issue_order import IssuedOn, IssueOrder, Issues
 from shoal.simulation.memory import ACTIVATION, GATHERED, WORKSPACE, DeviceMemory
 from shoal.simulation.modes import accessed, effects_of, parts_of_memory, tensors_of, watching
@@ -60,12 +61,17 @@ class SimulatedAccelerator:
     Args:
         times: gives operations durations; the host's threads are then simulated in turn. None: only orders count.
         memory: records each allocation; None: they are not recorded.
+        is_fused: operators that follow each other are one kernel (see ``fusion``).
 
     Attributes: ``findings``: by what was reported. ``num_operations``: that were checked.
     """
 
-    def __init__(self, times: StreamTimes | None = None, memory: DeviceMemory | None = None) -> None:
+    def __init__(
+        self, times: StreamTimes | None = None, memory: DeviceMemory | None = None, *, is_fused: bool = False
+    ) -> None:
         self.times = times
+        self._is_fused = is_fused
+        self._fusion: Fusion | None = None
         self._memory_of_device = memory
         self.findings: dict[object, StreamFinding] = {}
         self.num_operations = 0
@@ -90,7 +96,7 @@ class SimulatedAccelerator:
 
     def _new_stream(self, name: str) -> SimulatedStream:
         with self._lock:
-            made = SimulatedStream(name, self.notice_deaths, self._launch, self._enter)
+            made = SimulatedStream(name, self._before_edge, self._launch, self._enter)
             self._streams.append(made)
         return made
 
@@ -118,7 +124,7 @@ class SimulatedAccelerator:
         return self._new_stream(f"copy stream {number}")
 
     def event(self) -> SimulatedEvent:
-        return SimulatedEvent(self.notice_deaths, lambda: self.host)
+        return SimulatedEvent(self._before_edge, lambda: self.host)
 
     def current(self) -> SimulatedStream:
         return self._thread.entered[-1] if self._thread.entered else self.compute
@@ -127,8 +133,18 @@ class SimulatedAccelerator:
         with self._lock:
             self._storage_of(tensor).recorded.add(stream)
 
-    def synchronize(self) -> None:
+    def _before_edge(self) -> None:
+        self.end_kernel()
         self.notice_deaths()
+
+    def end_kernel(self) -> None:
+        """What was fused until now is one kernel."""
+        fusion, self._fusion = self._fusion, None
+        if fusion is not None and self.times is not None:
+            self.times.add(fusion.stream, "fused", self.times.kernel_cost(fusion.kernel()))
+
+    def synchronize(self) -> None:
+        self._before_edge()
         for stream in self._streams:
             if not stream.name.startswith("the host"):
                 self.host.wait_clock(stream.clock)
@@ -314,6 +330,7 @@ class SimulatedAccelerator:
         cost: Callable[[StreamTimes], Cost] | None = None,
     ) -> Access:
         """An operation that is queued on ``stream`` now."""
+        self.end_kernel()
         with self._lock:
             if self.times is not None and stream is not self.host:
                 self.times.add(self.host, "launch", self.times.launch())
@@ -369,13 +386,27 @@ class SimulatedAccelerator:
             if not is_on_host and not is_scalar and made:
                 self._allocate(stream)
             if reads or writes or made:
-                cost = partial(self._cost, operator, args, kwargs, result, reads, writes, made)
-                access = self.run(name, stream, reads, [*writes, *made], cost)
+                if self._is_fused and stream is self.compute and is_fusible(operator):
+                    access = self._fuse(name, reads, writes, made)
+                else:
+                    cost = partial(self._cost, operator, args, kwargs, result, reads, writes, made)
+                    access = self.run(name, stream, reads, [*writes, *made], cost)
                 if made and self._memory_of_device is not None and not is_on_host and not is_scalar:
                     self._note_allocations(self._memory_of_device, made, access)
             if not is_on_host and (effects.blocks_host or self._blocks(operator, touched, args, kwargs)):
                 self.notice_deaths()
                 self.host.join(stream.clock)
+
+    def _fuse(
+        self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> Access:
+        """An operator is a part of the kernel under way, or begins one."""
+        if self._fusion is None:
+            assert self.times is not None
+            self.times.add(self.host, "launch", self.times.launch())
+            self._fusion = Fusion(self.compute)
+        self._fusion.add(reads, writes, made)
+        return self._access(name, self.compute)
 
     @staticmethod
     def _note_allocations(memory: DeviceMemory, made: Sequence[torch.Tensor], access: Access) -> None:

@@ -79,6 +79,7 @@ class DryRun:
         self._memory.start()
         with self.world.recorder.recording() as entries:
             yield
+        self._accelerator.end_kernel()
         stream.join(self._accelerator.host.clock)
         self.steps.append(self._measured(first, begin, stream.clock.seconds, entries))
 
@@ -188,24 +189,33 @@ def _write_trace(path: str | Path, events: list[dict[str, object]]) -> Path:
 
 
 @contextmanager
-def dry_run(num_ranks: int, rank: int = 0, *, machine: str | Path | GpuNode = "h100") -> Iterator[DryRun]:
+def dry_run(
+    num_ranks: int, rank: int = 0, *, machine: str | Path | GpuNode = "h100", is_fused: bool = False
+) -> Iterator[DryRun]:
     """Be rank ``rank`` of ``num_ranks`` inside the block, on a simulated GPU: tensors have shapes and no values.
 
     Build the model, initialize, take a few steps in ``step()`` and destroy the engine inside the block.
 
     Args:
         machine: as of ``machines.machine_of``: a name, such as "h100" or "a100-80g@100gbe", a YAML file, or figures.
+        is_fused: True: pointwise operators and reductions that follow each other count as one kernel, as
+            ``torch.compile`` makes them.
 
     Memory: that of the model's objects; tensors have none.
     Raises: UsageError: inside another simulation; an unknown machine or rank.
     """
     _check_not_nested()
-    with fake_world(num_ranks, rank) as world, _simulated_rank(world, machine_of(machine)) as run:
+    with fake_world(num_ranks, rank) as world, _simulated_rank(world, machine_of(machine), is_fused) as run:
         yield run
 
 
 def dry_run_pipeline(
-    train: Callable[[DryRun], object], num_ranks: int, num_stages: int, *, machine: str | Path | GpuNode = "h100"
+    train: Callable[[DryRun], object],
+    num_ranks: int,
+    num_stages: int,
+    *,
+    machine: str | Path | GpuNode = "h100",
+    is_fused: bool = False,
 ) -> PipelineDryRun:
     """Run ``train(run)`` as the first rank of each of ``num_stages`` pipeline stages, on simulated GPUs.
 
@@ -215,7 +225,7 @@ def dry_run_pipeline(
 
     Args:
         num_ranks: of all stages together.
-        machine: as of ``dry_run``.
+        machine, is_fused: as of ``dry_run``.
 
     Memory: that of the model's objects, once for each stage.
     Raises: UsageError: inside another simulation; an unknown machine; stages that do not divide the ranks. What
@@ -234,7 +244,7 @@ def dry_run_pipeline(
 
     def of_stage(rank: int) -> None:
         with suppress(BaseException), stages.running(rank):  # ``stages`` keeps the first error
-            with fake_stage_world(num_ranks, rank, stages) as world, _simulated_rank(world, node) as run:
+            with fake_stage_world(num_ranks, rank, stages) as world, _simulated_rank(world, node, is_fused) as run:
                 runs[rank] = run
                 train(run)
 
@@ -261,9 +271,9 @@ def _check_not_nested() -> None:
 
 
 @contextmanager
-def _simulated_rank(world: World, machine: GpuNode) -> Iterator[DryRun]:
+def _simulated_rank(world: World, machine: GpuNode, is_fused: bool) -> Iterator[DryRun]:
     times = StreamTimes(machine, world.size)
     memory = DeviceMemory(machine.gpu_nbytes)
-    accelerator = SimulatedAccelerator(times, memory)
+    accelerator = SimulatedAccelerator(times, memory, is_fused=is_fused)
     with FakeTensorMode(allow_non_fake_inputs=True), simulated(accelerator), watching(accelerator):
         yield DryRun(world, accelerator, times, memory)

@@ -31,15 +31,23 @@ _PORT_REACHED = 0.9  # of a port that the network of a name says
 class GpuNode:
     """A node with GPUs. Rates are what is reached, per second and per GPU; bytes in one direction.
 
-    Attributes: ``host_bandwidth``: of all host memory of the node. ``launch_seconds``: that the host needs to queue one
-    kernel, copy or collective. ``kernel_seconds``: that the shortest kernel takes.
+    Attributes: ``multiprocessors``, ``tile_prologue``, ``attention_forward``, ``attention_backward``: see ``kernels``.
+    ``overlap``: how many times as long a kernel takes while a collective runs. ``context_nbytes``: of the CUDA context.
+    ``host_bandwidth``: of all host memory of the node. ``launch_seconds``: that the host needs to queue one kernel,
+    copy or collective. ``kernel_seconds``: that the shortest kernel takes; ``kernel_latency``: that each takes in
+    addition to its bytes or products.
     """
 
     name: str
     matrix_flops: Mapping[torch.dtype, float]
     memory_bandwidth: float
     gpu_nbytes: int | None  # of memory that tensors may have; None: no limit
-    attention_fraction: float  # of what plain matrix products reach
+    multiprocessors: int
+    tile_prologue: float
+    attention_forward: float  # of what plain matrix products reach
+    attention_backward: float
+    overlap: float
+    context_nbytes: int
     links: Links
     bus_bandwidth: float
     pageable_bandwidth: float
@@ -49,6 +57,7 @@ class GpuNode:
     gpus_per_node: int
     launch_seconds: float = 5e-6
     kernel_seconds: float = 2e-6
+    kernel_latency: float = 1.5e-6
 
     def flops(self, dtype: torch.dtype) -> float:
         """Floating-point operations of matrix products per second; of a dtype without a figure those of fp32."""
@@ -103,12 +112,25 @@ class _FlopsFigures(_Figures):
         return {getattr(torch, name): figures.rate for name, figures in rates.items()}
 
 
+class _TileFigures(_Figures):
+    multiprocessors: int = Field(gt=0)
+    prologue: float = Field(ge=0)
+
+
+class _AttentionFigures(_Figures):
+    forward: float = Field(gt=0, le=1)
+    backward: float = Field(gt=0, le=1)
+
+
 class _GpuFigures(_Figures):
     generation: Literal["volta", "ampere", "hopper"]
     memory: int = Field(gt=0)
     memory_bandwidth: _RateFigures
     flops: _FlopsFigures
-    attention: float = Field(gt=0, le=1)
+    tiles: _TileFigures
+    attention: _AttentionFigures
+    overlap: float = Field(ge=1)
+    context: float = Field(ge=0)
 
 
 class _NodeFigures(_Figures):
@@ -195,7 +217,12 @@ def _node_of(name: str, figures: Any, *, where: str) -> GpuNode:
         matrix_flops=gpu.flops.by_dtype,
         memory_bandwidth=gpu.memory_bandwidth.rate,
         gpu_nbytes=gpu.memory,
-        attention_fraction=gpu.attention,
+        multiprocessors=gpu.tiles.multiprocessors,
+        tile_prologue=gpu.tiles.prologue,
+        attention_forward=gpu.attention.forward,
+        attention_backward=gpu.attention.backward,
+        overlap=gpu.overlap,
+        context_nbytes=int(gpu.context),
         links=Links(
             node.link.rate,
             node.network.rate,

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.utils.flop_counter import flop_registry
-
-from shoal.flop_formulas import MATRIX
 from shoal.simulation.clocks import SimulatedStream, TimedOperation
 from shoal.simulation.collective_times import collective_seconds
+from shoal.simulation.kernels import Kernel, kernel_seconds
 from shoal.simulation.machines import GpuNode
 
 COMPUTE, COMMUNICATION, STAGES, COPY, HOST, UPDATE, DISK = (
@@ -25,6 +22,7 @@ COMPUTE, COMMUNICATION, STAGES, COPY, HOST, UPDATE, DISK = (
     "disk",
 )
 KINDS = (COMPUTE, COMMUNICATION, STAGES, COPY, UPDATE, DISK, HOST)
+COLLECTIVE_WAYS = ("NVLink", "the network")
 _TO_DEVICE, _TO_HOST = "bus to the device", "bus to the host"
 
 
@@ -53,7 +51,10 @@ class StreamTimes:
         start = stream.clock.seconds
         if cost.way:
             start = self._occupy(cost.way, start, cost.seconds)
-        made = TimedOperation(stream, name, cost.kind, start, start + cost.seconds, before)
+        seconds = cost.seconds
+        if cost.kind == COMPUTE and self.machine.overlap > 1:
+            seconds = self._slowed(start, seconds)
+        made = TimedOperation(stream, name, cost.kind, start, start + seconds, before)
         stream.clock.last = made
         self.operations.append(made)
 
@@ -79,6 +80,18 @@ class StreamTimes:
         busy.insert(index, (start, start + seconds))
         return start
 
+    def _slowed(self, start: float, seconds: float) -> float:
+        """Of a kernel that shares the GPU with the collectives that run meanwhile."""
+        shared = 0.0
+        for way in COLLECTIVE_WAYS:
+            busy = self._busy.get(way, ())
+            for at in range(max(bisect_left(busy, (start, start)) - 1, 0), len(busy)):
+                begin, end = busy[at]
+                if begin >= start + seconds:
+                    break
+                shared += max(min(end, start + seconds) - max(begin, start), 0.0)
+        return seconds + (self.machine.overlap - 1) * min(shared, seconds)
+
     # costs
 
     def launch(self) -> Cost:
@@ -86,15 +99,10 @@ class StreamTimes:
 
     def kernel(self, operator: Any, args: Sequence[Any], kwargs: Any, result: Any, nbytes: int) -> Cost:
         """An operator on the device that reads and writes ``nbytes`` in all."""
-        machine = self.machine
-        seconds = max(machine.kernel_seconds, nbytes / machine.memory_bandwidth)
-        flops = _flops(operator, args, kwargs, result) if nbytes else 0
-        if flops:
-            rate = machine.flops(next(value.dtype for value in args if isinstance(value, torch.Tensor)))
-            if "attention" in str(operator):
-                rate *= machine.attention_fraction * (2.0 if _is_causal(operator, args, kwargs) else 1.0)
-            seconds = max(seconds, flops / rate)
-        return Cost(COMPUTE, seconds)
+        return self.kernel_cost(Kernel.of(operator, args, kwargs, result, nbytes))
+
+    def kernel_cost(self, kernel: Kernel) -> Cost:
+        return Cost(COMPUTE, kernel_seconds(kernel, self.machine))
 
     def copy(self, nbytes: int, *, is_to_host: bool, is_pinned: bool) -> Cost:
         rate = self.machine.bus_bandwidth if is_pinned else self.machine.pageable_bandwidth
@@ -104,7 +112,7 @@ class StreamTimes:
         machine = self.machine
         is_in_node = len({rank // machine.gpus_per_node for rank in ranks}) == 1
         seconds = collective_seconds(op, nbytes, ranks, machine.gpus_per_node, machine.links)
-        return Cost(COMMUNICATION, seconds, "NVLink" if is_in_node else "the network")
+        return Cost(COMMUNICATION, seconds, COLLECTIVE_WAYS[not is_in_node])
 
     def on_host(self, nbytes: int, *, is_main: bool) -> Cost:
         """Work of the host that reads and writes ``nbytes`` of its memory, which all ranks of the node share."""
@@ -112,21 +120,6 @@ class StreamTimes:
 
     def disk(self, nbytes: int) -> Cost:
         return Cost(DISK, nbytes * self._ranks_per_node / self.machine.disk_bandwidth, "the disks")
-
-
-def _flops(operator: Any, args: Sequence[Any], kwargs: Any, result: Any) -> int:
-    """Of the products of one call, masked ones included."""
-    packet = operator.overloadpacket
-    if (formula := flop_registry.get(packet)) is not None:
-        return int(formula(*args, out_val=result, **kwargs))
-    ours = MATRIX.get(packet)
-    return 0 if ours is None else ours(tuple(args), kwargs, result)
-
-
-def _is_causal(operator: Any, args: Sequence[Any], kwargs: Any) -> bool:
-    """True if attention leaves out each query's later keys: kernels compute half of the products."""
-    place = next((at for at, each in enumerate(operator._schema.arguments) if each.name == "is_causal"), len(args))
-    return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
 
 
 def exposed(

@@ -34,7 +34,7 @@ from shoal.comm.autograd import Gathering, begin_gather, once_differentiable
 from shoal.comm.encoded import encoded
 from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator
-from shoal.device import in_backward
+from shoal.device import in_backward, is_fake
 from shoal.errors import UsageError
 from shoal.parallel.products import PLAIN, LayerProducts, Products, add_bias, cast_for_autocast
 from shoal.parallel.rng_tracker import current_state, set_current_state, state_of_seed
@@ -59,7 +59,10 @@ class RngFork:
 
     def begin(self) -> None:
         """Draw a seed, the same on all ranks, and seed the device's default generator with it and the rank."""
-        seed = int(torch.randint(2**48, ()).item())
+        drawn = torch.randint(2**48, ())
+        if is_fake(drawn):  # there are no elements to drop
+            return
+        seed = int(drawn.item())
         self._before = current_state()
         set_current_state(state_of_seed(seed + _SEED_OFFSET + self._rank))
 

@@ -27,6 +27,8 @@ IDEAL = replace(
     machine_of("h100"),
     launch_seconds=0.0,
     kernel_seconds=0.0,
+    kernel_latency=0.0,
+    tile_prologue=0.0,
     links=Links(1e18, 1e18, latency_factor=0.0),
     memory_bandwidth=1e18,
     bus_bandwidth=1e18,

@@ -1,0 +1,135 @@
+"""The models of published training runs, with the operators that their code ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.models.gpt import GPT, Block, GPTConfig, Linear, rotate
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model. ``family``: gpt, mpt or llama. ``attention``: flash, or products with the scores in memory."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    sequence: int
+    tied: bool
+    attention: str = "flash"
+    dropout: float = 0.0
+
+
+class Scores(nn.Module):
+    """Attention with its scores in memory, as Megatron-LM had it until 2022: its softmax scales and masks."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+        scores = torch.softmax(query.flatten(0, 1) @ key.flatten(0, 1).transpose(1, 2), -1)
+        if self.dropout:
+            scores = F.dropout(scores, self.dropout)
+        return (scores @ value.flatten(0, 1)).view_as(query)
+
+
+class PlainAttention(nn.Module):
+    """Without rotary positions, with a bias."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.num_heads = shape.heads
+        self.attention = F.scaled_dot_product_attention if shape.attention == "flash" else Scores(shape.dropout)
+        bias = shape.family == "gpt"
+        self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden, bias=bias)
+        self.out = nn.Linear(shape.hidden, shape.hidden, bias=bias)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        qkv = self.qkv(hidden).unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = (each.transpose(1, 2) for each in qkv.unbind(2))
+        return cast(Tensor, self.out(self.attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)))
+
+
+class PlainFeedForward(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        bias = shape.family == "gpt"
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=bias)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return cast(Tensor, self.down(F.gelu(self.up(hidden), approximate="tanh")))
+
+
+class GroupedAttention(nn.Module):
+    """Llama's: rotary positions, several queries for a key."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.size = shape.hidden // shape.heads
+        self.q_proj = Linear(shape.hidden, shape.hidden)
+        self.k_proj = Linear(shape.hidden, shape.kv_heads * self.size)
+        self.v_proj = Linear(shape.hidden, shape.kv_heads * self.size)
+        self.o_proj = Linear(shape.hidden, shape.hidden)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = [
+            each(hidden).unflatten(-1, (-1, self.size)) for each in (self.q_proj, self.k_proj, self.v_proj)
+        ]  # [B, L, H, E]
+        query, key = (rotate(each.unsqueeze(2), cos, sin).squeeze(2) for each in heads[:2])
+        times = query.shape[2] // key.shape[2]
+        key, value = (each.repeat_interleave(times, 2) for each in (key, heads[2]))
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return cast(Tensor, self.o_proj(mixed.transpose(1, 2).flatten(2)))
+
+
+class GatedFeedForward(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = Linear(shape.hidden, shape.ffn)
+        self.up_proj = Linear(shape.hidden, shape.ffn)
+        self.down_proj = Linear(shape.ffn, shape.hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden)))
+
+
+TP_PLAN = {
+    **{f"blocks.*.attention.{name}_proj": "column" for name in "qkv"},
+    **{f"blocks.*.feed_forward.{name}_proj": "column" for name in ("gate", "up")},
+    "blocks.*.attention.o_proj": "row",
+    "blocks.*.feed_forward.down_proj": "row",
+    "embedding": "vocab",
+    "head": "vocab_head",
+}
+
+
+def build(shape: Shape) -> GPT:
+    """The model. Its blocks are ``Block``s of Shoal's GPT with other parts."""
+    model = GPT(
+        GPTConfig(shape.vocab, shape.sequence, shape.layers, shape.hidden, shape.heads, shape.tied, shape.dropout)
+    )
+    if shape.family == "mpt":  # llm-foundry's loss is one kernel forward and one backward
+        model.loss_function = lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    for each in model.blocks:
+        block = cast(Block, each)
+        if shape.family == "llama":
+            block.attention = cast(nn.Module, GroupedAttention(shape))  # type: ignore[assignment]
+            block.feed_forward = GatedFeedForward(shape)
+            block.attention_norm = nn.RMSNorm(shape.hidden)  # type: ignore[assignment]
+            block.feed_forward_norm = nn.RMSNorm(shape.hidden)  # type: ignore[assignment]
+        else:
+            block.attention = PlainAttention(shape)  # type: ignore[assignment]
+            block.feed_forward = PlainFeedForward(shape)
+    return model

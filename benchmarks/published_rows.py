@@ -1,0 +1,286 @@
+"""Published runs as models, configurations and machines.
+
+What a study's code fuses or leaves out is said here, for the study as a whole:
+
+    MosaicML llm-foundry   FSDP; flash attention, no biases; eager PyTorch, a foreach AdamW; reduces each micro-batch
+    vTrain, Narayanan,     Megatron: biases, scores in memory (its softmax kernel scales and masks), fused GELU,
+    Korthikanti            dropout and residual, fp16, an all-reduce of gradients, not overlapped
+    Megatron-Core          flash attention, fused kernels, a distributed optimizer, bf16
+    torchtitan, torchao    FSDP2 with torch.compile
+    DeepSpeed autotuning   Hugging Face GPT-2, eager, fp16, V100
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.published_models import Shape
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All that a tape depends on."""
+
+    shape: Shape
+    tp: int
+    stages_run: int
+    dp: int
+    stage: int
+    micro_batch: int
+    micro_run: int
+    recompute: str
+    dtype: str
+    is_sequence_parallel: bool
+    ranks_per_node: int
+    is_fused: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run. ``num_micro``: micro-batches of a step on a rank."""
+
+    shape: Shape
+    machine: str
+    tp: int
+    pp: int
+    dp: int
+    stage: int
+    micro_batch: int
+    num_micro: int
+    recompute: str = "none"
+    dtype: str = "bfloat16"
+    virtual_stages: int = 1
+    is_sequence_parallel: bool = False
+
+    @property
+    def is_fused(self) -> bool:
+        """Megatron's kernels, and torchtitan's compiled blocks; MosaicML and Hugging Face run operator by operator."""
+        return self.shape.family == "llama" or (self.shape.family == "gpt" and self.machine != "v100-32g")
+
+    @property
+    def stages_run(self) -> int:
+        return min(self.pp, 2)
+
+    @property
+    def micro_run(self) -> int:
+        """Micro-batches that are dry-run."""
+        return 4 if self.pp > 1 else min(self.num_micro, 2)
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(
+            replace(self.shape, layers=0), self.tp, self.stages_run, self.dp, self.stage, self.micro_batch,
+            self.micro_run, self.recompute, self.dtype, self.is_sequence_parallel,
+            16 if "v100" in self.machine else 8, self.is_fused,
+        )  # fmt: skip
+
+    def with_layers(self, layers: int) -> Shape:
+        return replace(self.shape, layers=layers)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a row says. ``seconds``: of a step."""
+
+    study: str
+    name: str
+    run: Run
+    seconds: float
+
+
+LLAMA = {  # kv heads, feed-forward, vocabulary; model_dims.csv
+    (32, 4096): (8, 14336, 128256),
+    (80, 8192): (8, 28672, 128256),
+    (126, 16384): (8, 53248, 128256),
+    (16, 2048): (8, 8192, 128256),
+}
+
+
+def _machine(gpu: str) -> str | None:
+    for start, name in (
+        ("A100-40", "a100-40g"), ("A100", "a100-80g"), ("H100", "h100"), ("V100 (DGX-2, 16", "v100-32g"),
+    ):  # fmt: skip
+        if gpu.startswith(start):
+            return name
+    return None
+
+
+def _gpt(row: dict[str, str], **given: object) -> Shape:
+    hidden = int(row["hidden"])
+    shape = Shape(
+        "gpt", int(row["layers"]), hidden, int(row["heads"]), int(row["heads"]), 4 * hidden,
+        int(row["vocab"] or 51200), int(row["seq_len"] or 1024), True,
+    )  # fmt: skip
+    return replace(shape, **given)  # type: ignore[arg-type]
+
+
+def _number(row: dict[str, str], key: str, default: int = 1) -> int:
+    return int(row[key] or default)
+
+
+def _flops_96(shape: Shape, batch: int) -> float:
+    """Narayanan et al., SC21, section 5.1: with recomputation."""
+    s, layers, h = shape.sequence, shape.layers, shape.hidden
+    return 96 * batch * s * layers * h * h * (1 + s / (6 * h) + shape.vocab / (16 * layers * h))
+
+
+def _mosaic(row: dict[str, str]) -> Measured | str:
+    if row["metric"] != "tokens_per_s_per_gpu":
+        return ""
+    if row["precision"] == "amp_fp8":
+        return "MosaicML: FP8 by Transformer Engine"
+    hidden, dp = int(row["hidden"]), int(row["dp"])
+    shape = _gpt(row, family="mpt", ffn=4 * hidden)
+    num = int(row["global_batch"]) // (dp * int(row["micro_batch"]))
+    machine = _machine(row["gpu"]) or ""
+    run = Run(
+        shape, machine, 1, 1, dp, 3, int(row["micro_batch"]), num,
+        row["activation_recompute"], "bfloat16",
+    )  # fmt: skip
+    tokens = int(row["global_batch"]) * shape.sequence / dp
+    name = f"{row['model']} s{shape.sequence} x{dp} b{run.micro_batch} m{num} {run.recompute} {machine}"
+    return Measured(f"MosaicML {row['gpu'][:4]}", name, run, tokens / float(row["value"]))
+
+
+def _vtrain(row: dict[str, str]) -> Measured | str:
+    shape = _gpt(row, attention="written", dropout=0.1)
+    tp, pp, dp, micro = (_number(row, key) for key in ("tp", "pp", "dp", "micro_batch"))
+    num = int(row["global_batch"]) // (dp * micro)
+    run = Run(shape, "a100-80g", tp, pp, dp, 0, micro, num, "full", "float16")
+    name = f"h{shape.hidden} l{shape.layers} tp{tp} pp{pp} dp{dp} b{micro} m{num}"
+    return Measured("vTrain", name, run, float(row["value"]) / 1e3)
+
+
+def _megatron(row: dict[str, str]) -> Measured | str:
+    source = row["source"]
+    if not row["layers"]:
+        return f"{source}: no shape in the row"
+    tp, pp, dp = (_number(row, key) for key in ("tp", "pp", "dp"))
+    shape = _gpt(row, attention="written", dropout=0.1)
+    batch, micro = _number(row, "global_batch"), _number(row, "micro_batch")
+    if row["metric"] == "hw_tflops_per_gpu" and source.startswith("Narayanan SC21 Table"):
+        seconds = _flops_96(shape, batch) / (float(row["value"]) * 1e12 * int(row["n_gpus"]))
+    elif row["metric"] == "iter_time" and source.startswith("Korthikanti") and row["micro_batch"]:
+        seconds = float(row["value"])
+    else:
+        return ""
+    stage = int(row["zero_stage"] or 0)
+    if dp == 1:
+        stage = 0
+    is_selective = row["activation_recompute"] == "selective"
+    virtual = 3 if "Korthikanti" in source and pp in (8, 35) else 2 if source.endswith("Table 1") and pp > 1 else 1
+    run = Run(
+        shape, "a100-80g", tp, pp, dp, stage, micro, batch // (dp * micro),
+        "attention" if is_selective else "full", "float16", virtual, is_selective,
+    )  # fmt: skip
+    name = f"{row['model']} tp{tp} pp{pp} dp{dp} b{micro} m{run.num_micro} zero{stage} {row['activation_recompute']}"
+    return Measured(source.removesuffix(" Table 1").removesuffix(" Table 2"), name, run, seconds)
+
+
+def _megatron_core(row: dict[str, str]) -> Measured | str:
+    if row["metric"] != "model_tflops_per_gpu":
+        return ""
+    return "Megatron-Core README: the micro-batch is not stated"
+
+
+def _llama(row: dict[str, str]) -> Measured | str:
+    if row["metric"] != "tokens_per_s_per_gpu":
+        return ""
+    what = row["source"].split(" 2")[0] if row["source"].startswith("torchtitan") else row["source"]
+    if "torchtitan 2024 A100" in row["source"]:
+        dims = (8, 28672, 32000)
+    else:
+        if not row["layers"]:
+            return f"{what}: no shape in the row"
+        dims = LLAMA.get((int(row["layers"]), int(row["hidden"])))
+        if dims is None:
+            return f"{what}: experts"
+    if row["precision"].lower() not in ("bf16",):
+        return f"{what}: precision {row['precision'].split(' ')[0].split('(')[0]}"
+    if _machine(row["gpu"]) is None:
+        return f"{what}: {row['gpu']}"
+    if "async TP;" in row["note"] and "vanilla" not in row["note"]:
+        return f"{what}: asynchronous tensor parallelism by symmetric memory"
+    if _number(row, "cp") > 1:
+        return f"{what}: context parallel"
+    sequence = int(row["seq_len"])
+    shape = Shape(
+        "llama", int(row["layers"]), int(row["hidden"]), int(row["heads"]), dims[0], dims[1], dims[2], sequence, False
+    )
+    tp, pp, dp, micro = (_number(row, key) for key in ("tp", "pp", "dp", "micro_batch"))
+    batch = int(row["global_batch"] or dp * micro)
+    recompute = row["activation_recompute"] or "none"
+    is_titan = "torch" in row["source"]
+    run = Run(
+        shape, _machine(row["gpu"]) or "", tp, pp, dp, 3 if row["zero_stage"].startswith("3") else 1, micro,
+        batch // (dp * micro), "products" if recompute.startswith("selective") else recompute, "bfloat16",
+        int((re.search(r"VP=(\d+)", row["note"]) or [0, 1])[1]), tp > 1,
+    )  # fmt: skip
+    if pp > 1 and run.stage > 1:
+        return f"{what}: ZeRO-3 in a pipeline"
+    name = f"{row['model']} s{sequence} tp{tp} pp{pp} dp{dp} b{micro} m{run.num_micro} {recompute} {run.machine}"
+    seconds = batch * sequence / (float(row["value"]) * tp * pp * dp)
+    study = "torchtitan" if is_titan else "Megatron-Bridge"
+    return Measured(study, name, run, seconds)
+
+
+def _autotuning(row: dict[str, str]) -> Measured | str:
+    if row["metric"] != "samples_per_s_best_of_stage":
+        return ""
+    if not row["model"].startswith("gpt2"):
+        return "DeepSpeedExamples autotuning: BERT and DeBERTa"
+    if not row["zero_stage"]:
+        return ""
+    shape = _gpt(row, vocab=50257, dropout=0.1, attention="written")
+    micro, dp = int(row["micro_batch"]), int(row["dp"])
+    run = Run(shape, "v100-32g", 1, 1, dp, int(row["zero_stage"]), micro, 1, "none", "float16")
+    name = f"{row['model']} zero{row['zero_stage']} b{micro}"
+    return Measured("DeepSpeed autotuning", name, run, micro * dp / float(row["value"]))
+
+
+_READERS = {
+    "MosaicML llm-foundry benchmarks": _mosaic,
+    "vTrain ground truth single-node": _vtrain,
+    "Narayanan SC21 Table 1": _megatron,
+    "Narayanan SC21 Table 2": _megatron,
+    "Korthikanti 2022 Table 5": _megatron,
+    "Korthikanti 2022 text": _megatron,
+    "Megatron-Core README table": _megatron_core,
+    "torchtitan 2024-12": _llama,
+    "torchtitan async TP 2025-06": _llama,
+    "torchtitan 2024 A100 page": _llama,
+    "torchtitan 2024 405B": _llama,
+    "torchao training page": _llama,
+    "torchtitan auto_perf_maxing PR 3975": _llama,
+    "Megatron-Bridge perf summary": _llama,
+    "DeepSpeedExamples autotuning HF": _autotuning,
+}
+_EVERY = {"vTrain": 40, "MosaicML A100": 3, "MosaicML H100": 2}  # rows of a study; the others are alike
+
+
+def read(path: Path) -> tuple[list[Measured], Counter[str]]:
+    """The rows that can be dry-run, and how many could not, by reason."""
+    rows: list[Measured] = []
+    dropped: Counter[str] = Counter()
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            reader = _READERS.get(row["source"])
+            made = reader(row) if reader else f"{row['source']}: not read"
+            if isinstance(made, Measured):
+                rows.append(made)
+            elif made:
+                dropped[made] += 1
+    kept: list[Measured] = []
+    seen: Counter[str] = Counter()
+    for each in sorted(rows, key=lambda row: (row.study, row.name)):
+        every = _EVERY.get(each.study, 1)
+        if seen[each.study] % every == 0:
+            kept.append(each)
+        else:
+            dropped[f"{each.study}: one of every {every} rows is used"] += 1
+        seen[each.study] += 1
+    return kept, dropped

@@ -1,0 +1,56 @@
+"""Operators that follow each other as one kernel, as torch.compile makes it of pointwise operators and reductions.
+
+    x = norm(hidden); y = gelu(x + bias); product(y)
+
+is a kernel that reads ``hidden`` and ``bias`` and writes ``y``, and what backward keeps of the rest; then the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shoal.simulation.clocks import SimulatedStream
+from shoal.simulation.kernels import Kernel
+
+_REDUCTIONS = frozenset(
+    (
+        *("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
+        *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
+        *("native_dropout", "native_dropout_backward", "nll_loss_forward", "nll_loss_backward"),
+        *("sum", "mean", "amax", "var_mean", "_to_copy", "copy_", "clone", "cat"),
+    )
+)
+
+
+def is_fusible(operator: Any) -> bool:
+    """True of an operator that computes elements, or sums of them."""
+    return torch.Tag.pointwise in operator.tags or operator.overloadpacket.__name__ in _REDUCTIONS
+
+
+class Fusion:
+    """One kernel, whose operators are queued on a stream."""
+
+    def __init__(self, stream: SimulatedStream) -> None:
+        self.stream = stream
+        self._dtype = torch.float32
+        self._read: dict[int, int] = {}  # bytes by storage
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def add(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+        """The kernel computes another operator."""
+        for tensor in reads:
+            if (key := tensor.untyped_storage()._cdata) not in self._made:
+                self._read[key] = max(self._read.get(key, 0), tensor.nbytes)
+        for tensor in (*writes, *made):
+            storage = tensor.untyped_storage()
+            self._made[storage._cdata] = (StorageWeakRef(storage), tensor.nbytes)
+            self._dtype = tensor.dtype
+
+    def kernel(self) -> Kernel:
+        """The kernel as it is launched: it writes what still exists."""
+        written = sum(nbytes for storage, nbytes in self._made.values() if not storage.expired())
+        return Kernel("fused", self._dtype, sum(self._read.values()) + written)

@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--published", type=Path, default=Path("../shared/published.csv"))
     parser.add_argument("--tapes", type=Path, default=Path("published_tapes"))
     parser.add_argument("--rows", action="store_true", help="print each row")
+    parser.add_argument("--part", default="0/1", help="of the rows: 0/2 the first of every two, 1/2 the others")
     parser.add_argument("--only", default="", help="studies whose name has this")
     options = parser.parse_args()
     logging.getLogger("shoal").setLevel(logging.WARNING)
@@ -169,7 +170,9 @@ def main() -> None:
     results = []
     numbers: Counter[str] = Counter()
     places = {id(row): (numbers.update([row.study]) or numbers[row.study], row.study) for row in measured}
-    for row in sorted(measured, key=lambda row: places[id(row)]):  # some of each study first
+    ordered = sorted(measured, key=lambda row: places[id(row)])  # some of each study first
+    number, of = map(int, options.part.split("/"))
+    for row in ordered[number::of]:
         if options.only not in row.study:
             continue
         began = time.monotonic()

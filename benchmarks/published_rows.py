@@ -259,7 +259,8 @@ _READERS = {
     "Megatron-Bridge perf summary": _llama,
     "DeepSpeedExamples autotuning HF": _autotuning,
 }
-_EVERY = {"vTrain": 60, "MosaicML A100": 5, "MosaicML H100": 2, "Narayanan SC21": 2}  # rows of a study; the others are alike
+# One of so many rows of a study, which are alike.
+_EVERY = {"vTrain": 60, "MosaicML A100": 5, "MosaicML H100": 2, "Narayanan SC21": 2}
 
 
 def read(path: Path) -> tuple[list[Measured], Counter[str]]:

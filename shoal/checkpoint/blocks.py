@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import xxhash
 
+from shoal.checkpoint.element_sums import NOTHING, Sums, element_sums
 from shoal.checkpoint.manifest import MAX_SMALL_BLOCK, FileRecord, checksum
 from shoal.checkpoint.problems import damaged
+from shoal.checkpoint.rectangles import Rectangle
 from shoal.checkpoint.storage import Reader, Sink, Storage
 from shoal.checkpoint.tree import SAFETENSORS_DTYPES, name_of
 from shoal.errors import CheckpointError
@@ -38,6 +40,7 @@ class TensorEntry:
         read: returns the parts; called when they are written, so that not all of them need be in memory at once.
         is_kept: code that changes the parts calls ``Snapshot.wait`` first, so a snapshot may copy them while training
             continues.
+        place: the rectangle that it is of a larger tensor, and that tensor's shape; None: its elements are not summed.
     """
 
     key: str
@@ -45,10 +48,18 @@ class TensorEntry:
     shape: tuple[int, ...]
     read: Callable[[], Sequence[torch.Tensor]]
     is_kept: bool = False
+    place: tuple[Rectangle, tuple[int, ...]] | None = None
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def sums(self, parts: Sequence[torch.Tensor]) -> Sums:
+        """Of its elements, given its parts, as a part of the sums of the larger tensor."""
+        if self.place is None:
+            return NOTHING
+        flat = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        return element_sums(flat.detach(), *self.place)
 
 
 @dataclass(frozen=True)
@@ -101,38 +112,44 @@ def write_file(
     before_flush: Callable[[], None] = lambda: None,
     snapshot: Snapshot | None = None,
     between_blocks: Callable[[], None] = lambda: None,
-) -> FileRecord:
+) -> tuple[FileRecord, dict[str, Sums]]:
     """Write a planned file and flush it.
 
     Args:
         snapshot: the file's bytes, if they were copied before; None: read from the entries.
         between_blocks: called after each block.
 
-    Returns: its record, with the sum of each block.
+    Returns: its record, with the sum of each block; the sums of each entry's elements, by key.
     Raises: OSError: no space, no permission, a broken disk.
     Memory: one block, and on an accelerator's tensors one copy of a block in host memory.
     """
     with storage.create(f"{folder}/{name}" if folder else name, is_direct=snapshot is not None) as sink:
-        sums = write_plan(sink, plan, snapshot, between_blocks)
+        blocks, sums = write_plan(sink, plan, snapshot, between_blocks)
         before_flush()
         sink.flush()
-    return FileRecord(name=name, nbytes=plan.nbytes, block_nbytes=plan.block_nbytes, blocks=sums)
+    return FileRecord(name=name, nbytes=plan.nbytes, block_nbytes=plan.block_nbytes, blocks=blocks), sums
 
 
 def write_plan(
     sink: Sink, plan: FilePlan, snapshot: Snapshot | None = None, between_blocks: Callable[[], None] = lambda: None
-) -> list[str]:
-    """Write a planned file's bytes, as ``write_file``. Returns: the sum of each block."""
+) -> tuple[list[str], dict[str, Sums]]:
+    """Write a planned file's bytes, as ``write_file``. Returns: the sum of each block, and the sums of each entry."""
+    sums: dict[str, Sums] = {}
     writer = _BlockWriter(sink, plan.block_nbytes, between_blocks)
     if snapshot is not None:
         writer.add(_view_of(snapshot.image))
+        for entry, offset in zip(plan.entries, plan.offsets, strict=True):
+            sums[entry.key] = entry.sums([snapshot.image[offset : offset + entry.nbytes].view(entry.dtype)])
+            between_blocks()
     else:
         writer.add(memoryview(plan.header))
         for entry in plan.entries:
-            writer.add_entry(entry)
+            parts = entry.read()
+            sums[entry.key] = entry.sums(parts)
+            writer.add_parts(parts)
     writer.finish()
     assert writer.nbytes == plan.nbytes, f"{writer.nbytes} bytes were written of {plan.nbytes}"
-    return writer.sums
+    return writer.sums, sums
 
 
 class Snapshot:
@@ -211,9 +228,9 @@ class _BlockWriter:
         self.sums: list[str] = []
         self.nbytes = 0
 
-    def add_entry(self, entry: TensorEntry) -> None:
+    def add_parts(self, parts: Sequence[torch.Tensor]) -> None:
         """Write an entry's parts. Keeps no reference to them."""
-        for tensor in entry.read():
+        for tensor in parts:
             for data in _bytes_of(tensor):
                 self.add(data)
 

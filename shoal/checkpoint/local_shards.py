@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from shoal.checkpoint.blocks import TensorEntry
+from shoal.checkpoint.element_sums import NOTHING, Sums, added, element_sums
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.rectangles import Rectangle, rectangles
 from shoal.errors import CheckpointError
@@ -92,6 +93,7 @@ class LocalShard:
     copy: int = 0  # which of them this one is
     fetch: Callable[[], tuple[torch.Tensor, ...]] | None = None  # where ``parts`` only show sizes: the memory itself
     is_private: bool = False  # changed by Shoal alone, once a pending save has copied it
+    is_encoded: bool = False  # in memory in another format, so that values that are set may be rounded
 
     @property
     def name(self) -> str:
@@ -117,6 +119,20 @@ class LocalShard:
             self.begin + numel * (self.copy + 1) // self.num_copies,
         )
 
+    def sums_of_share(self, dtype: torch.dtype) -> tuple[Sums, int]:
+        """The part of the tensor's element sums that this rank's share has, and its elements.
+
+        Args:
+            dtype: in which the tensor was saved. Where this rank's cannot hold all its values, there is nothing to sum.
+        """
+        if self.is_encoded or torch.promote_types(dtype, self.dtype) != self.dtype:
+            return NOTHING, 0
+        sums, numel = NOTHING, 0
+        for low, rectangle in local_rectangles(self.spec, *self.share()):
+            flat = torch.cat([part.detach().reshape(-1).to(dtype) for part in self.part(low, low + rectangle.numel)])
+            sums, numel = added(sums, element_sums(flat, rectangle, self.spec.global_shape)), numel + flat.numel()
+        return sums, numel
+
     def part(self, begin: int, end: int) -> list[torch.Tensor]:
         """The memory of ``[begin, end)``, which lies inside. Of state on a disk: until another group is asked for."""
         views = []
@@ -140,7 +156,8 @@ class LocalShard:
             key = f"{self.kind}/{self.name}" + ("" if is_whole else f"[{bounds}]")
             read = partial(self.part, low, low + rectangle.numel)
             is_kept = self.is_private and self.fetch is None
-            yield TensorEntry(key, self.dtype, rectangle.shape, read, is_kept=is_kept), rectangle.start
+            place = rectangle, self.spec.global_shape
+            yield TensorEntry(key, self.dtype, rectangle.shape, read, is_kept=is_kept, place=place), rectangle.start
 
 
 class LocalShards:
@@ -211,6 +228,7 @@ class LocalShards:
                         copy,
                         fetch,
                         is_private=True,
+                        is_encoded=group.state_format is not None,
                     )
 
     def _state_parts(self, group: ParameterGroup, index: int) -> dict[str, list[torch.Tensor]]:

@@ -1,10 +1,10 @@
 """The manifest: the JSON file that says what a checkpoint holds and where every byte of it is.
 
     {"checksum": "xxh3:0123456789abcdef",          over all bytes after this line
-    "format": 1, "tag": "global_step10", ...
+    "format": 2, "tag": "global_step10", ...
      "parameters": [{"name": "layers.0.w", "dtype": "bfloat16", "shape": [4, 5], "group": 0, ...}],
      "tensors":    [{"kind": "model", "name": "layers.0.w", "dtype": "float32", "shape": [4, 5],
-                     "chunks": [[0, 4096, [0, 0], [2, 5]], [1, 4096, [2, 0], [2, 5]]]}],
+                     "chunks": [[0, 4096, [0, 0], [2, 5]], [1, 4096, [2, 0], [2, 5]]], "sums": [17, 4]}],
      "files":      [{"name": "rank-00000.safetensors", "nbytes": 8192, "block_nbytes": 4194304, "blocks": ["..."]}]}
 
 A chunk is (file, offset in bytes, start, shape): a rectangle of the tensor, contiguous in one file. The kinds are
@@ -13,6 +13,9 @@ A chunk is (file, offset in bytes, start, shape): a rectangle of the tensor, con
     optimizer/KEY      optimizer state of one element per element of the parameter
     rank/R             what only rank R has: its RNG states, buffers that differ from rank 0's, unfinished gradients
     extra              tensors inside the schedule's and the client's state
+
+The sums are those of ``element_sums`` over the whole tensor: a load compares them with what it has set. Files of format
+1 have none.
 
 A manifest is not trusted: names stay inside the folder, and every length is checked before memory is allocated.
 """
@@ -40,7 +43,7 @@ from shoal.checkpoint.rectangles import Rectangle, cover_problem
 from shoal.checkpoint.tree import dtype_of
 from shoal.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 NAME = "manifest.json"
 MODEL = "model"  # the kind of parameters and buffers
 OPTIMIZER = "optimizer/"  # and a key: the kind of optimizer state
@@ -83,6 +86,7 @@ class TensorRecord(_Model):
     dtype: Text
     shape: Shape
     chunks: Annotated[list[Chunk], FailFast()]
+    sums: Annotated[tuple[Count, Count], Field(strict=False)] | None = None  # None: not known
 
     @property
     def numel(self) -> int:

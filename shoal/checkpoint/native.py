@@ -15,11 +15,13 @@ import torch
 from shoal.checkpoint import directory, tree
 from shoal.checkpoint.blocks import TensorEntry, plan_file, write_file
 from shoal.checkpoint.commit import Commit, Retention
+from shoal.checkpoint.element_sums import NOTHING
 from shoal.checkpoint.local_shards import LocalShard
 from shoal.checkpoint.manifest import EXTRA, MODEL, OPTIMIZER, Manifest, ParameterRecord, TensorRecord, versions
 from shoal.checkpoint.portable import About, Source, TensorInfo
 from shoal.checkpoint.problems import damaged
 from shoal.checkpoint.reader import CheckpointReader, reported
+from shoal.checkpoint.rectangles import Rectangle
 from shoal.checkpoint.storage import open_storage
 from shoal.errors import CheckpointError
 from shoal.text import counted, listed
@@ -193,7 +195,13 @@ def write_shoal(
     stored = {f"{record.kind}/{record.name}": record for record in manifest.tensors if record.numel}
     plan = plan_file(
         [
-            TensorEntry(key, tree.dtype_of(record.dtype), record.shape, partial(read, record.kind, record.name))
+            TensorEntry(
+                key,
+                tree.dtype_of(record.dtype),
+                record.shape,
+                partial(read, record.kind, record.name),
+                place=(Rectangle((0,) * len(record.shape), record.shape), record.shape),
+            )
             for key, record in stored.items()
         ]
     )
@@ -202,8 +210,12 @@ def write_shoal(
     commit = Commit(storage, tag)
     try:
         commit.begin(plan.nbytes)
-        file = write_file(storage, commit.folder, f"rank-00000{commit.suffix}.safetensors", plan)
-        written = {"files": [file], "is_for_resuming": is_for_resuming}
+        file, sums = write_file(storage, commit.folder, f"rank-00000{commit.suffix}.safetensors", plan)
+        tensors = [
+            record.model_copy(update={"sums": sums.get(f"{record.kind}/{record.name}", NOTHING)})
+            for record in manifest.tensors
+        ]
+        written = {"files": [file], "tensors": tensors, "is_for_resuming": is_for_resuming}
         commit.publish(manifest.model_copy(update=written), Retention(), save_latest=is_for_resuming)
     finally:
         commit.end()

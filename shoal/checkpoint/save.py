@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -26,9 +26,11 @@ import torch
 from shoal.checkpoint import tree
 from shoal.checkpoint.blocks import FilePlan, Snapshot, TensorEntry, plan_file, write_file
 from shoal.checkpoint.commit import Commit, Phase, Retention
+from shoal.checkpoint.element_sums import NOTHING, added
 from shoal.checkpoint.local_shards import LocalShard
 from shoal.checkpoint.manifest import EXTRA, FileRecord, Manifest, ParameterRecord, TensorRecord
 from shoal.checkpoint.problems import share
+from shoal.checkpoint.rectangles import Rectangle
 from shoal.checkpoint.storage import Storage
 from shoal.comm.protocol import Communicator
 from shoal.errors import CheckpointError
@@ -119,7 +121,7 @@ class Save:
         self._joined: Callable[[], None] = lambda: None  # called when the thread has ended
         self._background = Background()
         self._snapshot: Snapshot | None = None
-        self._outcome: Any = None  # of the part under way: a FileRecord, or an error
+        self._outcome: Any = None  # of the part under way: what the record of the file needs, or an error
         self._record: dict[str, Any] = {}
         self._commit = Commit(storage, tag, on_phase)
         try:
@@ -153,13 +155,17 @@ class Save:
         name = f"rank-{comm.rank:05d}{suffix}.safetensors"
         self._record = described
 
-        def write(snapshot: Snapshot | None = None) -> FileRecord:
+        def write(snapshot: Snapshot | None = None) -> dict[str, Any]:
             if snapshot is not None:
                 snapshot.finish()  # the next step may wait for this
                 self._background.enter()
             self._on_phase("shard_write")
             before_flush = partial(self._on_phase, "shard_fsync")
-            return write_file(self._storage, folder, name, plan, before_flush, snapshot, self._background.pause)
+            pause = self._background.pause
+            file, sums = write_file(self._storage, folder, name, plan, before_flush, snapshot, pause)
+            at = {offset: sums[entry.key] for entry, offset in zip(plan.entries, plan.offsets, strict=True)}
+            by_tensor = [[at[offset] for offset, _, _ in chunks] for *_, chunks in described["tensors"]]
+            return {"file": file.model_dump(mode="json"), "sums": by_tensor}
 
         def take() -> Snapshot:
             self._on_phase("snapshot")
@@ -201,7 +207,7 @@ class Save:
     def _exchange(self) -> None:
         """Exchange the records of the written files, then start the commit on rank 0."""
         problem = self._problem() or _attempt(lambda: self._on_phase("exchange"))
-        record = None if problem is not None else {**self._record, "file": self._outcome.model_dump(mode="json")}
+        record = None if problem is not None else {**self._record, **self._outcome}
         records = self._agree(problem, record, "checkpoint: files")
         self._progress = _SaveState.COMMITTING
         self._outcome = None
@@ -332,8 +338,10 @@ def _plan(shards: list[LocalShard], state: SavedState, rank: int) -> tuple[FileP
         shape = tuple(tensor.shape)
         described.append((kind, name, tree.name_of(tensor.dtype), shape))
         if tensor.numel():
-            flat = tensor.detach().reshape(-1)
-            add(TensorEntry(f"{kind}/{name}", tensor.dtype, shape, _just(flat)), kind, name, shape, (0,) * len(shape))
+            start = (0,) * len(shape)
+            read = _just(tensor.detach().reshape(-1))
+            entry = TensorEntry(f"{kind}/{name}", tensor.dtype, shape, read, place=(Rectangle(start, shape), shape))
+            add(entry, kind, name, shape, start)
     scalars = {
         name: tree.encode(values, None, name, what=f"the optimizer state of {name!r}")
         for name, values in state.scalars.items()
@@ -356,11 +364,11 @@ def _manifest(tag: str, state: SavedState, records: Sequence[dict[str, Any]], op
     tensors: dict[tuple[str, str], dict[str, Any]] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for number, record in enumerate(records):
-        for kind, name, dtype, shape, chunks in record["tensors"]:
-            entry = tensors.setdefault(
-                (kind, name), {"kind": kind, "name": name, "dtype": dtype, "shape": tuple(shape), "chunks": []}
-            )
+        for (kind, name, dtype, shape, chunks), sums in zip(record["tensors"], record["sums"], strict=True):
+            made = {"kind": kind, "name": name, "dtype": dtype, "shape": tuple(shape), "chunks": [], "sums": NOTHING}
+            entry = tensors.setdefault((kind, name), made)
             entry["chunks"] += [(number, offset, tuple(start), tuple(size)) for offset, start, size in chunks]
+            entry["sums"] = reduce(added, sums, entry["sums"])
         for name, values in record["scalars"].items():
             scalars.setdefault(name, {}).update(values)
     trees = records[0]["trees"]

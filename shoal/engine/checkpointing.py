@@ -402,6 +402,7 @@ class Checkpointing:
                 logger.warning("custom_load_fn was given, so only the model was loaded.")
         else:
             load.apply(chosen, reader)
+            say_on_rank_0(self._properties.rank, load.summary(chosen))
         restored: set[str] = set()  # hyperparameters
         if not is_module_only and custom_load_fn is None:
             if wanted.has_optimizer and chosen.manifest.optimizer is not None and self._optimizer is not None:

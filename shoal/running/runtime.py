@@ -71,7 +71,7 @@ class ShardedModel:
         self.staging = staging
         self.order = order
         self.axes = axes
-        self._device = device
+        self.device = device
         self._compute = ComputeStream(device)
         self._gather_ahead = GatherAhead(device)
         self.sparse_names = sparse_names
@@ -411,7 +411,7 @@ class ShardedModel:
                 unit.if_used.stop()
         try:
             if not is_failed:
-                give_back(self.units, self.sharded_at_init, self.axes.data, self._device)
+                give_back(self.units, self.sharded_at_init, self.axes.data, self.device)
         finally:
             self.clear_staging()
             self.disks.close()

@@ -72,7 +72,7 @@ def make(
     try:
         commit.begin(sum(plan.nbytes for plan in made))
         names = [f"rank-{rank:05d}{commit.suffix}.safetensors" for rank in range(2)]
-        files = [write_file(storage, commit.folder, name, plan) for name, plan in zip(names, made, strict=True)]
+        files = [write_file(storage, commit.folder, name, plan)[0] for name, plan in zip(names, made, strict=True)]
         manifest = describe(step, tag, files, made, **more)
         return commit.publish(manifest, retention or Retention(), save_latest=save_latest)
     finally:

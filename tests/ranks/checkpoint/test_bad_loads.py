@@ -59,7 +59,7 @@ def generators() -> list[Any]:
 
 
 def newer(raw: dict[str, Any]) -> None:
-    raw |= {"format": 2, "versions": {"shoal": "9.1"}}
+    raw |= {"format": 3, "versions": {"shoal": "9.1"}}
 
 
 @pytest.fixture(params=[1, 3], ids=["stage 1", "stage 3"])

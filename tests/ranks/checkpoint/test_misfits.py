@@ -140,12 +140,12 @@ def test_a_newer_format_is_refused_with_both_versions(tmp_path: Path) -> None:
     path = tmp_path / "global_step1" / "manifest.json"
     rest = path.read_bytes().partition(b"\n")[2]
     body = json.loads(b"{" + rest)
-    body["format"], body["versions"]["shoal"] = 2, "9.5.0"
+    body["format"], body["versions"]["shoal"] = 3, "9.5.0"
     rest = json.dumps(body)[1:].encode()
     path.write_bytes(f'{{"checksum":"xxh3:{manifests.checksum(rest)}",\n'.encode() + rest)
     for error in refusals(run_at_stage(), tmp_path, tag="global_step1"):
         assert error.code == "checkpoint-version"
-        assert "has format 2 and was written by Shoal 9.5.0; this one reads up to 1" in error.what
+        assert "has format 3 and was written by Shoal 9.5.0; this one reads up to 2" in error.what
 
 
 def test_changed_settings_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -368,11 +368,11 @@ def test_a_save_whose_manifest_could_not_be_read_again_is_refused(root: Path) ->
 
 def test_a_newer_format_is_refused_with_both_versions(root: Path) -> None:
     def newer(raw: Raw) -> None:
-        raw |= {"format": 2, "versions": {"shoal": "9.1"}, "surprise": [1, 2, 3]}
+        raw |= {"format": 3, "versions": {"shoal": "9.1"}, "surprise": [1, 2, 3]}
 
     rewrite(root / "step2", newer)
     with pytest.raises(
-        CheckpointError, match=r"format 2 and was written by Shoal 9\.1; this one reads up to 1"
+        CheckpointError, match=r"format 3 and was written by Shoal 9\.1; this one reads up to 2"
     ) as caught:
         directory.inspect(local(root), "step2")
     assert caught.value.code == "checkpoint-version"

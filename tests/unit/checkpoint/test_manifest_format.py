@@ -68,7 +68,7 @@ def test_what_is_written_is_read() -> None:
     manifest = example()
     data = manifests.dump(manifest)
     assert data.startswith(b'{"checksum":"xxh3:')
-    assert json.loads(data)["format"] == 1  # the whole file is JSON
+    assert json.loads(data)["format"] == 2  # the whole file is JSON
     found = manifests.parse(data, "here")
     assert found == manifest
     assert found.find("model", "layers.0.w") == manifest.tensors[0]
@@ -104,7 +104,7 @@ def test_a_newer_format_is_refused_with_both_versions_before_anything_else_is_lo
     with pytest.raises(CheckpointError) as caught:
         manifests.parse(again(body), "here")
     assert caught.value.code == "checkpoint-version"
-    assert "has format 7 and was written by Shoal 9.5.0; this one reads up to 1" in caught.value.what
+    assert "has format 7 and was written by Shoal 9.5.0; this one reads up to 2" in caught.value.what
 
 
 @pytest.mark.parametrize("number", [0, -1, True, "1", 1.0, None])

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from shoal.parallel.sequence.context import SequenceContext, sequence_parallel
     from shoal.pipeline.layers import LayerSpec, TiedLayerSpec
     from shoal.pipeline.module import PipelineModule
+    from shoal.planner.search import plan
     from shoal.simulation.check import check_streams
     from shoal.simulation.dry_run import dry_run, dry_run_pipeline
 
@@ -62,6 +63,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "load_hf",
+    "plan",
     "sequence_parallel",
     "zero",
 ]
@@ -85,6 +87,7 @@ _MODULES = {
     "init_distributed": "shoal.comm.world",
     "initialize": "shoal.engine.entry",
     "load_hf": "shoal.checkpoint.loading_hf",
+    "plan": "shoal.planner.search",
     "sequence_parallel": "shoal.parallel.sequence.context",
 }
 _PARTS = {

@@ -18,6 +18,7 @@ from shoal.cli.checkpoint import app as checkpoint_app
 from shoal.cli.convert import convert
 from shoal.cli.estimate import estimate
 from shoal.cli.job import VERBOSE, TrainJob, default_ranks
+from shoal.cli.plan import plan
 from shoal.cli.usage import OrderedGroup, UsageCommand
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app = typer.Typer(
 
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("estimate", cls=UsageCommand)(estimate)
+app.command("plan", cls=UsageCommand)(plan)
 app.command("convert", cls=UsageCommand)(convert)
 app.command("as-deepspeed", cls=UsageCommand)(as_deepspeed)
 

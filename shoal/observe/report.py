@@ -103,8 +103,13 @@ def render(record: RunRecord, series: Series) -> str:
         _pairs("Environment", record.environment),
         _pairs("Config", record.config, is_wide=True),
     ]
+    return page(record.title, sections)
+
+
+def page(title: str, sections: Sequence[str]) -> str:
+    """A page of sections, with the style sheet and script inside. Args: ``title``: text; the others HTML."""
     body = "\n".join(section for section in sections if section)
-    title = html.escape(record.title)
+    title = html.escape(title)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

@@ -58,6 +58,7 @@ class GpuNode:
     launch_seconds: float = 5e-6
     kernel_seconds: float = 2e-6
     kernel_latency: float = 1.5e-6
+    peak_flops: float = 0.0  # that the manufacturer gives for bf16, else fp16; MFU is the part of it that is reached
 
     def flops(self, dtype: torch.dtype) -> float:
         """Floating-point operations of matrix products per second; of a dtype without a figure those of fp32."""
@@ -105,6 +106,12 @@ class _FlopsFigures(_Figures):
         if wrong:
             raise ValueError(f"{wrong[0]!r} is no dtype of torch")
         return self
+
+    @property
+    def peak(self) -> float:
+        """Of bf16, else fp16, else fp32."""
+        given = self.__pydantic_extra__
+        return (given.get("bfloat16") or given.get("float16") or self.float32).peak
 
     @property
     def by_dtype(self) -> dict[torch.dtype, float]:
@@ -237,4 +244,5 @@ def _node_of(name: str, figures: Any, *, where: str) -> GpuNode:
         disk_bandwidth=node.disk,
         host_nbytes=int(node.host.memory),
         gpus_per_node=node.gpus,
+        peak_flops=gpu.flops.peak,
     )

@@ -1,0 +1,196 @@
+"""Time and memory of a configuration from formulas, in microseconds: they rank and prune; a dry run decides.
+
+    compute        a block's seconds on one device x rows / (tp sp cp); recomputation adds its forward
+    tensor         per block and micro-batch: 6 all-gathers and 4 reduce-scatters of the rows (2 and 2 of them forward)
+    sequence       per block and micro-batch: 8 all-to-alls (Ulysses); cp: keys and values, cp - 1 times, thrice
+    experts        per block and micro-batch: 4 all-to-alls of the rows that the router sends
+    data           stage 1: once a step; 2: gradients per micro-batch; 3: parameters twice, too; behind the compute
+    pipeline       (pp - 1) / virtual micro-batches are waited for: the bubble is that over num_micro plus that
+    memory         ``GroupMemory``'s bytes per element; rows in flight x what a block saves; logits; staging
+
+Source: ZeRO (arXiv:1910.02054), table 1; Korthikanti et al. (arXiv:2205.05198); Narayanan et al. (arXiv:2104.04473).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.mesh import Mesh
+from shoal.planner.facts import ModelFacts
+from shoal.planner.space import Candidate, PlanRequest
+from shoal.simulation.collective_times import collective_seconds
+
+_PARAMETER, _MAIN = 2, 4  # bytes of an element: bf16 and fp32
+_STATES = 8  # Adam's two
+_UPDATE = 7 * _MAIN  # bytes that AdamW reads and writes per element
+_ACCUMULATE = 2 * _MAIN + _PARAMETER  # that adding a micro-batch's gradient does
+_MAX_WHOLE = 1_000_000_000  # elements of a rank's stages that ZeRO-3 keeps gathered through a step of a pipeline
+USABLE = 0.92  # of the device's memory, allocated: the rest is what the allocator, CUDA and NCCL take
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Of one step. ``memory``: bytes by kind, of the pipeline stage that needs most. ``compute``, ``exposed``,
+    ``bubble``: seconds of the slowest stage, of which ``seconds`` consists with the optimizer's.
+    """
+
+    seconds: float
+    compute: float
+    exposed: float
+    bubble: float
+    memory: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.memory.values())
+
+
+class ClosedForms:
+    """The formulas for one request and model. Times of collectives are kept."""
+
+    def __init__(self, request: PlanRequest, facts: ModelFacts) -> None:
+        self.request, self.facts = request, facts
+        self._ranks: dict[tuple[Mesh, str], tuple[int, ...]] = {}
+        self._seconds: dict[tuple[str, int, Mesh, str], float] = {}
+
+    def guess(self, one: Candidate) -> Guess:
+        """What a candidate takes."""
+        return _Formulas(one, self).guess()
+
+    def collective(self, op: str, nbytes: int, mesh: Mesh, axis: str) -> float:
+        """Seconds of a collective along an axis, of rank 0."""
+        key = (op, nbytes, mesh, axis)
+        if key not in self._seconds:
+            if (mesh, axis) not in self._ranks:
+                self._ranks[mesh, axis] = mesh.ranks_along(axis, 0)
+            machine, ranks = self.request.machine, self._ranks[mesh, axis]
+            self._seconds[key] = collective_seconds(op, nbytes, ranks, machine.gpus_per_node, machine.links)
+        return self._seconds[key]
+
+
+class _Formulas:
+    def __init__(self, one: Candidate, forms: ClosedForms) -> None:
+        request, facts = forms.request, forms.facts
+        self.one, self.forms, self.facts = one, forms, facts
+        self.node, self.mesh = request.machine, one.mesh(request)
+        self.num_micro = one.num_micro(request)
+        self.parts = one.tp * one.sp * one.cp
+        self.blocks = facts.num_blocks // one.pp
+        self.scale = one.micro / self.parts
+        self.block_numel = facts.block.numel // one.tp
+        self.expert_numel = facts.block.expert_numel // one.ep
+        self.shards = self.mesh.size("fsdp")
+
+    def guess(self) -> Guess:
+        one, num_micro, facts = self.one, self.num_micro, self.facts
+        forward, backward = facts.block.forward * self.scale, facts.block.backward * self.scale
+        tensor = self._layer_seconds()
+        if one.recompute == "blocks":
+            backward, tensor = backward + forward, 1.5 * tensor
+        backward += (self.block_numel + self.expert_numel) * _ACCUMULATE / self.node.memory_bandwidth
+        gather, reduce = self._data_seconds(self.block_numel, self.expert_numel)
+        gather_outer, reduce_outer = self._data_seconds(facts.outer.numel // one.tp, 0)
+        is_per_micro = one.stage == 3 and (one.pp == 1 or self.blocks * self.block_numel > _MAX_WHOLE)
+        is_reduced_per_micro = is_per_micro or (one.stage == 2 and one.pp == 1)
+        hidden_forward = gather if is_per_micro else 0.0
+        hidden_backward = hidden_forward + (reduce if is_reduced_per_micro else 0.0)
+        of_block = max(forward + tensor / 2, hidden_forward) + max(backward + tensor / 2, hidden_backward)
+        outer = (facts.outer.forward + facts.outer.backward) * self.scale
+        steady = num_micro * (self.blocks * of_block + outer)
+        compute = num_micro * (self.blocks * (forward + backward) + outer) + self._update_seconds()
+        bubble = (one.pp - 1) / one.virtual * self.blocks * of_block
+        exposed = steady + self._update_seconds() - compute + gather_outer + reduce_outer
+        if not is_per_micro:
+            hidden = 0.0 if is_reduced_per_micro or one.pp > 1 else self.blocks * backward
+            exposed += self.blocks * gather + max((0.0 if is_reduced_per_micro else self.blocks * reduce) - hidden, 0.0)
+        return Guess(compute + exposed + bubble, compute, exposed, bubble, self._memory())
+
+    def _layer_seconds(self) -> float:
+        """Communication inside of a block's forward and backward, for one micro-batch."""
+        one, rows = self.one, self.one.micro * self.facts.boundary
+        seconds = 0.0
+        if one.tp > 1:
+            nbytes = rows // (one.sp * one.cp)
+            seconds += 6 * self._time("all_gather", nbytes, "tp") + 4 * self._time("reduce_scatter", nbytes, "tp")
+        if one.sp > 1:
+            seconds += 8 * self._time("all_to_all", rows // self.parts, "sp")
+        if one.cp > 1:
+            keys = 2 * rows * self.facts.divisible["key-value heads"] // self.facts.divisible["heads"] // self.parts
+            seconds += 3 * (one.cp - 1) * self._time("send", keys, "cp") / 2
+        if one.ep > 1:
+            seconds += 4 * self._time("all_to_all", 2 * rows // self.parts, "ep")
+        return seconds
+
+    def _data_seconds(self, dense: int, experts: int) -> tuple[float, float]:
+        """To gather so many elements of parameters, and to reduce their gradients."""
+        gather, reduce = 0.0, 0.0
+        for numel, axis, shards in (
+            (dense, "fsdp", self.shards),
+            (experts, "expert_dp", max(self.shards // self.one.ep, 1)),
+        ):
+            if not numel:
+                continue
+            gather += self._time("all_gather", _PARAMETER * numel, axis)
+            reduce += self._time("reduce_scatter", _PARAMETER * numel, axis)
+            if self.mesh.dp_replicate > 1:
+                reduce += self._time("all_reduce", _PARAMETER * numel // shards, "dp_replicate")
+        return gather, reduce
+
+    def _time(self, op: str, nbytes: int, axis: str) -> float:
+        return self.forms.collective(op, int(nbytes), self.mesh, axis)
+
+    def _owned(self) -> float:
+        """Elements that this rank's optimizer updates."""
+        outer = self.facts.outer.numel // self.one.tp
+        experts = self.blocks * self.expert_numel / max(self.shards // self.one.ep, 1)
+        return (self.blocks * self.block_numel + outer) / self.shards + experts
+
+    def _update_seconds(self) -> float:
+        nbytes = self._owned() * _UPDATE
+        if self.one.offload == "none":
+            return nbytes / self.node.memory_bandwidth
+        return nbytes * self.node.gpus_per_node / self.node.host_bandwidth + self._owned() * 4 / self.node.bus_bandwidth
+
+    def _memory(self) -> dict[str, int]:
+        """Of the first stage or the last one, whichever needs more."""
+        ends = [self._stage_memory(is_first, is_last) for is_first, is_last in self._ends()]
+        return max(ends, key=lambda kinds: sum(kinds.values()))
+
+    def _ends(self) -> tuple[tuple[bool, bool], ...]:
+        return ((True, True),) if self.one.pp == 1 else ((True, False), (False, True))
+
+    def _stage_memory(self, is_first: bool, is_last: bool) -> dict[str, int]:
+        one, facts = self.one, self.facts
+        outer = facts.outer.numel if is_first and is_last else max(facts.embedding_numel, facts.outer.numel // 2)
+        outer //= one.tp
+        dense, experts = self.blocks * self.block_numel + outer, self.blocks * self.expert_numel
+        fewer = self.shards, max(self.shards // one.ep, 1)
+        whole, sharded = dense + experts, dense // fewer[0] + experts // fewer[1]
+        gradient = _MAIN if self.num_micro > 1 else _PARAMETER
+        is_gradient_sharded = one.stage > 1
+        is_state_here = one.offload == "none"
+        kinds = {
+            "parameter": 0 if one.offload == "all" else _PARAMETER * (sharded if one.stage == 3 else whole),
+            "gradient": 0 if not is_state_here else gradient * (sharded if is_gradient_sharded else whole),
+            "master": _MAIN * sharded * is_state_here,
+            "optimizer state": _STATES * sharded * is_state_here,
+        }
+        unit = self.block_numel + self.expert_numel
+        if one.stage == 3:
+            kinds["gathered"] = _PARAMETER * (max(2 * unit, outer) if self.blocks > 1 else unit)
+        if is_gradient_sharded:
+            kinds["buffers in flight"] = _PARAMETER * (2 * unit + outer)
+        saved = facts.block.saved if one.recompute == "none" else facts.boundary
+        num_in_flight = in_flight(one.pp, one.virtual, self.num_micro) if is_first else 1.0
+        activation = saved * self.blocks * num_in_flight * self.scale
+        if one.recompute == "blocks":
+            activation += facts.block.saved * self.scale
+        kinds["activation"] = int(activation + (facts.peak * self.scale if is_last else 0))
+        return kinds
+
+
+def in_flight(num_stages: int, virtual: int, num_micro: int) -> float:
+    """Micro-batches that the first rank of a pipeline has in memory, of all its stages together, at most."""
+    if num_stages == 1:
+        return 1.0
+    return min(num_stages + (num_stages - 1) / virtual if virtual > 1 else num_stages, float(num_micro))

@@ -1,0 +1,229 @@
+"""Plans: the formulas against the dry run, what is proposed and what is not, and the files that a plan writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from typer.testing import CliRunner
+
+from shoal.cli.app import app
+from shoal.errors import UsageError
+from shoal.models import GPT, GPTConfig
+from shoal.planner import report
+from shoal.planner.closed_forms import ClosedForms
+from shoal.planner.dry_model import dry_run_model
+from shoal.planner.facts import ModelFacts, facts_of
+from shoal.planner.search import ClusterPlan, explain, judge, plan
+from shoal.planner.space import Candidate, PlanRequest, candidates, parse_filter, refused
+from shoal.planner.trial import Trial, run_trial
+from shoal.simulation.machines import machine_of
+
+H100 = machine_of("h100")
+# Wide enough that matrices take the time, and few blocks.
+SHAPE = GPTConfig(vocab_size=8192, sequence_length=2048, num_layers=2, hidden_size=2048, num_heads=16, tied=False)
+
+
+def build(shape: GPTConfig = SHAPE) -> nn.Module:
+    return GPT(shape)
+
+
+def request(ranks: int = 8, batch: int = 8, **space: Any) -> PlanRequest:
+    return PlanRequest(ranks, H100, SHAPE.sequence_length, batch, space=space)
+
+
+@cache
+def facts() -> ModelFacts:
+    return facts_of(build, SHAPE.sequence_length, H100)
+
+
+@cache
+def ran(**axes: Any) -> Trial:
+    one, asked = Candidate(**axes), request()
+    trial = run_trial(one, ClosedForms(asked, facts()).guess(one), build, asked, facts())
+    assert not trial.error
+    return trial
+
+
+@cache
+def small_plan() -> ClusterPlan:
+    """Two blocks on 4 GPUs, of which nothing but the number of rows is chosen."""
+    axes = {"tp": (1,), "pp": (1,), "stage": (1, 3), "shards": ("all",)}
+    return plan(build, 4, sequence=512, global_batch=8, space=axes, num_trials=2)
+
+
+# the model
+
+
+def test_a_block_and_the_rest_are_those_of_the_models_own_formulas() -> None:
+    found = facts()
+    assert found.numel == SHAPE.num_parameters()
+    assert found.flops_per_token == SHAPE.flops_per_token()
+    assert (found.num_blocks, found.prefix, found.period, found.block_class) == (2, 0, 1, "Block")
+    hidden = 2 * SHAPE.sequence_length * SHAPE.hidden_size  # bytes of a row
+    assert found.boundary == hidden
+    # Inputs of two norms and of three matrices, of GELU (4 + 4), query, key, value and the output of attention.
+    assert found.block.saved == pytest.approx(16 * hidden, rel=0.02)
+    # At least the time of its products on the tensor cores, and backward has twice the products of forward.
+    assert found.block.forward > found.block.flops / H100.peak_flops
+    assert found.block.backward == pytest.approx(2 * found.block.forward, rel=0.15)
+
+
+def test_blocks_that_alternate_are_reckoned_by_the_period_and_first_ones_apart() -> None:
+    def mixed(kinds: str) -> Callable[[], nn.Module]:
+        def made() -> nn.Module:
+            model = build(replace(SHAPE, num_layers=len(kinds), hidden_size=256, num_heads=4, vocab_size=512))
+            for block, kind in zip(model.blocks, kinds, strict=True):  # type: ignore[arg-type]
+                if kind == "b":
+                    block.attention_norm = nn.RMSNorm(256)
+            return model
+
+        return made
+
+    found = facts_of(mixed("ababab"), 128, H100)
+    assert (found.prefix, found.period, found.num_blocks) == (0, 2, 6)
+    found = facts_of(mixed("aabbb"), 128, H100)
+    assert (found.prefix, found.period, found.num_blocks) == (2, 1, 3)
+    with pytest.raises(UsageError, match="do not repeat"):
+        facts_of(mixed("aababbabbb"), 128, H100)
+
+
+# the formulas
+
+
+@pytest.mark.parametrize(
+    ("axes", "seconds"),
+    [
+        ({"stage": 1}, 0.1),
+        ({"stage": 3}, 0.15),
+        ({"stage": 1, "recompute": "blocks"}, 0.1),
+        ({"stage": 1, "tp": 2, "micro": 2}, 0.3),  # kernels of half the size reach less
+    ],
+    ids=str,
+)
+def test_the_formulas_give_memory_and_time_of_the_dry_run(axes: dict[str, Any], seconds: float) -> None:
+    trial = ran(**axes)
+    assert trial.memory is not None
+    for kind in ("parameter", "master", "optimizer state"):
+        assert trial.guess.memory[kind] == pytest.approx(trial.memory[kind], rel=0.01), kind
+    assert trial.guess.nbytes == pytest.approx(trial.nbytes, rel=0.15)
+    assert trial.guess.compute == pytest.approx(trial.compute, rel=max(seconds, 0.1))
+    assert trial.guess.seconds == pytest.approx(trial.seconds, rel=seconds)
+
+
+def test_the_formulas_rank_as_the_dry_run_does() -> None:
+    trials = [ran(stage=1), ran(stage=3), ran(stage=1, recompute="blocks"), ran(stage=1, tp=2, micro=2)]
+    ranked = [
+        sorted(trials[:3], key=lambda trial: each(trial)) for each in (lambda t: t.guess.seconds, lambda t: t.seconds)
+    ]
+    assert ranked[0] == ranked[1]
+
+
+def test_the_bubble_is_that_of_the_formula() -> None:
+    one = Candidate(pp=4, stage=1)
+    few, many = (ClosedForms(request(batch=batch), facts()).guess(one) for batch in (16, 64))
+    assert few.bubble == pytest.approx(many.bubble)  # of 3 micro-batches, whatever their number
+    interleaved = ClosedForms(request(ranks=4), facts()).guess(replace(one, pp=2, virtual=2))
+    plain = ClosedForms(request(ranks=4), facts()).guess(replace(one, pp=2))
+    assert interleaved.bubble == pytest.approx(plain.bubble / 2)
+
+
+def test_a_pipeline_of_four_is_told_from_one_of_two() -> None:
+    shape = replace(SHAPE, num_layers=4, sequence_length=1024)
+    made, asked = (lambda: build(shape)), replace(request(ranks=4, batch=4), sequence=1024)
+    known, one = facts_of(made, 1024, H100), Candidate(pp=4, stage=1)
+    trial = run_trial(one, ClosedForms(asked, known).guess(one), made, asked, known)
+    whole = dry_run_model(made, one.config(asked, known), 4, machine=H100, sequence=1024)
+    assert trial.seconds == pytest.approx(whole.seconds, rel=0.1)
+    assert trial.nbytes == pytest.approx(whole.memory.allocated, rel=0.1)
+
+
+# the search
+
+
+def test_impossible_degrees_are_not_proposed() -> None:
+    possible, reasons = [], set()
+    for one, why in candidates(
+        request(ranks=8, batch=8), replace(facts(), divisible={"heads": 6, "key-value heads": 6})
+    ):
+        if why:
+            reasons.add(why)
+        else:
+            possible.append(one)
+    assert "tp x sp = 4 does not divide 6 heads" in reasons
+    assert "16 pipeline stages do not divide 2 equal blocks" in reasons
+    assert "16 model-parallel ranks do not divide 8 ranks" in reasons
+    assert any("do not divide the global batch of 8" in why for why in reasons)
+    for one in possible:
+        assert not 6 % (one.tp * one.sp)
+        assert not 2 % (one.pp * one.virtual)
+        assert one.micro * one.num_micro(request()) * 8 == 8 * one.model_ranks
+        assert not refused(one.config(request(), facts()), 8)
+
+
+def test_the_best_configuration_trains_unchanged_and_has_the_batch_asked_for() -> None:
+    made = small_plan()
+    assert made.best is not None
+    assert made.best.seconds == min(trial.seconds for trial in made.trials if trial.fits(made.request))
+    config = made.best.config
+    assert config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * 4 == 8
+    judged = judge(build, 4, config=config, sequence=512)
+    assert judged.best is not None
+    assert judged.best.seconds == pytest.approx(made.best.seconds)
+    assert judged.request.global_batch == 8
+
+
+def test_what_is_refused_or_slower_is_explained() -> None:
+    made = small_plan()
+    assert made.best is not None
+    assert "the best configuration has it" in explain(made, f"stage={made.best.candidate.stage}")
+    assert "16 model-parallel ranks do not divide 4 ranks" in explain(made, "tp=8 pp=2")
+    assert "slower" in explain(made, f"stage={4 - made.best.candidate.stage}")
+    with pytest.raises(UsageError, match="tp=three"):
+        parse_filter("tp=three")
+
+
+def test_what_does_not_fit_is_said_with_what_would_do() -> None:
+    tiny = replace(H100, gpu_nbytes=400_000_000)
+    axes = {"tp": (1,), "pp": (1,), "shards": ("all",), "offload": ("none",)}
+    made = plan(build, 8, machine=tiny, sequence=2048, global_batch=8, space=axes)
+    assert made.best is None
+    assert not made.trials
+    assert made.tightest is not None
+    assert made.tightest[1].recompute == "blocks"
+    assert made.tightest[0].nbytes > 400_000_000
+    assert any("GPUs with" in line for line in made.advice)
+    assert "nothing fits" in report.text(made)
+    with pytest.raises(UsageError, match="no configuration is possible"):
+        plan(build, 7, sequence=2048, global_batch=8, space=axes)
+
+
+# the command
+
+
+def test_the_command_writes_a_file_that_trains_json_and_a_page(tmp_path: Path) -> None:
+    made = small_plan()
+    assert made.best is not None
+    paths = report.write(made, tmp_path, price=2.0)
+    assert [path.name for path in paths] == ["config.json", "plan.json", "report.html"]
+    figures = json.loads((tmp_path / "plan.json").read_text())["configurations"][0]
+    rate = 8 * 512 / made.best.seconds / 4
+    assert figures["tokens_per_second_per_gpu"] == pytest.approx(rate)
+    assert figures["cost_per_billion_tokens"] == pytest.approx(1e9 / (4 * rate) * 4 * 2.0 / 3600)
+    assert figures["mfu"] == pytest.approx(rate * made.facts.flops_per_token / 989e12)
+    assert figures["seconds_interval"][0] < figures["seconds"] < figures["seconds_interval"][1]
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") >= 3
+    config = tmp_path / "config.json"
+    arguments = ["plan", "nano", "-n", "4", "--sequence", "64", "--config", str(config), "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["configurations"][0]["fits"]
+    plans = [str(tmp_path / "plan.json")] * 2
+    assert "tokens/s/GPU" in CliRunner().invoke(app, ["plan", "--diff", *plans]).stdout

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shoal.planner.search import plan
     from shoal.simulation.check import check_streams
     from shoal.simulation.dry_run import dry_run, dry_run_pipeline
+    from shoal.simulation.verify import verify
 
 __all__ = [
     "Documents",
@@ -65,6 +66,7 @@ __all__ = [
     "load_hf",
     "plan",
     "sequence_parallel",
+    "verify",
     "zero",
 ]
 
@@ -89,6 +91,7 @@ _MODULES = {
     "load_hf": "shoal.checkpoint.loading_hf",
     "plan": "shoal.planner.search",
     "sequence_parallel": "shoal.parallel.sequence.context",
+    "verify": "shoal.simulation.verify",
 }
 _PARTS = {
     **{name: f"shoal.{name}" for name in ("comm", "data", "errors", "models", "optim", "parallel", "zero")},

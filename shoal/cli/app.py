@@ -20,6 +20,7 @@ from shoal.cli.estimate import estimate
 from shoal.cli.job import VERBOSE, TrainJob, default_ranks
 from shoal.cli.plan import plan
 from shoal.cli.usage import OrderedGroup, UsageCommand
+from shoal.cli.verify import verify
 
 app = typer.Typer(
     name="shoal",
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("estimate", cls=UsageCommand)(estimate)
 app.command("plan", cls=UsageCommand)(plan)
+app.command("verify", cls=UsageCommand)(verify)
 app.command("convert", cls=UsageCommand)(convert)
 app.command("as-deepspeed", cls=UsageCommand)(as_deepspeed)
 

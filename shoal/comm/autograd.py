@@ -134,7 +134,9 @@ def _keep(gradient: torch.Tensor, comm: Communicator, label: str) -> torch.Tenso
 
 
 def _own_part(tensor: torch.Tensor, comm: Communicator, label: str, dim: int) -> torch.Tensor:
-    return _parts(tensor, comm.size, dim, label)[comm.rank].contiguous()
+    part = _parts(tensor, comm.size, dim, label)[comm.rank].contiguous()
+    comm.backend.divides(tensor, part, dim, label)
+    return part
 
 
 def _sum(tensor: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:

@@ -167,6 +167,9 @@ class Backend:
         """Begin a call. Does not block."""
         return self.verbs[call.verb](self, call)
 
+    def divides(self, whole: torch.Tensor, part: torch.Tensor, dim: int, label: str) -> None:
+        """This rank takes its ``part``, along ``dim``, of what all ranks have: nothing is sent."""
+
     def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
         return gather_json(value, lambda vector: self.issue(exchange_of(vector, self.size, label)).wait())
 

@@ -52,6 +52,7 @@ from shoal.engine.parts.save_on_signal import SaveOnSignal
 from shoal.engine.parts.sequence import AttentionCheck, SequenceRanks
 from shoal.engine.parts.stream_check import checking_streams
 from shoal.engine.parts.tensor import TensorParallelChecks
+from shoal.engine.parts.type_check import checking_types
 from shoal.engine.pipeline_parts import of_own_units, recomputed_blocks, stages_of
 from shoal.engine.profiling import ProfilingTimers, format_notes
 from shoal.engine.progress import Progress
@@ -244,7 +245,7 @@ def _start(
             curriculum = Curriculum(sharding, properties, accumulation.counters)
             monitor = make_monitor(settings, world.rank)
             own = _parts(sharding, properties, accumulation, curriculum, monitor)
-            joining = [*checks, *products, activations, *own, *given_parts]
+            joining = [*checks, *checking_types(), *products, activations, *own, *given_parts]
             run = RunState(sharding, properties, accumulation, curriculum, schedule, parts=joining)
             if settings.flops_profiler.enabled:
                 timers: StepTimers = ProfilingTimers(model, properties, accumulation, activations.num_recomputed)

@@ -109,6 +109,11 @@ class Device:
         peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return MemoryReading(resident, peak, "resident set of the process")
 
+    @property
+    def name(self) -> str:
+        """What the driver calls the device: "NVIDIA H100 80GB HBM3"; "cpu"."""
+        return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else self.torch_device.type
+
     def free_nbytes(self) -> int:
         """Bytes of the accelerator that are free, and those that this process's allocator keeps without using."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)

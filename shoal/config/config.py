@@ -23,6 +23,20 @@ from shoal.config.supported import KeySupport, keys_with_support, unsupported_pr
 from shoal.errors import ConfigError
 from shoal.processor import Format
 
+PLANNED = ("zero_optimization.stage", "parallel")  # "auto" asks ``shoal.initialize`` for a plan
+
+
+def keys_to_plan(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which of ``PLANNED`` a raw configuration leaves to a plan.
+
+    >>> keys_to_plan({"zero_optimization": {"stage": "auto"}, "parallel": {"tp": 2}})
+    ('zero_optimization.stage',)
+    """
+    zero = values.get("zero_optimization")
+    asked = (zero.get("stage") if isinstance(zero, Mapping) else None, values.get("parallel"))
+    given = zip(PLANNED, asked, strict=True)
+    return tuple(key for key, value in given if isinstance(value, str) and value.strip().lower() == "auto")
+
 
 class Config(Schema):
     """A checked configuration. Every key is an attribute: ``config.zero_optimization.stage``.
@@ -85,8 +99,10 @@ class Config(Schema):
                 f'zero_optimization.offload_param.device = "{zero.offload_param.device}": no effect at stage'
                 f" {zero.stage}, only stage 3 shards parameters."
             )
+        planned = keys_to_plan(self._raw)
+        lines += [f'{path} = "auto": shoal.initialize plans it for its model and the machine.' for path in planned]
         for path, origin in self._origins.items():
-            if origin == "auto" and path not in self._unresolved and ".params." not in path:
+            if origin == "auto" and path not in (*self._unresolved, *planned) and ".params." not in path:
                 lines.append(f'{path} = "auto": {shown(self._at(path))} is used.')
         if self.elasticity.enabled and (shared := self._shared()) is not None:
             lines.append(f"elasticity: {shared}.")

@@ -478,7 +478,7 @@ class Schema(Section):
     data_parallel_size: int | None = key(None, "data-parallel ranks, as a check; null: those that are left", ge=1)
     compile: Compile = section(Compile, "compilation of the model")
     pipeline: Pipeline = section(Pipeline, "a model cut into pipeline stages")
-    parallel: Parallel = section(Parallel, "the mesh: how many ranks along each axis")
+    parallel: Parallel = section(Parallel, "the mesh: how many ranks along each axis; 'auto': `initialize` plans it")
     units: Units = section(Units, "modules that are gathered together")
     offload: Literal["auto"] | None = key(
         None,

@@ -133,7 +133,9 @@ class ZeroOptimization(Section):
     """What is sharded over the data-parallel ranks, and how it is communicated."""
 
     stage: Literal[0, 1, 2, 3] = key(
-        0, "what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too"
+        0,
+        "what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too; auto: `initialize` plans it"
+        " for the model and the machine",
     )
     reduce_bucket_size: int = key(500_000_000, "largest number of elements in one reduction", ge=1)
     overlap_comm: bool | None = key(

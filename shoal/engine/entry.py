@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.access.engine_parameters import EngineParameters
 from shoal.access.init import suspended
-from shoal.comm.world import current_world, init_distributed
+from shoal.comm.world import World, current_world, init_distributed
+from shoal.config.config import keys_to_plan
+from shoal.config.source import open_source
 from shoal.data import Loader
 from shoal.engine.engine import Engine
 from shoal.engine.initialize import initialize as initialize_engine
@@ -153,7 +156,7 @@ def start(
         engine = initialize_engine(
             classes.engine,
             model,
-            config,
+            _planned(config, args, model, world),
             world,
             args=args,
             degrees=given_degrees(model, mpu, mesh_param, world.size),
@@ -167,6 +170,19 @@ def start(
             micro_batch = engine.train_micro_batch_size_per_gpu()
             engine.training_dataloader = loader_of(engine, training_data, micro_batch, collate_fn=collate_fn)
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _planned(config: Any, args: Any, model: nn.Module, world: World) -> Any:
+    """The configuration; where it asks for a plan, with the planned values.
+
+    Communicates: where it asks, rank 0's plan.
+    """
+    values = open_source(config, args)[0].value
+    if not (keys := keys_to_plan(values)):
+        return config
+    # The planner runs this function dry, so it is above this package; only its name is known here.
+    made: dict[str, Any] = pkgutil.resolve_name("shoal.planner.auto:planned_config")(values, keys, model, world)
+    return made
 
 
 def _check_model(model: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,11 @@ from shoal.models.gpt import GPT, Block, GPTConfig, Linear, rotate
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model. ``family``: gpt, mpt or llama. ``attention``: flash, or products with the scores in memory."""
+    """Of a model.
+
+    Attributes: ``family``: gpt, mpt or llama. ``attention``: flash; written: products with the scores in memory;
+    transformers: these and GELU operator by operator, as Transformers' GPT-2 in 2022.
+    """
 
     family: str
     layers: int
@@ -29,18 +33,43 @@ class Shape:
     dropout: float = 0.0
 
 
-class Scores(nn.Module):
-    """Attention with its scores in memory, as Megatron-LM had it until 2022: its softmax scales and masks."""
+class FusedLoss(torch.autograd.Function):
+    """flash-attn's cross-entropy: a kernel that reads the logits, and one that overwrites them with their gradient."""
 
-    def __init__(self, dropout: float) -> None:
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.amax(-1).float().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        return logits.detach().mul_(gradients[0].to(logits.dtype)), None
+
+
+def dropped(given: Tensor, probability: float) -> Tensor:
+    """Dropout by the operator that a GPU has for it."""
+    return torch.native_dropout(given, probability, True)[0] if probability else given
+
+
+class Scores(nn.Module):
+    """Attention with its scores in memory, as Megatron-LM had it until 2022: its softmax scales and masks.
+
+    Args:
+        is_plain: scaling and mask are operators.
+    """
+
+    def __init__(self, dropout: float, *, is_plain: bool) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.is_plain = dropout, is_plain
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
-        scores = torch.softmax(query.flatten(0, 1) @ key.flatten(0, 1).transpose(1, 2), -1)
-        if self.dropout:
-            scores = F.dropout(scores, self.dropout)
-        return (scores @ value.flatten(0, 1)).view_as(query)
+        scores = query.flatten(0, 1) @ key.flatten(0, 1).transpose(1, 2)
+        if self.is_plain:
+            mask = torch.ones(scores.shape[1:], dtype=torch.bool)
+            scores = torch.where(mask, scores / query.shape[-1] ** 0.5, torch.full([], -1e4, dtype=scores.dtype))
+        scores = torch.softmax(scores, -1)
+        return (dropped(scores, self.dropout) @ value.flatten(0, 1)).view_as(query)
 
 
 class PlainAttention(nn.Module):
@@ -48,8 +77,12 @@ class PlainAttention(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.num_heads = shape.heads
-        self.attention = F.scaled_dot_product_attention if shape.attention == "flash" else Scores(shape.dropout)
+        self.num_heads, self.dropout = shape.heads, shape.dropout
+        self.attention = (
+            F.scaled_dot_product_attention
+            if shape.attention == "flash"
+            else Scores(shape.dropout, is_plain=shape.attention == "transformers")
+        )
         bias = shape.family == "gpt"
         self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden, bias=bias)
         self.out = nn.Linear(shape.hidden, shape.hidden, bias=bias)
@@ -57,7 +90,8 @@ class PlainAttention(nn.Module):
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         qkv = self.qkv(hidden).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = (each.transpose(1, 2) for each in qkv.unbind(2))
-        return cast(Tensor, self.out(self.attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)))
+        mixed = self.attention(query, key, value, is_causal=True)
+        return dropped(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout)
 
 
 class PlainFeedForward(nn.Module):
@@ -66,9 +100,15 @@ class PlainFeedForward(nn.Module):
         bias = shape.family == "gpt"
         self.up = nn.Linear(shape.hidden, shape.ffn, bias=bias)
         self.down = nn.Linear(shape.ffn, shape.hidden, bias=bias)
+        self.is_plain, self.dropout = shape.attention == "transformers", shape.dropout
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return cast(Tensor, self.down(F.gelu(self.up(hidden), approximate="tanh")))
+        up = self.up(hidden)
+        if self.is_plain:
+            inner = 0.5 * up * (1 + torch.tanh(0.8 * (up + 0.044715 * torch.pow(up, 3.0))))
+        else:
+            inner = F.gelu(up, approximate="tanh")
+        return dropped(self.down(inner), self.dropout)
 
 
 class GroupedAttention(nn.Module):
@@ -117,11 +157,9 @@ TP_PLAN = {
 
 def build(shape: Shape) -> GPT:
     """The model. Its blocks are ``Block``s of Shoal's GPT with other parts."""
-    model = GPT(
-        GPTConfig(shape.vocab, shape.sequence, shape.layers, shape.hidden, shape.heads, shape.tied, shape.dropout)
-    )
-    if shape.family == "mpt":  # llm-foundry's loss is one kernel forward and one backward
-        model.loss_function = lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    model = GPT(GPTConfig(shape.vocab, shape.sequence, shape.layers, shape.hidden, shape.heads, shape.tied))
+    if shape.family == "mpt":
+        model.loss_function = FusedLoss.apply
     for each in model.blocks:
         block = cast(Block, each)
         if shape.family == "llama":

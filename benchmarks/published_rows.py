@@ -3,11 +3,11 @@
 What a study's code fuses or leaves out is said here, for the study as a whole:
 
     MosaicML llm-foundry   FSDP; flash attention, no biases; eager PyTorch, a foreach AdamW; reduces each micro-batch
-    vTrain, Narayanan,     Megatron: biases, scores in memory (its softmax kernel scales and masks), fused GELU,
-    Korthikanti            dropout and residual, fp16, an all-reduce of gradients, not overlapped
-    Megatron-Core          flash attention, fused kernels, a distributed optimizer, bf16
-    torchtitan, torchao    FSDP2 with torch.compile
-    DeepSpeed autotuning   Hugging Face GPT-2, eager, fp16, V100
+    vTrain                 Megatron-DeepSpeed: biases, scores in memory (its softmax kernel scales and masks), dropout,
+                           fp16; operator by operator (it fuses some pointwise operators and launches the others)
+    Narayanan, Korthikanti Megatron of 2021 and 2022: the same, with pointwise operators and norms fused
+    torchtitan, torchao    FSDP2 with torch.compile: fused
+    DeepSpeed autotuning   Transformers' GPT-2, eager: scores, scaling, mask and GELU operator by operator; fp16, V100
 """
 
 from __future__ import annotations
@@ -55,11 +55,7 @@ class Run:
     dtype: str = "bfloat16"
     virtual_stages: int = 1
     is_sequence_parallel: bool = False
-
-    @property
-    def is_fused(self) -> bool:
-        """Megatron's kernels, and torchtitan's compiled blocks; MosaicML and Hugging Face run operator by operator."""
-        return self.shape.family == "llama" or (self.shape.family == "gpt" and self.machine != "v100-32g")
+    is_fused: bool = False
 
     @property
     def stages_run(self) -> int:
@@ -175,7 +171,7 @@ def _megatron(row: dict[str, str]) -> Measured | str:
     virtual = 3 if "Korthikanti" in source and pp in (8, 35) else 2 if source.endswith("Table 1") and pp > 1 else 1
     run = Run(
         shape, "a100-80g", tp, pp, dp, stage, micro, batch // (dp * micro),
-        "attention" if is_selective else "full", "float16", virtual, is_selective,
+        "attention" if is_selective else "full", "float16", virtual, is_selective, True,
     )  # fmt: skip
     name = f"{row['model']} tp{tp} pp{pp} dp{dp} b{micro} m{run.num_micro} zero{stage} {row['activation_recompute']}"
     return Measured(source.removesuffix(" Table 1").removesuffix(" Table 2"), name, run, seconds)
@@ -218,7 +214,7 @@ def _llama(row: dict[str, str]) -> Measured | str:
     run = Run(
         shape, _machine(row["gpu"]) or "", tp, pp, dp, 3 if row["zero_stage"].startswith("3") else 1, micro,
         batch // (dp * micro), "products" if recompute.startswith("selective") else recompute, "bfloat16",
-        int((re.search(r"VP=(\d+)", row["note"]) or [0, 1])[1]), tp > 1,
+        int((re.search(r"VP=(\d+)", row["note"]) or [0, 1])[1]), tp > 1, True,
     )  # fmt: skip
     if pp > 1 and run.stage > 1:
         return f"{what}: ZeRO-3 in a pipeline"
@@ -235,7 +231,7 @@ def _autotuning(row: dict[str, str]) -> Measured | str:
         return "DeepSpeedExamples autotuning: BERT and DeBERTa"
     if not row["zero_stage"]:
         return ""
-    shape = _gpt(row, vocab=50257, dropout=0.1, attention="written")
+    shape = _gpt(row, vocab=50257, dropout=0.1, attention="transformers")
     micro, dp = int(row["micro_batch"]), int(row["dp"])
     run = Run(shape, "v100-32g", 1, 1, dp, int(row["zero_stage"]), micro, 1, "none", "float16")
     name = f"{row['model']} zero{row['zero_stage']} b{micro}"

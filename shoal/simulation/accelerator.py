@@ -34,8 +34,10 @@ from shoal.simulation.clocks import Clock, SimulatedEvent, SimulatedStream
 from shoal.simulation.collectives import SimulatedCommunicator, SimulatedStageCommunicator
 from shoal.simulation.fusion import Fusion, is_fusible
 from shoal.simulation.issue_order import IssuedOn, IssueOrder, Issues
-from shoal.simulation.memory import ACTIVATION, GATHERED, WORKSPACE, DeviceMemory
+from shoal.simulation.kernels import is_product
+from shoal.simulation.memory import ACTIVATION, GATHERED, NCCL, WORKSPACE, DeviceMemory
 from shoal.simulation.modes import accessed, effects_of, parts_of_memory, tensors_of, watching
+from shoal.simulation.nccl_memory import communicator_nbytes
 from shoal.simulation.times import COMPUTE, Cost, StreamTimes
 from shoal.streams import simulated
 
@@ -43,6 +45,7 @@ T = TypeVar("T")
 
 _ALLOCATIONS = ("aten.empty", "aten.new_empty")
 _OVERWRITES = ("aten.copy_", "aten.zero_", "aten.fill_", "aten.uniform_", "aten.normal_", "aten._foreach_copy_")
+_READ_IN_PART = ("aten.embedding.", "aten.gather.", "aten.index", "aten.nll_loss_forward.", "aten.nll_loss_backward.")
 _STEP = "/shoal/running/step.py"  # calls the optimizer
 _DEATHS_EVERY = 4096  # operations, where orders are not what is asked for
 _is_dead = torch.UntypedStorage._expired  # asked for every storage before every operation: without calls between
@@ -87,6 +90,7 @@ class SimulatedAccelerator:
         self._main = threading.get_ident()
         self._main_host = self.host
         self._host_threads: dict[str, SimulatedStream] = {}
+        self._connected: dict[object, set[str]] = {}  # the operations of each communicator
 
     @property
     def host_nbytes(self) -> int | None:
@@ -165,6 +169,18 @@ class SimulatedAccelerator:
             self._order = shared.setdefault("issue order", IssueOrder())
         issues = None if self._order is None else Issues(self._order, self._issued, stream, ranks, backend.rank)
         return SimulatedCommunicator(backend, self, stream, ranks, issues)
+
+    def connect(self, communicator: object, op: str, ranks: tuple[int, ...]) -> None:
+        """A communicator of these ranks is used for ``op``: NCCL allocates the buffers that it needs for that."""
+        ops = self._connected.setdefault(communicator, set())
+        if self.times is None or self._memory_of_device is None or op in ops:
+            return
+        node, before = self.times.machine, set(ops)
+        ops.add(op)
+        after, earlier = (
+            communicator_nbytes(each, ranks, node.gpus_per_node, node.links.num_channels) for each in (ops, before)
+        )
+        self._memory_of_device.add_outside(NCCL, after - earlier)
 
     def check_order(self) -> None:
         """Report collectives of all ranks that wait for each other in a circle."""
@@ -392,6 +408,8 @@ class SimulatedAccelerator:
                     cost = partial(self._cost, operator, args, kwargs, result, reads, writes, made)
                     access = self.run(name, stream, reads, [*writes, *made], cost)
                 if made and self._memory_of_device is not None and not is_on_host and not is_scalar:
+                    if self.times is not None and is_product(operator):
+                        self._memory_of_device.add_workspace(stream, self.times.machine.workspace_nbytes)
                     self._note_allocations(self._memory_of_device, made, access)
             if not is_on_host and (effects.blocks_host or self._blocks(operator, touched, args, kwargs)):
                 self.notice_deaths()
@@ -440,7 +458,10 @@ class SimulatedAccelerator:
             is_pinned = all(storage.is_pinned for storage in on_host)
             return times.copy(_nbytes(written), is_to_host=is_to_host, is_pinned=is_pinned)
         factor = 1 if name.startswith(_OVERWRITES) else 2
-        return times.kernel(operator, args, kwargs, result, _nbytes(reads) + factor * _nbytes(writes) + _nbytes(made))
+        nbytes_read, nbytes_written = _nbytes(reads), factor * _nbytes(writes) + _nbytes(made)
+        if name.startswith(_READ_IN_PART):
+            nbytes_read = min(nbytes_read, nbytes_written)
+        return times.kernel(operator, args, kwargs, result, nbytes_read + nbytes_written)
 
     def _host_cost(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], times: StreamTimes) -> Cost:
         nbytes = _nbytes(reads) + 2 * _nbytes(writes)  # a cache line is read before it is written

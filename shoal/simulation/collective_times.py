@@ -51,6 +51,7 @@ class Links:
         network_latency: seconds that a step over the network takes in addition to what it takes over InfiniBand.
         latency_factor: of all other latencies; 1: NCCL's on NVIDIA's GPUs.
         generation: of the GPUs: volta, ampere or hopper.
+        num_channels: that NCCL opens for collectives.
     """
 
     local: float
@@ -59,6 +60,7 @@ class Links:
     network_latency: float = 0.0
     latency_factor: float = 1.0
     generation: str = "hopper"
+    num_channels: int = 24
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ class StreamsOfCollectives(Protocol):
 
     def paused(self) -> AbstractContextManager[None]: ...
 
+    def connect(self, communicator: object, op: str, ranks: tuple[int, ...]) -> None: ...
+
     def run(
         self,
         name: str,
@@ -129,6 +131,7 @@ class SimulatedCommunicator(Backend):
         accelerator = self._accelerator
         is_on_stream = not (accelerator.is_host(call.sent) or accelerator.is_host(call.result))
         if is_on_stream:
+            accelerator.connect(self, call.verb, self.ranks)
             self._stream.wait_stream(accelerator.current())
         waiting: AbstractContextManager[None] = nullcontext()
         if self._issues is not None:
@@ -215,6 +218,7 @@ class SimulatedStageCommunicator(SimulatedCommunicator):
         accelerator, stages, times = self._accelerator, self._stages, self._times
         verb, peer, stream = call.verb, call.peer, self._stream_of(call)
         stream.wait_stream(accelerator.current())
+        accelerator.connect(self, verb, self.ranks)
         work = self._begin(call)
         what = f"{verb} {call.label!r}"
         accelerator.run(what, stream, *accesses(call))

@@ -94,6 +94,11 @@ class DryRun:
         by_kind = exposed(operations, self._accelerator.compute, begin, end)
         return StepTime(begin, end - begin, by_kind, busy[HOST], busy, received, self._memory.peak())
 
+    @property
+    def out_of_memory(self) -> int | None:
+        """The first step that needs more memory than the device has, from 1 (what is before it included), or None."""
+        return next((number for number, step in enumerate(self.steps, 1) if step.memory.is_beyond), None)
+
     def report(self) -> str:
         """The last step as tables: by kind, milliseconds that count, their share, those of all streams; and memory."""
         if not self.steps:
@@ -116,6 +121,7 @@ class DryRun:
             + table(rows, ["compute stream", "ms", "share", "ms on all streams"])
             + f"\nreceived: {traffic or 'nothing'}\n\n"
             + last.memory.report(self.machine.gpu_nbytes)
+            + ("" if self.out_of_memory is None else f"\nfirst in step {self.out_of_memory}")
         )
 
     def write_trace(self, path: str | Path) -> Path:
@@ -273,7 +279,7 @@ def _check_not_nested() -> None:
 @contextmanager
 def _simulated_rank(world: World, machine: GpuNode, is_fused: bool) -> Iterator[DryRun]:
     times = StreamTimes(machine, world.size)
-    memory = DeviceMemory(machine.gpu_nbytes)
+    memory = DeviceMemory(machine.gpu_nbytes, machine.context_nbytes)
     accelerator = SimulatedAccelerator(times, memory, is_fused=is_fused)
     with FakeTensorMode(allow_non_fake_inputs=True), simulated(accelerator), watching(accelerator):
         yield DryRun(world, accelerator, times, memory)

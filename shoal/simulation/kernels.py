@@ -28,7 +28,13 @@ from shoal.simulation.machines import GpuNode
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 _SPLITS = (1, 2, 4, 8, 16)
 _QUERIES = 128  # of a tile of attention
+_DIAGONAL = 512  # keys that causal attention computes for a query in addition to its half, and what unequal tiles cost
 _PRODUCTS = {"mm": 0, "_scaled_mm": 0, "_int_mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0}
+
+
+def is_product(operator: Any) -> bool:
+    """True of an operator that cuBLAS computes."""
+    return operator.overloadpacket.__name__ in _PRODUCTS
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,6 @@ def _attention_seconds(kernel: Kernel, gpu: GpuNode) -> float:
     heads, queries, keys, size = kernel.shape
     tiles = heads * -(-queries // _QUERIES)
     waves = math.ceil(tiles / gpu.multiprocessors) * gpu.multiprocessors / tiles
-    share = (1 + min(_QUERIES / queries, 1.0)) / 2 if kernel.is_causal and queries == keys else 1.0
+    share = (1 + min(_DIAGONAL / queries, 1.0)) / 2 if kernel.is_causal and queries == keys else 1.0
     # Exponentials take as long for small heads as for large ones.
-    return kernel.flops * share * waves * (0.75 + 0.25 * 128 / size if size < 128 else 1.0) / rate
+    return kernel.flops * share * waves * (0.86 + 0.14 * 128 / size if size < 128 else 1.0) / rate

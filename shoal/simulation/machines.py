@@ -33,6 +33,7 @@ class GpuNode:
 
     Attributes: ``multiprocessors``, ``tile_prologue``, ``attention_forward``, ``attention_backward``: see ``kernels``.
     ``overlap``: how many times as long a kernel takes while a collective runs. ``context_nbytes``: of the CUDA context.
+    ``workspace_nbytes``: that PyTorch allocates for cuBLAS on each stream with products.
     ``host_bandwidth``: of all host memory of the node. ``launch_seconds``: that the host needs to queue one kernel,
     copy or collective. ``kernel_seconds``: that the shortest kernel takes; ``kernel_latency``: that each takes in
     addition to its bytes or products.
@@ -48,6 +49,7 @@ class GpuNode:
     attention_backward: float
     overlap: float
     context_nbytes: int
+    workspace_nbytes: int
     links: Links
     bus_bandwidth: float
     pageable_bandwidth: float
@@ -81,6 +83,7 @@ class _RateFigures(_Figures):
 class _LinkFigures(_RateFigures):
     kind: Literal["nvlink", "pcie"]
     latency_factor: float = Field(ge=0)
+    channels: int = Field(gt=0)
 
 
 class _NetworkFigures(_RateFigures):
@@ -138,6 +141,7 @@ class _GpuFigures(_Figures):
     attention: _AttentionFigures
     overlap: float = Field(ge=1)
     context: float = Field(ge=0)
+    workspace: int = Field(ge=0)
 
 
 class _NodeFigures(_Figures):
@@ -230,6 +234,7 @@ def _node_of(name: str, figures: Any, *, where: str) -> GpuNode:
         attention_backward=gpu.attention.backward,
         overlap=gpu.overlap,
         context_nbytes=int(gpu.context),
+        workspace_nbytes=gpu.workspace,
         links=Links(
             node.link.rate,
             node.network.rate,
@@ -237,6 +242,7 @@ def _node_of(name: str, figures: Any, *, where: str) -> GpuNode:
             node.network.latency,
             node.link.latency_factor,
             gpu.generation,
+            node.link.channels,
         ),
         bus_bandwidth=node.bus.rate,
         pageable_bandwidth=node.bus.pageable,

@@ -20,6 +20,7 @@ from shoal.text import format_bytes, table
 
 ACTIVATION, WORKSPACE, OPTIMIZER_STATE, GATHERED = "activation", "workspace", "optimizer state", "gathered"
 ROUNDING = "rounding"  # of the allocator
+CUBLAS, CONTEXT, NCCL = "cuBLAS", "CUDA context", "NCCL"
 
 
 @dataclass(eq=False)
@@ -41,7 +42,8 @@ class MemoryPeak:
 
     Attributes: ``allocated``, ``reserved``: bytes as ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved``
     give them; the two need not be of the same moment. ``by_kind``: of ``allocated``. ``operation``, ``place``: that
-    allocated last before, and the line of Python that asked for it. ``is_beyond``: the device has less.
+    allocated last before, and the line of Python that asked for it. ``is_beyond``: the device has less. ``outside``:
+    bytes that are not PyTorch's, by kind.
     """
 
     allocated: int
@@ -50,12 +52,20 @@ class MemoryPeak:
     operation: str
     place: str
     is_beyond: bool = False
+    outside: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def device_nbytes(self) -> int:
+        """As ``nvidia-smi`` shows them for the process."""
+        return self.reserved + sum(self.outside.values())
 
     def report(self, capacity: int | None) -> str:
         """The peak as a table, the largest kind first. ``capacity``: bytes of the device, None: no limit."""
         ordered = sorted(self.by_kind.items(), key=lambda item: -item[1])
         rows = [[kind, format_bytes(nbytes)] for kind, nbytes in ordered if nbytes]
         rows += [["allocated", format_bytes(self.allocated)], ["reserved", format_bytes(self.reserved)]]
+        rows += [[kind, format_bytes(nbytes)] for kind, nbytes in self.outside.items() if nbytes]
+        rows.append(["in all", format_bytes(self.device_nbytes)])
         lines = [table(rows, ["memory at the peak", "bytes"]), f"peak at: {self.operation or 'the begin of the step'}"]
         if self.place:
             lines.append(f"  {self.place}")
@@ -63,7 +73,7 @@ class MemoryPeak:
             lines.append(f"OUT OF MEMORY: the device has {format_bytes(capacity)}.")
         elif capacity is not None:
             lines.append(
-                f"the device has {format_bytes(capacity)}, {format_bytes(capacity - self.reserved)} of it free"
+                f"the device has {format_bytes(capacity)}, {format_bytes(capacity - self.device_nbytes)} of it free"
             )
         return "\n".join(lines)
 
@@ -72,11 +82,16 @@ class DeviceMemory:
     """The memory of one device.
 
     Args:
-        capacity: bytes that tensors may have; None: no limit.
+        capacity: bytes of the device; None: no limit.
+        context_nbytes: of them, those of the CUDA context.
+
+    Attributes: ``outside``: bytes that are not PyTorch's, by kind.
     """
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(self, capacity: int | None = None, context_nbytes: int = 0) -> None:
         self.allocator = CachingAllocator(capacity)
+        self.outside: dict[str, int] = {}
+        self.add_outside(CONTEXT, context_nbytes)
         self._live: dict[Hashable, Allocation] = {}
         self._references: dict[Hashable, weakref.ref[torch.UntypedStorage]] = {}
         self._events: list[tuple[Allocation, bool]] = []  # since the step began; True: it was allocated
@@ -101,6 +116,20 @@ class DeviceMemory:
         self._live[key] = made
         self._references[key] = weakref.ref(storage, partial(self._expired, key))
         self._events.append((made, True))
+
+    def add_outside(self, kind: str, nbytes: int) -> None:
+        """Memory is allocated that is not PyTorch's, and stays."""
+        self.outside[kind] = self.outside.get(kind, 0) + nbytes
+        if self.allocator.capacity is not None:
+            self.allocator.capacity -= nbytes
+
+    def add_workspace(self, stream: object, nbytes: int) -> None:
+        """A product runs on a stream: its first one allocates what cuBLAS works in, which stays."""
+        key = ("workspace", stream)
+        if key not in self._live and nbytes:
+            block = self.allocator.allocate(nbytes, stream)
+            self._live[key] = Allocation(nbytes, block.nbytes, CUBLAS, block)
+            self._events.append((self._live[key], True))
 
     def note_peak(self, what: str, place: str) -> None:
         """After what one operation allocates."""
@@ -150,7 +179,9 @@ class DeviceMemory:
         for each in there:
             for kind, nbytes in ((each.kind, each.nbytes), (ROUNDING, each.size - each.nbytes)):
                 by_kind[kind] = by_kind.get(kind, 0) + nbytes
-        return MemoryPeak(allocated, self._reserved, by_kind, operation, place, self.allocator.has_failed)
+        return MemoryPeak(
+            allocated, self._reserved, by_kind, operation, place, self.allocator.has_failed, dict(self.outside)
+        )
 
 
 # The allocator: where each tensor would lie, and what is reserved for it.

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias")  # whose schemas do not say so
 _SYNCHRONIZING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -36,7 +37,7 @@ def effects_of(operator: Any) -> Effects:
     if not isinstance(operator, torch._ops.OpOverload):
         return Effects(unknown="it is no operator with a schema")
     schema = operator._schema
-    if torch.Tag.inplace_view in operator.tags:
+    if torch.Tag.inplace_view in operator.tags or schema.name in _VIEWS:
         return Effects()
     arguments = []
     for place, argument in enumerate(schema.arguments):

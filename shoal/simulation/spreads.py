@@ -31,7 +31,11 @@ Kind: TypeAlias = str | int  # an int: sharded along this dim
 
 
 class Fault(Exception):
-    """What an operator must not do with tensors of these kinds."""
+    """What an operator must not do with tensors of these kinds. ``is_quotient``: it divides by a summand."""
+
+    def __init__(self, what: str, *, is_quotient: bool = False) -> None:
+        super().__init__(what)
+        self.is_quotient = is_quotient
 
 
 @dataclass(frozen=True)
@@ -240,7 +244,7 @@ def _add(call: Call, kinds: Sequence[Kind]) -> Kind:
 
 def _mul(call: Call, kinds: Sequence[Kind]) -> Kind:
     if call.name == "div" and len(kinds) > 1 and kinds[1] is PARTIAL:
-        raise Fault("div by a partial tensor: the sum over the ranks comes later")
+        raise Fault("div by a partial tensor: the sum over the ranks comes later", is_quotient=True)
     return _multiplied(_aligned(call, kinds), call.name)
 
 

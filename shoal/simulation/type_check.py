@@ -30,13 +30,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shoal.comm.fake import FakeStageCommunicator, FakeTransport
 from shoal.comm.protocol import Backend, Call, Communicator, Work
 from shoal.mesh import Mesh
+from shoal.simulation.modes import tensors_of
 from shoal.simulation.spreads import REPLICATED, VARIES, ZERO, Fault, Kind, call_of, kinds_of_results
 
 Kinds = tuple[Kind, ...]  # by digit
 _HERE = str(Path(__file__).parent.parent) + "/"
 _BETWEEN = (str(Path(torch.__file__).parent) + "/", _HERE + "simulation/", _HERE + "running/parameter_access.py")
 _BASIC = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-_DATA = ("dp_replicate", "dp_shard", "cp", "sp")
+_SAMPLES = ("dp_replicate", "dp_shard")
+_DATA = (*_SAMPLES, "cp", "sp")
 
 
 class Digit(NamedTuple):
@@ -90,6 +92,7 @@ class Types:
         self.table: dict[str, list[str]] = {}  # by parameter: a cell for each digit
         self.loss: Kinds = ()
         self.is_stage = False  # of a pipeline
+        self.has_failed = False  # an operator has refused tensors that are sharded
         self.messages: dict[object, list[Kinds]] = {}  # of pipeline stages, which share it
         self._records: MutableMapping[torch.Tensor, _Record] = WeakTensorKeyDictionary()
         self._parameters: dict[int, tuple[nn.Parameter, _Record]] = {}
@@ -98,7 +101,8 @@ class Types:
         self._version = 0
         self._places: dict[int, str] = {}  # by number of autograd's node
         self._num_paused = 0
-        self._data: Kinds = ()
+        self._data: Kinds = ()  # of a batch as the model gets it
+        self._given: Kinds = ()  # of tensors that no operator made: batches before they are cut
 
     # what is known
 
@@ -120,6 +124,7 @@ class Types:
             for digit in digits
         )
         self._data = tuple(VARIES if digit.axis in _DATA else REPLICATED for digit in self.digits)
+        self._given = tuple(VARIES if digit.axis in _SAMPLES else REPLICATED for digit in self.digits)
 
     def along(self, ranks: Sequence[int]) -> set[int]:
         """The digits that the ranks of a communicator differ in; none where it has some ranks of one only."""
@@ -145,7 +150,7 @@ class Types:
         written = None if key in self.of_parameters else self._memory.get(key)
         if written is not None and (record is None or written.version > record.version):
             return written
-        return _Record(self._data) if record is None else record
+        return _Record(self._given) if record is None else record
 
     def set(self, tensor: torch.Tensor, kinds: Kinds) -> None:
         """Tell the kinds of a tensor that no operator made."""
@@ -157,7 +162,8 @@ class Types:
     def mark_inputs(self, values: Iterable[Any]) -> None:
         """Tensors of a batch: they vary over the ranks that see other samples or other parts of a sequence."""
         for tensor in _nested(values):
-            self.set(tensor, self._data)
+            pairs = zip(self.kinds(tensor), self._data, strict=True)
+            self.set(tensor, tuple(own if isinstance(own, int) else kind for own, kind in pairs))
 
     def report(
         self, what: str, digits: Iterable[int], operator: str, place: str, parameters: tuple[str, ...] = ()
@@ -222,7 +228,8 @@ class Types:
                 columns.append(kinds_of_results(call, [kinds[digit] for kinds in given]))
             except Fault as fault:
                 columns.append([VARIES] * len(call.outs))
-                if not _in_transport():
+                # Each rank's loss may be any function of its samples; a quotient of sums over a cut sequence is none.
+                if (self.digits[digit].axis not in _DATA or fault.is_quotient) and not _in_transport():
                     self.report(str(fault), [digit], str(func), self.place(), names)
         passes_on = names[0] if len(names) == 1 and call.name in _PASSES_ON else ""
         for name in names if not passes_on else ():
@@ -234,6 +241,20 @@ class Types:
             if self._memory and call.name not in _VIEWING:
                 self._memory.pop(storage_of(out), None)
             self._records[out] = _Record(kinds, self._version, passes_on)
+
+    def failed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
+        """An operator has refused its tensors: a fault of a plan, where a parameter is one of them."""
+        records = [(tensor, self._record(tensor)) for tensor in tensors_of([args, *kwargs.values()])]
+        names = tuple(dict.fromkeys(record.parameter for _, record in records if record.parameter))
+        for digit in range(len(self.digits)):
+            kinds = [record.kinds[digit] for _, record in records]
+            if names and any(isinstance(kind, int) for kind in kinds):
+                given = ", ".join(
+                    f"{word(kind)} {tuple(tensor.shape)}" for kind, (tensor, _) in zip(kinds, records, strict=True)
+                )
+                what = f"{str(error).splitlines()[0]} (tensors: {given})"
+                self.report(what, [digit], str(func), self.place(), names)
+                self.has_failed = True
 
     def wrote(self, tensor: torch.Tensor, kinds: Kinds) -> None:
         """Values were written to a tensor; other tensors of its memory see them."""
@@ -252,15 +273,12 @@ class Types:
         """A collective was issued: what its result will have."""
         along = self.along(ranks)
         sent = self.kinds(call.sent)
-        if call.verb in ("all_reduce", "reduce_scatter") and call.sent.is_floating_point():
-            twice = [digit for digit in along if sent[digit] is REPLICATED]
-            if twice:
-                self.report(
-                    f"{call.verb} {call.label!r} of a replicated tensor: it is counted {len(ranks)} times",
-                    twice,
-                    call.verb,
-                    self.place(),
-                )
+        if call.verb in ("all_reduce", "reduce_scatter", "all_gather") and call.sent.is_floating_point():
+            same = [digit for digit in along if sent[digit] is REPLICATED]
+            does = "counted" if call.verb != "all_gather" else "there"
+            same = [digit for digit in same if does == "counted" or self.digits[digit].axis not in _DATA]
+            what = f"{call.verb} {call.label!r} of a replicated tensor: it is {does} {len(ranks)} times"
+            self.report(what, same, call.verb, self.place())
         after: Kind = REPLICATED if call.verb in ("all_reduce", "all_gather", "broadcast", "exchange") else VARIES
         flat = [VARIES if isinstance(kind, int) else kind for kind in sent]
         kinds = tuple(after if digit in along else kind for digit, kind in enumerate(flat))
@@ -285,7 +303,7 @@ class Types:
         if wrong:
             what = f"{label!r} takes each rank's part of a tensor that is not replicated but {word(kinds[wrong[0]])}"
             self.report(what, wrong, "split", self.place())
-        self.set(part, tuple(dim if digit in along else kind for digit, kind in enumerate(kinds)))
+        self.set(part, tuple(dim if digit in along else kind for digit, kind in enumerate(self.kinds(part))))
 
 
 class TypedBackend(Backend):
@@ -371,7 +389,12 @@ class _Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(kind not in (torch.Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if not self._types.is_paused:
+                self._types.failed(func, args, kwargs, error)
+            raise
         if not self._types.is_paused:
             with self._types.paused():
                 self._types.operator(func, args, kwargs, result)

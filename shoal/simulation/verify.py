@@ -98,7 +98,11 @@ def verify(train: Callable[[], object], num_ranks: int, *, num_stages: int = 1) 
         world = World(rank, num_ranks, rank, torch.device("cpu"), "fake", TypedTransport(transport, types, rank))
         world.stages = stages if num_stages > 1 else None
         with use_world(world), closing(world), FakeTensorMode(allow_non_fake_inputs=True), types.following():
-            train()
+            try:
+                train()
+            except Exception:
+                if not types.has_failed:
+                    raise
 
     def of_stage(rank: int, types: Types) -> None:
         with suppress(BaseException), stages.running(rank):  # ``stages`` keeps the first error

@@ -170,6 +170,8 @@ class SequenceContext:
         together = torch.cat([tensor.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
         parts: tuple[Tensor, ...] = together.split(list(self.sp_lengths(length)), dim)
         part = parts[0 if self.sp is None else self.sp.rank].contiguous()
+        for comm in self.comms:
+            comm.backend.divides(tensor, part, dim, "context.shard")
         self._cut[part] = True
         return part
 

@@ -142,3 +142,24 @@ def test_a_gradient_that_is_summed_although_all_ranks_have_it_is_found() -> None
     assert {name.split(".")[2] for each in found for name in each.parameters} == {"norm"}
     assert "counted once for each rank" in found[0].what
     assert "all_reduce 'root#1' of a replicated tensor" in found[1].what  # the same, where it is summed
+
+
+def test_a_column_where_a_row_is_meant_is_found() -> None:
+    found = typed(plan={**PLAN, "layers.*.down": "column"}).findings
+    assert [each.axis for each in found] == ["tp"]
+    assert "layers.0.down.weight" in found[0].parameters
+    assert "sharded (dim 1) (16, 32)" in found[0].what
+    assert "test_verify.py" in found[0].place
+
+
+def test_a_norm_between_layers_that_split_the_sequence_needs_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twelfth error of Megatron-LM's issue 7452, as a fault of the code that reads the plan."""
+    from shoal.engine import model_parts
+
+    split = model_parts.split
+    monkeypatch.setattr(model_parts, "split", lambda *args: (split(*args)[0], frozenset()))
+    found = typed(tp_sequence_parallel=True).findings
+    assert {name.split(".", 2)[2] for each in found for name in each.parameters} == {
+        "norm.weight", "norm.bias", "down.bias",
+    }  # fmt: skip
+    assert {each.axis for each in found} == {"tp"}

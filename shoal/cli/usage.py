@@ -16,6 +16,7 @@ _ORDER = (
     "report",
     "doctor",
     "estimate",
+    "verify",
     "checkpoint",
     "convert",
     "schedule",

@@ -1,0 +1,325 @@
+"""Where a configuration's values part from those of one process with the same model and data.
+
+    values    the configuration on its ranks            \\
+    one       one process, the same arithmetic            difference <= 8 * expected rounding, of everything compared
+    rounded   one process, other rounding               /
+
+Expected rounding is how far ``rounded`` is from ``one``: of a 16-bit or fp8 configuration its fp32 version, of an fp32
+one a run whose first parameters are changed in their last bit. It is measured for each value, so that what amplifies
+rounding (Adam where a gradient is nearly 0) is not mistaken for an error.
+
+``python -m shoal.planner.verify_values JOB.json`` is one rank of one of the runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.config import load
+from shoal.config.ranks import model_degrees
+from shoal.engine.entry import initialize
+from shoal.errors import UsageError
+from shoal.launch.local import LocalJob, run_local
+from shoal.planner.model_of import Batch, build_model, loss_of, token_batch
+from shoal.planner.trial import attend_by_ranks
+from shoal.planner.value_trace import Value, ValueTrace, read_values
+from shoal.text import counted, table
+
+_TIMES_ROUNDING = 8.0
+_FLOOR = 1e-7  # of a value's norm: a difference that is never reported
+# Sections that say how work is divided, stored and sent. One process has none of them.
+_DIVIDED = (
+    "parallel",
+    "pipeline",
+    "tensor_parallel",
+    "expert_parallel",
+    "sequence_parallel_size",
+    "wire",
+    "communication_data_type",
+    "local_steps",
+    "offload",
+    "activation_checkpointing",
+    "train_batch_size",
+    "elasticity",
+)
+_NARROW = ("bf16", "fp16", "fp8", "torch_autocast", "amp", "precision")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that two runs have computed. ``relative``: norm of the difference by that of the value.
+
+    ``rounding``: the same of what is expected.
+    """
+
+    value: Value
+    relative: float
+    rounding: float
+
+    @property
+    def times(self) -> float:
+        return self.relative / max(self.rounding, _FLOOR)
+
+    @property
+    def is_beyond(self) -> bool:
+        return not self.times <= _TIMES_ROUNDING  # NaN is
+
+    @property
+    def place(self) -> str:
+        value = self.value
+        micro = "" if value.micro is None else f", micro-batch {value.micro}"
+        what = {"forward": "output of", "loss": "", "gradient": "gradient of", "parameter": "updated"}[value.phase]
+        return f"step {value.step}{micro}: {what} {value.name}".replace(":  ", ": ")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Attributes: ``differences``: in the order of one process. ``missing``: parameters that no rank has recorded.
+
+    ``split``: outputs of layers that ranks have only in parts, which are not compared.
+    """
+
+    differences: tuple[Difference, ...]
+    missing: tuple[str, ...]
+    split: tuple[str, ...]
+
+    @property
+    def first(self) -> Difference | None:
+        """The first that is more than rounding."""
+        return next((each for each in self.differences if each.is_beyond), None)
+
+    @property
+    def is_equal(self) -> bool:
+        return self.first is None and not self.missing
+
+    def report(self) -> str:
+        lines = []
+        if self.missing:
+            lines.append(f"no rank has a gradient or value of: {', '.join(self.missing[:10])}.")
+        if self.first is not None:
+            lines.append(
+                f"The runs part at {self.first.place}, by {self.first.relative:.1e} of its norm,"
+                f" {self.first.times:,.0f} times the expected rounding ({self.first.rounding:.1e})."
+            )
+        rows = []
+        for phase in ("forward", "loss", "gradient", "parameter"):
+            of_phase = [each for each in self.differences if each.value.phase == phase]
+            if of_phase:
+                worst = max(of_phase, key=lambda each: (math.isnan(each.times), each.times))
+                number = sum(each.is_beyond for each in of_phase)
+                shown = [f"{len(of_phase):,}", f"{number:,}", f"{worst.relative:.1e}", f"{worst.times:.1f}"]
+                rows.append([phase, *shown, worst.place])
+        heads = ["phase", "compared", "beyond rounding", "largest difference", "times rounding", "there"]
+        lines.append(table(rows, heads))
+        if self.split:
+            names = sorted({name.rpartition(".")[2] for name in self.split})
+            lines.append(f"Not compared, since ranks have parts of them: outputs of {', '.join(names)}.")
+        return "\n".join(lines)
+
+
+def compare(run: Sequence[Value], one: Sequence[Value], rounded: Sequence[Value]) -> Comparison:
+    """Compare the values of all ranks with those of one process."""
+    ours: dict[Any, list[Value]] = {}
+    for value in run:
+        ours.setdefault(value.key, []).append(value)
+    other = {value.key: value for value in rounded}
+    differences, missing, split = [], [], []
+    for value in one:
+        same = [each for each in ours.get(value.key, ()) if each.shape == value.shape]
+        if same and value.key in other:
+            norm = math.hypot(*value.sketch) or 1.0
+            sketches: list[Sequence[float]] = [each.sketch for each in same]
+            if value.phase == "loss":  # each rank has the mean of its own positions
+                sketches = [[sum(column) / len(same) for column in zip(*sketches, strict=True)]]
+            relative = max(math.dist(each, value.sketch) / norm for each in sketches)
+            differences.append(Difference(value, relative, math.dist(other[value.key].sketch, value.sketch) / norm))
+        elif value.phase == "forward":
+            split.append(value.name)
+        else:
+            missing.append(value.name)
+    return Comparison(tuple(differences), tuple(dict.fromkeys(missing)), tuple(dict.fromkeys(split)))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What one rank does. ``name``: of the run, and of the files of its values."""
+
+    name: str
+    folder: str
+    model: str
+    config: dict[str, Any]
+    steps: int
+    sequence: int | None
+    batch: str | None
+    seed: int
+    has_parts: bool = False  # ranks of ``sp`` or ``cp`` have parts of rows
+    is_last_bit_changed: bool = False
+
+
+def one_process(config: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+    """The configuration without everything that divides work, with all micro-batches of a step on one rank."""
+    settings = load(dict(config), world_size=num_ranks, warns=False)
+    made = {key: value for key, value in config.items() if key not in _DIVIDED}
+    made["train_micro_batch_size_per_gpu"] = int(settings.train_micro_batch_size_per_gpu)
+    made["gradient_accumulation_steps"] = int(settings.gradient_accumulation_steps) * _num_batches(settings, num_ranks)
+    made["zero_optimization"] = {"stage": 0}
+    return made
+
+
+def _num_batches(settings: Any, num_ranks: int) -> int:
+    return num_ranks // math.prod(model_degrees(settings).values())
+
+
+def verify_values(
+    model: str,
+    config: Mapping[str, Any],
+    num_ranks: int,
+    *,
+    steps: int = 2,
+    sequence: int | None = None,
+    batch: str | None = None,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Comparison:
+    """Train for some steps on ``num_ranks`` local ranks and on one, and compare what they compute. Dropout is off.
+
+    Args:
+        model: as of ``build_model``.
+        batch: "module:function": gets the rows of a micro-batch, returns the model's arguments, from torch's RNG. None:
+            random tokens for a language model.
+        say: called with a line before each run.
+
+    Raises: UsageError: a run failed; its error is in the message.
+    Memory: on one rank the whole model with its optimizer state.
+    """
+    given = dict(config)
+    given.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-3}})
+    given.setdefault("train_micro_batch_size_per_gpu", 1)
+    alone = one_process(given, num_ranks)
+    is_narrow = any(_is_on(given.get(key)) for key in _NARROW)
+    wide = {key: value for key, value in alone.items() if key not in _NARROW} if is_narrow else alone
+    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
+        degrees = model_degrees(load(given, world_size=num_ranks, warns=False))
+        has_parts = not degrees.keys().isdisjoint(("sp", "cp"))
+        job = _Job("run", folder, model, given, steps, sequence, batch, seed, has_parts)
+        one = dataclasses.replace(job, name="one", config=alone, has_parts=False)
+        rounded = dataclasses.replace(job, name="rounded", config=wide, is_last_bit_changed=not is_narrow)
+        for each, ranks in ((job, num_ranks), (one, 1), (rounded, 1)):
+            say(f"{each.name}: {counted(steps, 'step')} on {counted(ranks, 'rank')}")
+            _run(each, ranks)
+        values = {name: _values(Path(folder), name) for name in ("run", "one", "rounded")}
+    return compare(values["run"], values["one"], values["rounded"])
+
+
+def _is_on(section: Any) -> bool:
+    return section is not None and not (isinstance(section, dict) and section.get("enabled") is False)
+
+
+def _values(folder: Path, name: str) -> list[Value]:
+    return [value for path in sorted(folder.glob(f"{name}-*.jsonl")) for value in read_values(path)]
+
+
+def _run(job: _Job, num_ranks: int) -> None:
+    path = Path(job.folder) / f"{job.name}.json"
+    path.write_text(json.dumps(dataclasses.asdict(job)))
+    program = (sys.executable, "-m", "shoal.planner.verify_values", str(path))
+    environment = {"SHOAL_LOG_LEVEL": "WARNING"}
+    outcome = run_local(LocalJob(program, num_ranks, rank_0_keeps_terminal=True, environment=environment))
+    if outcome.exit_code:
+        raise UsageError(
+            f"the run {job.name!r} failed on {counted(num_ranks, 'rank')}: {outcome.report}",
+            do="fix the configuration, or the model, so that it trains.",
+            code="verify-run",
+        )
+
+
+def _train(job: _Job) -> None:
+    """One rank of one run."""
+    torch.manual_seed(job.seed)
+    model = build_model(job.model, job.sequence)
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    if job.has_parts:
+        attend_by_ranks(model)
+    if job.is_last_bit_changed:
+        _change_last_bit(model)
+    trace = ValueTrace()
+    engine: Any = initialize(model=model, config=job.config, parts=[trace])[0]
+    batches, num_micro = engine.axes.batch, engine.gradient_accumulation_steps()
+
+    def batch_of(step: int, micro: int) -> Batch:
+        torch.manual_seed(hash((job.seed, step, micro * batches.size + batches.rank)) % 2**63)
+        return _on_rank(engine, _batch(job, model, engine.train_micro_batch_size_per_gpu()))
+
+    for step in range(job.steps):
+        if hasattr(engine, "train_batch"):
+            engine.train_batch(batch_of(step, micro) for micro in range(num_micro))
+            continue
+        for micro in range(num_micro):
+            arguments = batch_of(step, micro)
+            output = engine(**arguments) if isinstance(arguments, dict) else engine(*arguments)
+            engine.backward(loss_of(output))
+            engine.step()
+    trace.write(Path(job.folder) / f"{job.name}-{engine.global_rank:05d}.jsonl")
+    engine.destroy()
+
+
+@torch.no_grad()
+def _change_last_bit(model: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+        parameter.mul_(1 + torch.finfo(torch.float32).eps * signs.to(parameter))
+
+
+def _batch(job: _Job, model: torch.nn.Module, num_rows: int) -> Batch:
+    """The whole rows of a micro-batch, from torch's RNG."""
+    if job.batch is not None:
+        module, _, name = job.batch.partition(":")
+        made: Batch = getattr(importlib.import_module(module), name)(num_rows)
+        return made
+    given = token_batch(model, num_rows, job.sequence)
+    vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    tokens = torch.randint(0, vocabulary, next(iter(_tensors(given))).shape)
+    if isinstance(given, dict):
+        return {key: tokens if isinstance(each, torch.Tensor) else each for key, each in given.items()}
+    return tuple(tokens for _ in given)
+
+
+def _tensors(given: Batch) -> list[torch.Tensor]:
+    values = given.values() if isinstance(given, dict) else given
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _on_rank(engine: Any, given: Batch) -> Batch:
+    """The arguments on this rank's device: its positions, where ``sp`` and ``cp`` divide them."""
+    context = engine.sequence_context
+
+    def mine(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.to(engine.device)
+        return value if context is None else context.shard(value)
+
+    tokens = _tensors(given)[0]
+    positions = None if context is None else context.positions(tokens.shape[1], engine.device)
+    if isinstance(given, dict):
+        made = {key: mine(value) for key, value in given.items()}
+        return made if positions is None else {**made, "position_ids": positions.expand(tokens.shape[0], -1)}
+    return (*map(mine, given), *(() if positions is None else (positions,)))
+
+
+if __name__ == "__main__":
+    _train(_Job(**json.loads(Path(sys.argv[1]).read_text())))

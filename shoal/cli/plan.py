@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +34,7 @@ def plan(
     space: Annotated[
         list[str] | None, typer.Option(help="Values of an axis to try: tp=8,16; may be given several times.")
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Configurations that are run dry, at most.")] = 8,
+    trials: Annotated[int, typer.Option(min=1, help="Configurations that are run dry, at most.")] = 6,
     price: Annotated[float | None, typer.Option(min=0, help="Price of a GPU hour, for the cost of tokens.")] = None,
     explain: Annotated[str | None, typer.Option(help='Say why not: "tp=4", or "tp=4 micro=2".')] = None,
     diff: Annotated[
@@ -67,7 +68,14 @@ def plan(
             kept = {} if base is None else json.loads(base.read_text(encoding="utf-8"))
             axes = searching.parse_space(space or [])
             made = searching.plan(
-                model, gpus, global_batch=global_batch, config=kept, space=axes, num_trials=trials, **given
+                model,
+                gpus,
+                global_batch=global_batch,
+                config=kept,
+                space=axes,
+                num_trials=trials,
+                num_processes=os.cpu_count() or 1,
+                **given,
             )
     if explain is not None:
         print(searching.explain(made, explain))

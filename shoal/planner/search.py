@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -60,7 +62,8 @@ def plan(
     global_batch: int,
     config: Mapping[str, Any] | None = None,
     space: Mapping[str, tuple[Any, ...]] | None = None,
-    num_trials: int = 8,
+    num_trials: int = 6,
+    num_processes: int = 1,
     progress: Progress | None = None,
 ) -> ClusterPlan:
     """The best configurations for a language model on a cluster.
@@ -72,6 +75,8 @@ def plan(
         config: keys that every configuration has (an optimizer, wire formats); others are chosen.
         space: by axis of ``shoal.planner.space.SPACE``, values to try in place of those.
         num_trials: how many are run dry at most.
+        num_processes: that run dry at the same time, where the model is named by a text; above 1 the script needs
+            ``if __name__ == "__main__":``.
         progress: is told what is done.
 
     Raises: UsageError: no candidate is possible with this number of ranks and this batch; a model of which the blocks
@@ -94,18 +99,33 @@ def plan(
             do="give a number of ranks and a batch with more divisors, such as powers of two.",
             code="plan-impossible",
         )
-    trials: list[Trial] = []
+    chosen: list[tuple[Guess, Candidate]] = []
     for guess, one in diverse(ranked):
-        if len(trials) == num_trials:
-            break
-        tell(f"running {one}", len(trials) + 1, num_trials + 1)
         if why := refused(one.config(request, facts), num_ranks):
             rejected[why] = rejected.get(why, 0) + 1
-            continue
-        trials.append(run_trial(one, guess, build, request, facts))
+        elif len(chosen) < num_trials:
+            chosen.append((guess, one))
+        else:
+            break
+    trials: list[Trial] = []
+    if isinstance(model, str) and min(num_processes, len(chosen)) > 1:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(num_processes, len(chosen)), mp_context=spawn) as pool:
+            jobs = [pool.submit(_run_named, model, guess, one, request, facts) for guess, one in chosen]
+            for job in as_completed(jobs):
+                trials.append(job.result())
+                tell("running dry", len(trials) + 1, len(chosen) + 1)
+    else:
+        for guess, one in chosen:
+            tell(f"running {one}", len(trials) + 1, len(chosen) + 1)
+            trials.append(run_trial(one, guess, build, request, facts))
     trials.sort(key=lambda trial: (not trial.fits(request), bool(trial.error), trial.seconds))
     made = ClusterPlan(request, facts, tuple(trials), tuple(ranked), rejected, tightest)
     return made if made.best is not None else replace(made, advice=tuple(_advice(made)))
+
+
+def _run_named(model: str, guess: Guess, one: Candidate, request: PlanRequest, facts: ModelFacts) -> Trial:
+    return run_trial(one, guess, as_builder(model, request.sequence), request, facts)
 
 
 def judge(

@@ -6,6 +6,7 @@ micro-batch's time to the bubble, and one micro-batch more in flight to the firs
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -116,10 +117,14 @@ def run_trial(
             attend_by_ranks(model)
         return model
 
+    logger = logging.getLogger("shoal")
+    was_disabled, logger.disabled = logger.disabled, True  # each dry run would say what it shards
     try:
         step = dry_run_model(made, fewer, num_ranks, machine=request.machine, sequence=request.sequence)
     except ShoalError as error:
         return Trial(candidate, config, guess, error=str(error).splitlines()[0])
+    finally:
+        logger.disabled = was_disabled
     num_micro = candidate.num_micro(request)
     first, busiest = step.stages[0], max(step.stages, key=lambda stage: stage.by_kind[COMPUTE])
     further = (candidate.pp - num_stages) / candidate.virtual

@@ -82,11 +82,11 @@ def cut(
     else:
         blocks = find_blocks(model)
     outside = find_outside(model, blocks, first_stage, last_stage, every_stage)
-    bounds = _bounds(model, blocks, outside, num_stages, starts, partition)
+    bounds = cut_bounds(model, blocks, outside, num_stages, starts, partition)
     return CutModel(model, blocks, outside, bounds, tuple(sorted(stages_of_rank)), loss_fn)
 
 
-def _bounds(
+def cut_bounds(
     model: nn.Module,
     blocks: ModelBlocks,
     outside: OutsideBlocks,
@@ -94,6 +94,7 @@ def _bounds(
     starts: Sequence[int] | None,
     partition: Partition | Sequence[float] | Sequence[Sequence[float]],
 ) -> tuple[int, ...]:
+    """The first block of each stage, and the number of blocks. Args and Raises: as of ``cut``."""
     count = len(blocks.names)
     if not 1 <= num_stages <= count:
         raise cut_error(

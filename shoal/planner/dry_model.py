@@ -6,25 +6,36 @@ step.seconds, step.memory.reserved, step.received
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shoal.config import load
+from shoal.config import Config, load
+from shoal.config.parallel import SCHEDULES
 from shoal.config.ranks import model_degrees
 from shoal.engine.entry import initialize
+from shoal.errors import ModelError
+from shoal.pipeline.blocks import find_blocks, find_outside
+from shoal.pipeline.cut import cut_bounds
+from shoal.pipeline.schedule import build_schedule
+from shoal.pipeline.stage import StageModule
 from shoal.planner.model_of import Batch, as_builder, loss_of, token_batch
+from shoal.planner.repeated_blocks import Grid, Repeats
 from shoal.simulation.dry_run import DryRun, PipelineDryRun, StepTime, dry_run, dry_run_pipeline
 from shoal.simulation.machines import GpuNode, machine_of
 from shoal.simulation.memory import MemoryPeak
 from shoal.simulation.times import COMMUNICATION, STAGES
 
-_NUM_STEPS = 3  # the first learns the order of the units, the second makes the optimizer's state
+_NUM_WARM = 2  # the first step learns the order of the units, the second has the optimizer's state at its begin
+_FEW_MICRO = (2, 3)  # micro-batches: one after which gradients are reduced, one before it, and one more
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,7 @@ def dry_run_model(
     sequence: int | None = None,
     batch: Callable[[int], Batch] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    repeats: bool = True,
 ) -> PlannedStep:
     """Run steps of ``config`` dry, as the first rank of each pipeline stage, and return the last one.
 
@@ -92,45 +104,162 @@ def dry_run_model(
         batch: gets the rows of a micro-batch, returns the arguments of the model's forward on a rank: a tuple, or a
             dict of keywords. None: token ids for a language model, its part of the row under ``sp`` and ``cp``.
         loss: of what the model returns; None: a tensor of one number, or its attribute ``loss``. Not in a pipeline.
+        repeats: run a few of equal blocks and micro-batches, and extend what they take to all of them (see
+            ``repeated_blocks``); False: run all.
 
     Raises: UsageError: no batch is known for the model; an unknown machine. What ``initialize`` and the model raise.
     Memory: that of the model's objects; tensors have none.
     """
     settings = load(dict(config), world_size=num_ranks, warns=False)
-    degrees = model_degrees(settings)
-    num_stages = degrees.get("pp", 1)
-    num_micro, num_rows = int(settings.gradient_accumulation_steps), int(settings.train_micro_batch_size_per_gpu)
-    node, build = machine_of(machine), as_builder(model, sequence)
-
-    def arguments(made: nn.Module) -> Batch:
-        if batch is not None:
-            return batch(num_rows)
-        parts = degrees.get("sp", 1) * degrees.get("cp", 1)
-        return token_batch(made, num_rows, sequence, parts)
-
-    def train(run: DryRun) -> None:
-        made = build()
-        given = arguments(made)
-        engine = initialize(model=made, config=dict(config))[0]
-        for _ in range(_NUM_STEPS):
-            with run.step():
-                if num_stages > 1:
-                    engine.train_batch(repeat(given))
-                    continue
-                for _ in range(num_micro):
-                    output = engine(**given) if isinstance(given, dict) else engine(*given)
-                    engine.backward((loss or loss_of)(output))
-                    del output
-                    engine.step()
-        engine.destroy()
-
-    if num_stages > 1:
-        pipeline = dry_run_pipeline(train, num_ranks, num_stages, machine=node)
-        return _planned(pipeline, num_ranks, node)
-    with dry_run(num_ranks, machine=node) as run:
-        train(run)
-    return _planned(PipelineDryRun([run]), num_ranks, node)
+    run = _ModelRun(as_builder(model, sequence), dict(config), settings, num_ranks, machine_of(machine))
+    run.batch, run.loss, run.sequence = batch, loss, sequence
+    num_micro = int(settings.gradient_accumulation_steps)
+    fewer = _fewer(run, num_micro) if repeats else None
+    if fewer is None:
+        return run.steps([num_micro])[0]
+    grid, removal = fewer
+    steps: dict[tuple[int, int], PlannedStep] = {}
+    for blocks in dict.fromkeys(grid.blocks):
+        micro = tuple(dict.fromkeys(grid.micro))
+        made = run.steps(micro, None if removal is None else removal(grid.num_blocks - blocks))
+        steps |= {(blocks, num): step for num, step in zip(micro, made, strict=True)}
+    largest = steps[grid.blocks[1], grid.micro[1]]
+    stages = tuple(
+        grid.step({at: step.stages[number] for at, step in steps.items()}, run.node.gpu_nbytes)
+        for number in range(len(largest.stages))
+    )
+    seconds = grid.extended({at: {("seconds",): step.seconds} for at, step in steps.items()})["seconds",]
+    return replace(largest, stages=stages, seconds=stages[0].seconds if len(stages) == 1 else seconds)
 
 
-def _planned(pipeline: PipelineDryRun, num_ranks: int, node: GpuNode) -> PlannedStep:
-    return PlannedStep(num_ranks, node, pipeline.seconds, tuple(run.steps[-1] for run in pipeline.stages))
+Removal = Callable[[nn.Module], list[str]]
+
+
+class _ModelRun:
+    """Dry runs of one model and config."""
+
+    batch: Callable[[int], Batch] | None
+    loss: Callable[[Any], torch.Tensor] | None
+    sequence: int | None
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        config: dict[str, Any],
+        settings: Config,
+        num_ranks: int,
+        node: GpuNode,
+    ) -> None:
+        self.build, self.config, self.settings, self.num_ranks, self.node = build, config, settings, num_ranks, node
+        self.degrees = model_degrees(settings)
+        self.num_stages = self.degrees.get("pp", 1)
+
+    def steps(self, num_micro: Sequence[int], remove: Removal | None = None) -> list[PlannedStep]:
+        """A step that has settled, of each of these numbers of micro-batches.
+
+        Args:
+            remove: blocks of the model; it returns where pipeline stages begin.
+        """
+
+        def train(run: DryRun) -> None:
+            config = dict(self.config)
+            with run.building():
+                model = self.build()
+                starts = None if remove is None else remove(model)
+            given = self._arguments(model)
+            if starts:
+                config["pipeline"] = {**config.get("pipeline", {}), "split_points": starts}
+            if num_micro[0] != self.settings.gradient_accumulation_steps:
+                config.pop("train_batch_size", None)
+                config["train_micro_batch_size_per_gpu"] = self.settings.train_micro_batch_size_per_gpu
+                config["gradient_accumulation_steps"] = num_micro[0]
+            engine = initialize(model=model, config=config)[0]
+            per_micro = engine.train_batch_size() // num_micro[0]
+            for num in (*[num_micro[0]] * _NUM_WARM, *num_micro):
+                engine.set_train_batch_size(num * per_micro)
+                with run.step():
+                    self._step(engine, given, num)
+            engine.destroy()
+
+        if self.num_stages > 1:
+            pipeline = dry_run_pipeline(train, self.num_ranks, self.num_stages, machine=self.node)
+        else:
+            with dry_run(self.num_ranks, machine=self.node) as run:
+                train(run)
+            pipeline = PipelineDryRun([run])
+        return [
+            PlannedStep(
+                self.num_ranks,
+                self.node,
+                pipeline.seconds_of(number),
+                tuple(each.steps[number] for each in pipeline.stages),
+            )
+            for number in range(_NUM_WARM, _NUM_WARM + len(num_micro))
+        ]
+
+    def _arguments(self, model: nn.Module) -> Batch:
+        num_rows = int(self.settings.train_micro_batch_size_per_gpu)
+        if self.batch is not None:
+            return self.batch(num_rows)
+        return token_batch(model, num_rows, self.sequence, self.degrees.get("sp", 1) * self.degrees.get("cp", 1))
+
+    def _step(self, engine: Any, given: Batch, num_micro: int) -> None:
+        if self.num_stages > 1:
+            engine.train_batch(repeat(given))
+            return
+        for _ in range(num_micro):
+            output = engine(**given) if isinstance(given, dict) else engine(*given)
+            engine.backward((self.loss or loss_of)(output))
+            del output
+            engine.step()
+
+
+def _fewer(run: _ModelRun, num_micro: int) -> tuple[Grid, Callable[[int], Removal] | None] | None:
+    """How many blocks and micro-batches to run, and what removes repetitions; None: all."""
+    micro, fills = (num_micro, num_micro), run.num_stages > 1 and run.settings.pipeline.schedule == "gpipe"
+    if run.num_stages > 1:
+        low = run.num_stages + num_micro % run.num_stages
+        is_periodic = run.settings.pipeline.schedule in SCHEDULES
+        micro = (low, low + run.num_stages) if is_periodic and num_micro > low + run.num_stages else micro
+    elif num_micro > _FEW_MICRO[1]:
+        micro = _FEW_MICRO
+    with FakeTensorMode():
+        model = run.build()
+        bounds = _bounds(run, model, num_micro)
+    found = None if bounds is None else Repeats.of(model)
+    if found is None or bounds is None:
+        return (Grid((1, 1), micro, 1, num_micro, fills), None) if micro[0] != num_micro else None
+    count = min(num for _, num in found.spans(bounds))
+    low = 1 if run.num_stages > 1 else 3
+    if run.settings.zero_optimization.stage == 3:  # units that are gathered ahead, or kept for their next use
+        zero = run.settings.zero_optimization
+        numel = max(int(zero.stage3_prefetch_bucket_size), int(zero.stage3_max_reuse_distance))
+        low += -(-min(numel, int(zero.stage3_max_live_parameters)) // max(found.numel, 1))
+    blocks = (low, low + 1) if count > 2 * low + 1 else (count, count)
+    if blocks[0] == count and micro[0] == num_micro:
+        return None
+
+    def removal(num: int) -> Removal:
+        return lambda model: found.remove(model, bounds, num)
+
+    return Grid(blocks, micro, count, num_micro, fills), removal
+
+
+def _bounds(run: _ModelRun, model: nn.Module, num_micro: int) -> list[int] | None:
+    """The first block of each pipeline stage, and their number; None: blocks must not be removed."""
+    section, zero = run.settings.pipeline, run.settings.zero_optimization
+    try:
+        blocks = find_blocks(model)
+    except ModelError:
+        return None
+    names_a_block = re.search(rf"\b{re.escape(blocks.container)}\.\d", json.dumps(run.config))
+    if names_a_block or run.settings.activation_checkpointing.memory_budget or isinstance(model, StageModule):
+        return None
+    if run.num_stages == 1:
+        return [0, len(blocks.names)]
+    if zero.stage == 3 or section.partition not in ("best", "parameters", "uniform"):
+        return None
+    partition: Any = section.partition
+    schedule = build_schedule(section.schedule, run.num_stages, num_micro, virtual_stages=section.virtual_stages)
+    outside = find_outside(model, blocks, section.first_stage, section.last_stage, section.every_stage)
+    return list(cut_bounds(model, blocks, outside, schedule.num_stages, None, partition))

@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -41,7 +41,7 @@ class StepTime:
     Attributes: ``begin``: seconds since the dry run began. ``seconds``: on the compute stream. ``by_kind``: what these
     are: "compute" is its own work, everything else is what it waits for. ``host_seconds``: that the host needs to queue
     the step's work. ``busy``: what all streams do in this time. ``received``: bytes by collective. ``memory``: the most
-    that the device had.
+    that the device had. ``peaks``: the most at each place, by operation and line.
     """
 
     begin: float
@@ -51,6 +51,7 @@ class StepTime:
     busy: dict[str, float]
     received: dict[str, int]
     memory: MemoryPeak
+    peaks: dict[tuple[str, str], MemoryPeak] = field(repr=False, compare=False)
 
     def share(self, kind: str) -> float:
         """The part of the step in which the compute stream waits for this kind."""
@@ -92,7 +93,13 @@ class DryRun:
         for entry in entries:
             received[entry.op] = received.get(entry.op, 0) + entry.nbytes
         by_kind = exposed(operations, self._accelerator.compute, begin, end)
-        return StepTime(begin, end - begin, by_kind, busy[HOST], busy, received, self._memory.peak())
+        peaks = self._memory.peaks()
+        peak = max(peaks.values(), key=lambda each: each.allocated)
+        return StepTime(begin, end - begin, by_kind, busy[HOST], busy, received, peak, peaks)
+
+    def building(self) -> AbstractContextManager[None]:
+        """What is made in the block is not on the device: a model that ``initialize`` then shards."""
+        return self._accelerator.paused()
 
     @property
     def out_of_memory(self) -> int | None:
@@ -163,7 +170,11 @@ class PipelineDryRun:
     @property
     def seconds(self) -> float:
         """Of the last step, from the first stage's begin to the last stage's end."""
-        last = [run.steps[-1] for run in self.stages]
+        return self.seconds_of(-1)
+
+    def seconds_of(self, number: int) -> float:
+        """Of a step, by its number."""
+        last = [run.steps[number] for run in self.stages]
         return max(step.begin + step.seconds for step in last) - min(step.begin for step in last)
 
     def report(self) -> str:

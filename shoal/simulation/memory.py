@@ -96,7 +96,7 @@ class DeviceMemory:
         self._references: dict[Hashable, weakref.ref[torch.UntypedStorage]] = {}
         self._events: list[tuple[Allocation, bool]] = []  # since the step began; True: it was allocated
         self._before: list[Allocation] = []  # when the step began
-        self._peak = (0, 0, "", "")  # allocated bytes, the number of events before, operation, place
+        self._peaks: dict[tuple[str, str], tuple[int, int]] = {}  # by operation, place: allocated, events before
         self._reserved = 0
 
     # what happens
@@ -133,8 +133,8 @@ class DeviceMemory:
 
     def note_peak(self, what: str, place: str) -> None:
         """After what one operation allocates."""
-        if self.allocator.allocated > self._peak[0]:
-            self._peak = (self.allocator.allocated, len(self._events), what, place)
+        if self.allocator.allocated > self._peaks.get((what, place), (0, 0))[0]:
+            self._peaks[what, place] = (self.allocator.allocated, len(self._events))
         self._reserved = max(self._reserved, self.allocator.reserved)
 
     def _expired(self, key: Hashable, reference: weakref.ref[torch.UntypedStorage]) -> None:
@@ -160,28 +160,32 @@ class DeviceMemory:
         """A step begins: forget the peak."""
         self._events.clear()
         self._before = list(self._live.values())
-        self._peak = (self.allocator.allocated, 0, "", "")
+        self._peaks = {("", ""): (self.allocator.allocated, 0)}
         self._reserved = self.allocator.reserved
 
-    def peak(self) -> MemoryPeak:
-        """The step has ended: its peak."""
+    def peaks(self) -> dict[tuple[str, str], MemoryPeak]:
+        """The step has ended: its peak at each place, by operation and line."""
         for kept in self._live.values():
             if kept.kind == WORKSPACE:
                 kept.kind = OPTIMIZER_STATE
-        allocated, number, operation, place = self._peak
-        there = dict.fromkeys(self._before)
-        for made, is_new in self._events[:number]:
-            if is_new:
-                there[made] = None
-            else:
-                there.pop(made, None)
         by_kind: dict[str, int] = {}
-        for each in there:
+
+        def add(each: Allocation, sign: int) -> None:
             for kind, nbytes in ((each.kind, each.nbytes), (ROUNDING, each.size - each.nbytes)):
-                by_kind[kind] = by_kind.get(kind, 0) + nbytes
-        return MemoryPeak(
-            allocated, self._reserved, by_kind, operation, place, self.allocator.has_failed, dict(self.outside)
-        )
+                by_kind[kind] = by_kind.get(kind, 0) + sign * nbytes
+
+        for each in self._before:
+            add(each, 1)
+        reached, made = 0, {}
+        for at, (allocated, number) in sorted(self._peaks.items(), key=lambda item: item[1][1]):
+            for each, is_new in self._events[reached:number]:
+                add(each, 1 if is_new else -1)
+            reached = number
+            there = {kind: nbytes for kind, nbytes in by_kind.items() if nbytes}
+            made[at] = MemoryPeak(
+                allocated, self._reserved, there, *at, self.allocator.has_failed, dict(self.outside)
+            )
+        return made
 
 
 # The allocator: where each tensor would lie, and what is reserved for it.

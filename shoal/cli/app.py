@@ -191,6 +191,19 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command("calibrate", cls=UsageCommand)
+def calibrate(
+    out: Annotated[Path, typer.Argument(help="The YAML file to write.")] = Path("machine.yaml"),
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-n", min=1, help="Ranks that measure. Default: one per GPU, else 2.")
+    ] = None,
+) -> None:
+    """Measure this machine for dry runs and plans on it: products, memory, copies, collectives, launches, the disk."""
+    from shoal.planner.calibrate import calibrate as measure_machine
+
+    print(f"wrote {measure_machine(out, ranks)}: use it as machine={str(out)!r}")
+
+
 @app.command("schedule", cls=UsageCommand)
 def pipeline_schedule(
     name: Annotated[

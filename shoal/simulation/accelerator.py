@@ -353,6 +353,8 @@ class SimulatedAccelerator:
             access = self._access(name, stream)
             if self.times is not None and cost is not None:
                 self.times.add(stream, name, cost(self.times))
+                if self.times.machine.is_cpu:
+                    self.host.join(stream.clock)
             written = {id(tensor) for tensor in writes}
             for tensor in reads:
                 if id(tensor) not in written:

@@ -61,6 +61,7 @@ class GpuNode:
     kernel_seconds: float = 2e-6
     kernel_latency: float = 1.5e-6
     peak_flops: float = 0.0  # that the manufacturer gives for bf16, else fp16; MFU is the part of it that is reached
+    is_cpu: bool = False  # a rank is a process that computes on the CPU: it waits for each operation
 
     def flops(self, dtype: torch.dtype) -> float:
         """Floating-point operations of matrix products per second; of a dtype without a figure those of fp32."""
@@ -133,7 +134,7 @@ class _AttentionFigures(_Figures):
 
 
 class _GpuFigures(_Figures):
-    generation: Literal["volta", "ampere", "hopper"]
+    generation: Literal["volta", "ampere", "hopper", "cpu"]
     memory: int = Field(gt=0)
     memory_bandwidth: _RateFigures
     flops: _FlopsFigures
@@ -142,6 +143,8 @@ class _GpuFigures(_Figures):
     overlap: float = Field(ge=1)
     context: float = Field(ge=0)
     workspace: int = Field(ge=0)
+    kernel: float = Field(2e-6, ge=0)
+    latency: float = Field(1.5e-6, ge=0)
 
 
 class _NodeFigures(_Figures):
@@ -151,6 +154,7 @@ class _NodeFigures(_Figures):
     bus: _BusFigures
     host: _HostFigures
     disk: float = Field(gt=0)
+    launch: float = Field(5e-6, ge=0)
 
 
 class _MachineFigures(_Figures):
@@ -162,6 +166,11 @@ class _MachineFigures(_Figures):
 @cache
 def _all() -> dict[str, Any]:
     return dict(yaml.safe_load(_FILE.read_text()))
+
+
+def figures_of(name: str) -> dict[str, Any]:
+    """The figures of a machine of ``machines.yaml``, as in the file."""
+    return dict(_all()[name])
 
 
 def machine_names() -> list[str]:
@@ -241,7 +250,7 @@ def _node_of(name: str, figures: Any, *, where: str) -> GpuNode:
             node.link.kind,
             node.network.latency,
             node.link.latency_factor,
-            gpu.generation,
+            "hopper" if gpu.generation == "cpu" else gpu.generation,
             node.link.channels,
         ),
         bus_bandwidth=node.bus.rate,
@@ -250,5 +259,9 @@ def _node_of(name: str, figures: Any, *, where: str) -> GpuNode:
         disk_bandwidth=node.disk,
         host_nbytes=int(node.host.memory),
         gpus_per_node=node.gpus,
+        launch_seconds=node.launch,
+        kernel_seconds=gpu.kernel,
+        kernel_latency=gpu.latency,
         peak_flops=gpu.flops.peak,
+        is_cpu=gpu.generation == "cpu",
     )

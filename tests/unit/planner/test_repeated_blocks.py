@@ -16,7 +16,11 @@ from shoal.simulation.times import COMPUTE
 from tests.unit.planner.test_dry_model import SHAPE, config
 
 UNITS = {"units": {"classes": ["Block"]}}  # else a small model is one unit, and its padding is not the blocks'
-NEAR = {"stage3_prefetch_bucket_size": 40_000, "stage3_max_reuse_distance": 40_000}  # less than one block
+NEAR = {  # less than one block is gathered ahead or kept
+    "stage3_prefetch_bucket_size": 40_000,
+    "stage3_max_reuse_distance": 40_000,
+    "stage3_param_persistence_threshold": 0,
+}
 AGAIN = {"modules": ["Block"]}
 ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 
@@ -43,7 +47,7 @@ def check(short: PlannedStep, whole: PlannedStep) -> None:
         assert one.by_kind[COMPUTE] == pytest.approx(other.by_kind[COMPUTE], rel=0.01)
         if len(whole.stages) == 1:  # else what a stage waits for may have waited for another stage
             assert one.by_kind == pytest.approx(other.by_kind, abs=0.01 * other.seconds)
-        assert one.busy == pytest.approx(other.busy, rel=0.01, abs=1e-6)
+            assert one.busy == pytest.approx(other.busy, rel=0.01, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +68,13 @@ def test_a_step_is_that_of_all_blocks_and_micro_batches(num_layers: int, made: d
     assert len(few) < len(all_of_them)
 
 
-def test_the_stages_of_a_pipeline_have_fewer_blocks_each() -> None:
-    made = config(1, 6, parallel={"pp": 2}, pipeline={"partition": "parameters"}, **UNITS)
+@pytest.mark.parametrize(("num_layers", "accumulation"), [(8, 2), (2, 6)])
+def test_the_stages_of_a_pipeline_have_fewer_blocks_or_micro_batches(num_layers: int, accumulation: int) -> None:
+    made = config(1, accumulation, parallel={"pp": 2}, pipeline={"partition": "parameters"}, **UNITS)
     few: list[int] = []
     all_of_them: list[int] = []
-    short = dry_run_model(counted(few, 8), made, 4)
-    check(short, dry_run_model(counted(all_of_them, 8), made, 4, repeats=False))
+    short = dry_run_model(counted(few, num_layers), made, 4)
+    check(short, dry_run_model(counted(all_of_them, num_layers), made, 4, repeats=False))
     assert len(few) < len(all_of_them)
     assert short.bubble > 0.05
 

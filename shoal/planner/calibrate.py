@@ -1,0 +1,256 @@
+"""Measures the machine at hand and writes its figures in the form of ``machines.yaml``, for dry runs on it.
+
+Every rank measures at the same time, as they compute at the same time in training: CPU ranks share cores and the
+bandwidth of memory. Rank 0 writes the mean over the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+from rich.progress import track
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.comm.protocol import Communicator
+from shoal.comm.world import World, current_world
+from shoal.errors import UsageError
+from shoal.launch import LocalJob, run_local
+from shoal.memory.host import host_available_nbytes
+from shoal.mesh import Mesh
+from shoal.simulation.collective_times import Links, collective_seconds
+from shoal.simulation.kernels import Kernel, kernel_seconds
+from shoal.simulation.machines import GpuNode, figures_of, machine_of
+
+_DTYPES = {"cpu": ("float32", "bfloat16", "float64"), "cuda": ("float32", "bfloat16", "float16", "float64")}
+_LARGE = 1 << 24  # bytes of a message whose latency does not count
+_SMALL = 1 << 10
+_DISK_NBYTES = 1 << 27
+
+Figures = dict[str, Any]
+
+
+def calibrate(path: str | Path, num_ranks: int | None = None) -> Path:
+    """Start ranks on this machine, measure what they reach, and write it to a YAML file that ``machine_of`` reads.
+
+    Args:
+        num_ranks: None: one for each GPU, else two.
+
+    Raises: UsageError: the ranks failed.
+    """
+    ranks = num_ranks or torch.cuda.device_count() or 2
+    program = [sys.executable, "-m", "shoal.planner.calibrate", str(path)]
+    outcome = run_local(LocalJob(program, ranks, rank_0_keeps_terminal=True))
+    if outcome.exit_code:
+        raise UsageError(f"measuring failed: {outcome.report}", do="see what the rank says.", code="dry-run-machine")
+    return Path(path)
+
+
+def measure(world: World, seconds: float = 1.0, largest: int = _LARGE, *, shows: bool = False) -> Figures:
+    """The figures of this machine, those of all ranks alike. Communicates: collectives along the whole world.
+
+    Args:
+        seconds: of each measurement.
+        largest: bytes of the largest message, and of the tensors that are copied.
+        shows: a bar.
+    """
+    figures: Figures = {}
+    kind = "cuda" if world.device.type == "cuda" else "cpu"
+    comm = world.communicator("dp_shard", Mesh.of(world.size))
+    base = copy.deepcopy(figures_of("h100"))
+    base["gpu"]["generation"] = {7: "volta", 8: "ampere"}.get(_capability(), "hopper") if kind == "cuda" else "cpu"
+    steps = _measurements(world, comm, kind, seconds, largest, base)
+    for step in track(list(steps), "measuring", disable=not shows):
+        comm.barrier(label="calibrate")
+        figures.update(step())
+    names = sorted(figures)
+    values = torch.tensor([figures[name] for name in names], dtype=torch.float64, device=world.device)
+    comm.all_reduce(values, scale=1.0 / world.size, label="calibrate").wait()
+    return _filled(base, dict(zip(names, values.tolist(), strict=True)), world, kind)
+
+
+def _capability() -> int:
+    return torch.cuda.get_device_capability()[0]
+
+
+def _measurements(
+    world: World, comm: Communicator, kind: str, seconds: float, largest: int, base: Figures
+) -> Iterator[Callable[[], dict[str, float]]]:
+    """Each returns some figures: seconds, or bytes or floating-point operations per second."""
+    device = world.device
+
+    def timed(run: Callable[[], object]) -> float:
+        """Seconds of a call: the median. The ranks call equally often."""
+        run()
+        begun, taken = time.perf_counter(), []
+        for _ in range(200):
+            _wait(device)
+            before = time.perf_counter()
+            run()
+            _wait(device)
+            taken.append(time.perf_counter() - before)
+            left = torch.tensor([float(time.perf_counter() - begun < seconds)], device=device)
+            if len(taken) >= 3 and not comm.all_reduce(left, label="calibrate").wait().item():
+                break
+        return median(taken)
+
+    def product(dtype: str) -> dict[str, float]:
+        size = 8192 if kind == "cuda" else min(1024, largest >> 12)
+        rates = []
+        for m, n, k in ((size, size, size), (size // 2, size, 2 * size)):
+            left, right = (torch.randn(a, b, device=device).to(getattr(torch, dtype)) for a, b in ((m, k), (k, n)))
+            rates.append(2 * m * n * k / timed(partial(torch.matmul, left, right)))
+        return {f"flops {dtype}": median(rates)}
+
+    def memory() -> dict[str, float]:
+        values = torch.zeros(largest, device=device)
+        out = torch.empty_like(values)  # the engine keeps what the host has freed: pages are there
+        return {"memory": 2 * values.nbytes / timed(partial(torch.mul, values, 2.0, out=out))}
+
+    def attention() -> dict[str, float]:
+        dtype, length = torch.bfloat16 if kind == "cuda" else torch.float32, 4096 if kind == "cuda" else 512
+        given = [torch.randn(1, 8, length, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+        attend = partial(F.scaled_dot_product_attention, given[0], given[1], given[2], is_causal=True)
+        forward, out = timed(attend), attend()
+        backward = timed(lambda: torch.autograd.grad(out, given, torch.ones_like(out), retain_graph=True))
+        return {"attention forward": forward, "attention backward": backward}
+
+    def launches() -> dict[str, float]:
+        layers = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(8)]
+        model, given = nn.Sequential(*layers).to(device), torch.zeros(4, 16, device=device)
+
+        def run() -> None:
+            model(given).sum().backward()
+
+        with _Count() as count:
+            run()
+        return {"launch": timed(run) / count.num}
+
+    def reduce(values: torch.Tensor) -> torch.Tensor:
+        return comm.all_reduce(values, label="calibrate").wait()
+
+    def collective() -> dict[str, float]:
+        found = {}
+        for name, nbytes in (("small", _SMALL), ("large", largest)):
+            values = torch.zeros(nbytes // 4, device=device)
+            found[name] = timed(partial(reduce, values))
+        return found
+
+    def copies() -> dict[str, float]:
+        on_device = torch.zeros(largest, device=device)
+        found = {}
+        for name in ("pinned", "pageable"):
+            host = torch.zeros(on_device.shape, pin_memory=name == "pinned" and kind == "cuda")
+            found[name] = host.nbytes / timed(partial(on_device.copy_, host, non_blocking=True))
+        return found
+
+    def disk() -> dict[str, float]:
+        values = os.urandom(min(_DISK_NBYTES, largest))
+        with tempfile.NamedTemporaryFile(dir=".") as file:
+            before = time.perf_counter()
+            file.write(values)
+            file.flush()
+            os.fsync(file.fileno())
+            return {"disk": world.size * len(values) / (time.perf_counter() - before)}
+
+    for dtype in _DTYPES[kind]:
+        yield partial(product, dtype)
+    yield from (memory, attention, launches, collective, copies, disk)
+
+
+class _Count(TorchDispatchMode):
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _filled(base: Figures, measured: dict[str, float], world: World, kind: str) -> Figures:
+    """The figures of a file: the measured ones; what is not measured as in ``base``, such as the network."""
+
+    def rate(value: float) -> Figures:
+        return {"peak": float(f"{value:.4g}"), "reached": 1.0}
+
+    gpu, node = base["gpu"], base["node"]
+    is_cpu = kind == "cpu"
+    gpu["flops"] = {name.split()[1]: rate(value) for name, value in measured.items() if name.startswith("flops")}
+    gpu["memory_bandwidth"] = rate(measured["memory"])
+    available = host_available_nbytes() or 1 << 34
+    gpu["memory"] = available // world.size if is_cpu else torch.cuda.get_device_properties(0).total_memory
+    node["gpus"] = world.size
+    node["bus"] = {**rate(measured["pinned"]), "pageable": float(f"{measured['pageable']:.4g}")}
+    node["host"] = {"memory": float(available), **rate(measured["memory"] * world.size if is_cpu else 100e9)}
+    node["disk"] = float(f"{measured['disk']:.4g}")
+    node["launch"] = float(f"{measured['launch']:.3g}")
+    if is_cpu:  # one core computes one tile after another; the host waits for each kernel
+        gpu["tiles"] = {"multiprocessors": 1, "prologue": 0}
+        gpu |= {"overlap": 1.0, "kernel": 0.0, "latency": 0.0}
+        gpu |= {key: 0 for key in ("context", "workspace") if key in gpu}
+        node["link"] = {**node["link"], "kind": "pcie"}
+    what = platform.processor() or platform.machine() if is_cpu else torch.cuda.get_device_name()
+    made = {"source": f"measured by shoal calibrate: {world.size} ranks, {what}", "gpu": gpu, "node": node}
+    _fit_link(made, measured, world.size)
+    _fit_attention(made, measured, torch.float32 if is_cpu else torch.bfloat16, 512 if is_cpu else 4096)
+    return made
+
+
+def _fit_link(made: Figures, measured: dict[str, float], size: int) -> None:
+    """Set the link so that an all-reduce takes what it took, of a small and of a large message."""
+    link = made["node"]["link"]
+    if size == 1:
+        return
+    rate = 2 * _LARGE * (size - 1) / size / measured["large"]
+    unit = Links(1e18, 1e18, link["kind"], generation="hopper")
+    factor = measured["small"] / collective_seconds("all_reduce", _SMALL, range(size), size, unit)
+    link |= {"peak": float(f"{rate:.4g}"), "reached": 1.0, "latency_factor": float(f"{factor:.3g}")}
+
+
+def _fit_attention(made: Figures, measured: dict[str, float], dtype: torch.dtype, length: int) -> None:
+    """Set the parts of the rate of products that attention reaches."""
+    made["gpu"]["attention"] = {"forward": 1.0, "backward": 1.0}
+    node: GpuNode = replace(machine_of_figures(made), kernel_latency=0.0, kernel_seconds=0.0)
+    for name, flops in (("forward", 4), ("backward", 10)):
+        call = f"attention_{name}"
+        kernel = Kernel(call, dtype, 0, flops * 8 * length * length * 64, (8, length, length, 64), is_causal=True)
+        part = kernel_seconds(kernel, node) / measured[f"attention {name}"]
+        made["gpu"]["attention"][name] = float(f"{min(max(part, 0.01), 1.0):.3g}")
+
+
+def machine_of_figures(made: Figures) -> GpuNode:
+    """The machine that figures describe."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "machine.yaml"
+        path.write_text(yaml.safe_dump(made, sort_keys=False))
+        return machine_of(path)
+
+
+def _main() -> None:
+    world = current_world()
+    figures = measure(world, shows=world.rank == 0)
+    if world.rank == 0:
+        Path(sys.argv[1]).write_text(yaml.safe_dump(figures, sort_keys=False))
+    world.close()
+
+
+if __name__ == "__main__":
+    _main()

@@ -173,7 +173,7 @@ class SimulatedAccelerator:
     def connect(self, communicator: object, op: str, ranks: tuple[int, ...]) -> None:
         """A communicator of these ranks is used for ``op``: NCCL allocates the buffers that it needs for that."""
         ops = self._connected.setdefault(communicator, set())
-        if self.times is None or self._memory_of_device is None or op in ops:
+        if self.times is None or self._memory_of_device is None or self.times.machine.is_cpu or op in ops:
             return
         node, before = self.times.machine, set(ops)
         ops.add(op)

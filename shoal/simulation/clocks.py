@@ -18,7 +18,8 @@ class TimedOperation:
     """An operation with its times, in seconds since the simulation began.
 
     Attributes: ``kind``: what it is a part of, for sums. ``before``: which ended when this one could start; None: it
-    waited for nothing.
+    waited for nothing. ``waits``: the last of each other stream that its stream has waited for since the one before.
+    ``nbytes``, ``ranks``: of a collective, and who takes part.
     """
 
     stream: SimulatedStream
@@ -27,6 +28,9 @@ class TimedOperation:
     start: float
     end: float
     before: TimedOperation | None
+    waits: tuple[TimedOperation, ...] = ()
+    nbytes: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 class Clock(dict["SimulatedStream", int]):

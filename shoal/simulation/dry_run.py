@@ -26,12 +26,26 @@ from shoal.comm.recorder import Entry
 from shoal.comm.world import World, fake_process_group, fake_stage_world, fake_world
 from shoal.errors import UsageError
 from shoal.simulation.accelerator import SimulatedAccelerator
+from shoal.simulation.chakra import write_chakra
 from shoal.simulation.machines import GpuNode, machine_of
 from shoal.simulation.memory import DeviceMemory, MemoryPeak
 from shoal.simulation.modes import watching
-from shoal.simulation.times import COMPUTE, HOST, KINDS, STAGES, StreamTimes, exposed
+from shoal.simulation.times import (
+    COMMUNICATION,
+    COMPUTE,
+    COPY,
+    DISK,
+    HOST,
+    KINDS,
+    STAGES,
+    UPDATE,
+    StreamTimes,
+    exposed,
+)
 from shoal.streams import simulated, simulation
 from shoal.text import format_bytes, table
+
+_ARROWS = (COMMUNICATION, STAGES, COPY, UPDATE, DISK)  # kinds that a trace has arrows from
 
 
 @dataclass(frozen=True)
@@ -132,8 +146,15 @@ class DryRun:
         )
 
     def write_trace(self, path: str | Path) -> Path:
-        """Write all operations as a Chrome trace (chrome://tracing, ui.perfetto.dev), a row for each stream."""
+        """Write all operations as a Chrome trace (chrome://tracing, ui.perfetto.dev), a row for each stream.
+
+        Arrows lead from a collective, copy or message to what waited for it; two counters have the device's memory.
+        """
         return _write_trace(path, self.trace_events())
+
+    def write_chakra(self, prefix: str | Path) -> Path:
+        """Write all operations as a Chakra execution trace, for ASTRA-sim. Returns: its path, PREFIX.RANK.et."""
+        return write_chakra(prefix, self._times.operations, self.world.rank)
 
     def trace_events(self) -> list[dict[str, object]]:
         """The events of the trace."""
@@ -152,6 +173,18 @@ class DryRun:
                     "dur": 1e6 * (operation.end - operation.start),
                 }
             )
+            if operation.before is not None and operation.before.kind in _ARROWS:
+                before = operation.before
+                if before.stream is not operation.stream:
+                    flow = {"name": "waits", "cat": "waits", "pid": self.world.rank}
+                    flow["id"] = self.world.rank << 32 | len(events)
+                    start = {"ph": "s", "tid": rows[before.stream.name], "ts": 1e6 * before.start}
+                    end = {"ph": "f", "bp": "e", "tid": row, "ts": 1e6 * operation.start}
+                    events += [{**flow, **start}, {**flow, **end}]
+        for seconds, allocated, reserved in self._memory.history:
+            values = {"allocated": allocated, "reserved": reserved}
+            counter = {"name": "memory", "ph": "C", "pid": self.world.rank, "ts": 1e6 * seconds, "args": values}
+            events.append(counter)
         for name, row in rows.items():
             named = {"name": "thread_name", "ph": "M", "pid": self.world.rank, "tid": row, "args": {"name": name}}
             events.append(named)
@@ -198,6 +231,10 @@ class PipelineDryRun:
     def write_trace(self, path: str | Path) -> Path:
         """Write the operations of all stages as one Chrome trace, a process for each stage."""
         return _write_trace(path, [event for run in self.stages for event in run.trace_events()])
+
+    def write_chakra(self, prefix: str | Path) -> list[Path]:
+        """As of ``DryRun``, a file for each stage."""
+        return [run.write_chakra(prefix) for run in self.stages]
 
 
 def _write_trace(path: str | Path, events: list[dict[str, object]]) -> Path:
@@ -293,4 +330,5 @@ def _simulated_rank(world: World, machine: GpuNode, is_fused: bool) -> Iterator[
     memory = DeviceMemory(machine.gpu_nbytes, machine.context_nbytes)
     accelerator = SimulatedAccelerator(times, memory, is_fused=is_fused)
     with FakeTensorMode(allow_non_fake_inputs=True), simulated(accelerator), watching(accelerator):
+        memory.now = lambda: accelerator.compute.clock.seconds
         yield DryRun(world, accelerator, times, memory)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left, insort
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -85,7 +85,7 @@ class DeviceMemory:
         capacity: bytes of the device; None: no limit.
         context_nbytes: of them, those of the CUDA context.
 
-    Attributes: ``outside``: bytes that are not PyTorch's, by kind.
+    Attributes: ``outside``: bytes that are not PyTorch's, by kind. ``now``: the time for ``history``.
     """
 
     def __init__(self, capacity: int | None = None, context_nbytes: int = 0) -> None:
@@ -98,6 +98,8 @@ class DeviceMemory:
         self._before: list[Allocation] = []  # when the step began
         self._peaks: dict[tuple[str, str], tuple[int, int]] = {}  # by operation, place: allocated, events before
         self._reserved = 0
+        self.now: Callable[[], float] = lambda: 0.0
+        self.history: list[tuple[float, int, int]] = []  # seconds, bytes allocated and reserved, after each operation
 
     # what happens
 
@@ -136,6 +138,7 @@ class DeviceMemory:
         if self.allocator.allocated > self._peaks.get((what, place), (0, 0))[0]:
             self._peaks[what, place] = (self.allocator.allocated, len(self._events))
         self._reserved = max(self._reserved, self.allocator.reserved)
+        self.history.append((self.now(), self.allocator.allocated, self.allocator.reserved))
 
     def _expired(self, key: Hashable, reference: weakref.ref[torch.UntypedStorage]) -> None:
         if self._references.get(key) is reference:
@@ -182,9 +185,7 @@ class DeviceMemory:
                 add(each, 1 if is_new else -1)
             reached = number
             there = {kind: nbytes for kind, nbytes in by_kind.items() if nbytes}
-            made[at] = MemoryPeak(
-                allocated, self._reserved, there, *at, self.allocator.has_failed, dict(self.outside)
-            )
+            made[at] = MemoryPeak(allocated, self._reserved, there, *at, self.allocator.has_failed, dict(self.outside))
         return made
 
 

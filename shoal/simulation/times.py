@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,11 +28,16 @@ _TO_DEVICE, _TO_HOST = "bus to the device", "bus to the host"
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one operation. ``way``: what only one operation at a time can use; empty: its stream alone."""
+    """Of one operation. ``way``: what only one operation at a time can use; empty: its stream alone.
+
+    ``nbytes``, ``ranks``: of a collective.
+    """
 
     kind: str
     seconds: float
     way: str = ""
+    nbytes: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 class StreamTimes:
@@ -44,6 +49,8 @@ class StreamTimes:
         self.host_nbytes = machine.host_nbytes * -(-num_ranks // machine.gpus_per_node)
         self._ranks_per_node = min(num_ranks, machine.gpus_per_node)
         self._busy: dict[str, list[tuple[float, float]]] = {}
+        self._queued: dict[SimulatedStream, tuple[list[int], list[TimedOperation]]] = {}  # with their numbers
+        self._known: dict[SimulatedStream, dict[SimulatedStream, int]] = {}  # by the last operation of each stream
 
     def add(self, stream: SimulatedStream, name: str, cost: Cost) -> None:
         """An operation is queued on ``stream``, whose clock knows everything that it waits for."""
@@ -54,9 +61,24 @@ class StreamTimes:
         seconds = cost.seconds
         if cost.kind == COMPUTE and self.machine.overlap > 1:
             seconds = self._slowed(start, seconds)
-        made = TimedOperation(stream, name, cost.kind, start, start + seconds, before)
+        waits = self._waits(stream)
+        made = TimedOperation(stream, name, cost.kind, start, start + seconds, before, waits, cost.nbytes, cost.ranks)
         stream.clock.last = made
         self.operations.append(made)
+        numbers, operations = self._queued.setdefault(stream, ([], []))
+        numbers.append(stream.clock[stream])
+        operations.append(made)
+
+    def _waits(self, stream: SimulatedStream) -> tuple[TimedOperation, ...]:
+        """The last operation of each other stream that ``stream`` knows of, and did not before."""
+        known, made = self._known.setdefault(stream, {}), []
+        for other, number in stream.clock.items():
+            if other is not stream and number > known.get(other, 0):
+                known[other] = number
+                numbers, operations = self._queued.get(other, ([], []))
+                if at := bisect_right(numbers, number):
+                    made.append(operations[at - 1])
+        return tuple(made)
 
     def add_received(self, stream: SimulatedStream, name: str, sent: float, cost: Cost) -> None:
         """A message arrives on ``stream``, which waits until another stage has sent it.
@@ -112,7 +134,7 @@ class StreamTimes:
         machine = self.machine
         is_in_node = len({rank // machine.gpus_per_node for rank in ranks}) == 1
         seconds = collective_seconds(op, nbytes, ranks, machine.gpus_per_node, machine.links)
-        return Cost(COMMUNICATION, seconds, COLLECTIVE_WAYS[not is_in_node])
+        return Cost(COMMUNICATION, seconds, COLLECTIVE_WAYS[not is_in_node], nbytes, ranks)
 
     def on_host(self, nbytes: int, *, is_main: bool) -> Cost:
         """Work of the host that reads and writes ``nbytes`` of its memory, which all ranks of the node share."""

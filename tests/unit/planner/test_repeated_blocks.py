@@ -38,11 +38,13 @@ def counted(calls: list[int], num_layers: int) -> Callable[[], nn.Module]:
 
 
 def check(short: PlannedStep, whole: PlannedStep) -> None:
-    """Time within 1 %, memory within 1 %, traffic exact."""
+    """Time within 1 %, memory within 1 % (of a pipeline 2 %), traffic exact."""
     assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
     assert short.received == whole.received
     for one, other in zip(short.stages, whole.stages, strict=True):
-        assert one.memory.allocated == pytest.approx(other.memory.allocated, rel=0.01)
+        # A pipeline has a few more messages in flight when more micro-batches follow.
+        part = 0.01 if len(whole.stages) == 1 else 0.02
+        assert one.memory.allocated == pytest.approx(other.memory.allocated, rel=part)
         assert one.memory.operation == other.memory.operation
         assert one.by_kind[COMPUTE] == pytest.approx(other.by_kind[COMPUTE], rel=0.01)
         if len(whole.stages) == 1:  # else what a stage waits for may have waited for another stage

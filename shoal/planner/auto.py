@@ -22,6 +22,7 @@ from torch import nn
 from shoal.comm.world import World
 from shoal.config import load
 from shoal.config.config import PLANNED
+from shoal.config.ranks import mesh_of
 from shoal.device import Device
 from shoal.errors import ConfigError, ShoalError
 from shoal.memory.host import host_available_nbytes
@@ -80,10 +81,16 @@ def _plan(
     longest = longest_sequence(model)
     if longest is None:
         raise ConfigError(f"{type(model).__name__} has no config.vocab_size, so its micro-batches are not known.")
-    micro, steps = int(settings.train_micro_batch_size_per_gpu), int(settings.gradient_accumulation_steps)
-    stage = settings.zero_optimization.stage
-    space: dict[str, tuple[Any, ...]] = dict.fromkeys(("pp", "virtual", "sp", "cp", "ep", "tp"), (1,))
-    space |= {"micro": (micro,), "recompute": ("none",), "offload": ("none",), "shards": ("all",), "stage": (stage,)}
+    micro = int(settings.train_micro_batch_size_per_gpu)
+    mesh, stage = mesh_of(settings, world.size), settings.zero_optimization.stage
+    if mesh.pp > 1:
+        raise ConfigError("the model is in pipeline stages, which a plan at start does not cover.")
+    space: dict[str, tuple[Any, ...]] = {axis: (getattr(mesh, axis),) for axis in ("pp", "tp", "sp", "cp", "ep")}
+    space |= {"micro": (micro,), "recompute": ("none",), "offload": ("none",), "virtual": (1,), "stage": (stage,)}
+    space |= {"shards": ("all",) if mesh.dp_replicate == 1 else ("node",)}
+    if PARALLEL not in keys:
+        said = {"tp_sequence_parallel": False, "tp_loss_parallel": False, **fixed.get("parallel", {})}
+        fixed["parallel"] = said
     if STAGE in keys:
         space |= {"stage": (1, 2, 3), "offload": ("none", "optimizer", "all")}
     if PARALLEL in keys:
@@ -106,8 +113,11 @@ def _plan(
     if best is None:
         assert made.tightest is not None
         raise ConfigError(f"nothing fits: {made.tightest[1]} needs {format_bytes(made.tightest[0].nbytes)}.")
-    config = {key: value for key, value in best.config.items() if key in values or key not in ("bf16", "optimizer")}
-    config["gradient_accumulation_steps"] = best.candidate.num_micro(made.request) if PARALLEL in keys else steps
+    config = {**values, "zero_optimization": best.config["zero_optimization"]}
+    if PARALLEL in keys:
+        config.pop("train_batch_size", None)
+        config["gradient_accumulation_steps"] = best.candidate.num_micro(made.request)
+        config["parallel"] = best.config.get("parallel", {})
     others = [f"{trial.candidate}: {trial.seconds:.3g} s" for trial in made.trials if trial is not best]
     why = (
         f'"auto" for {world.size} ranks ({node.name}): {best.candidate}, {best.seconds:.3g} s a step and'

@@ -83,7 +83,7 @@ def plan(
         do not repeat. Memory: that of the model's objects, without values.
     """
     build, node = as_builder(model, sequence), machine_of(machine)
-    asked = dict(space or {})
+    asked = {**_fixed(config or {}), **(space or {})}
     for axis in ("sp", "cp"):
         if sequence < _LONG:
             asked.setdefault(axis, (1,))
@@ -122,6 +122,13 @@ def plan(
     trials.sort(key=lambda trial: (not trial.fits(request), bool(trial.error), trial.seconds))
     made = ClusterPlan(request, facts, tuple(trials), tuple(ranked), rejected, tightest)
     return made if made.best is not None else replace(made, advice=tuple(_advice(made)))
+
+
+def _fixed(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Axes of which a configuration that proposals keep says the value."""
+    parallel, zero = config.get("parallel", {}), config.get("zero_optimization", {})
+    said = {axis: parallel.get(axis) for axis in ("pp", "tp", "sp", "cp", "ep")} | {"stage": zero.get("stage")}
+    return {axis: (value,) for axis, value in said.items() if isinstance(value, int)}
 
 
 def _run_named(model: str, guess: Guess, one: Candidate, request: PlanRequest, facts: ModelFacts) -> Trial:

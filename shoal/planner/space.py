@@ -113,7 +113,7 @@ class Candidate:
         if self.tp > 1:
             parallel |= {"tp_sequence_parallel": True, "tp_loss_parallel": True}
         if parallel:
-            made["parallel"] = {**made.get("parallel", {}), **parallel}
+            made["parallel"] = {**parallel, **made.get("parallel", {})}
         if self.pp > 1:
             schedule = "1f1b" if self.virtual == 1 else "interleaved_1f1b"
             made["pipeline"] = {"schedule": schedule, "virtual_stages": self.virtual, "partition": "uniform"}

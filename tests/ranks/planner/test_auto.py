@@ -81,6 +81,12 @@ def test_the_mesh_may_be_planned_and_the_stage_said() -> None:
     assert made[0][1] == made[1][1]
 
 
+def test_a_mesh_that_the_file_says_is_kept() -> None:
+    config = settings(zero_optimization={"stage": "auto"}, parallel={"tp": 2}, train_batch_size=4)
+    made = run_ranks(4, trained, config)
+    assert [tp for _, tp, _ in made] == [2] * 4
+
+
 def test_without_a_language_model_there_is_no_plan() -> None:
     def start() -> None:
         shoal.initialize(model=nn.Linear(4, 4), config=settings(zero_optimization={"stage": "auto"}))

@@ -116,7 +116,7 @@ class GroupedAttention(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.size = shape.hidden // shape.heads
+        self.size = self.head_dim = shape.hidden // shape.heads
         self.q_proj = Linear(shape.hidden, shape.hidden)
         self.k_proj = Linear(shape.hidden, shape.kv_heads * self.size)
         self.v_proj = Linear(shape.hidden, shape.kv_heads * self.size)

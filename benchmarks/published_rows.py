@@ -80,12 +80,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a row says. ``seconds``: of a step."""
+    """What a row says: ``seconds`` of a step, or ``memory``: the most bytes that were allocated."""
 
     study: str
     name: str
     run: Run
-    seconds: float
+    seconds: float = 0.0
+    memory: float = 0.0
 
 
 LLAMA = {  # kv heads, feed-forward, vocabulary; model_dims.csv
@@ -183,9 +184,16 @@ def _megatron_core(row: dict[str, str]) -> Measured | str:
     return "Megatron-Core README: the micro-batch is not stated"
 
 
+_NAMED = {"llama3-8B": ("32", "4096", "32"), "llama3-1B": ("16", "2048", "32")}  # layers, hidden size, heads
+_MEMORY = {"GB": 1e9, "GiB": 2.0**30}
+
+
 def _llama(row: dict[str, str]) -> Measured | str:
-    if row["metric"] != "tokens_per_s_per_gpu":
+    is_memory = row["metric"].startswith("mem_peak") and row["unit"] in _MEMORY
+    if row["metric"] not in ("tokens_per_s_per_gpu", "step_time") and not is_memory:
         return ""
+    if row["model"] in _NAMED:
+        row = {**row, **dict(zip(("layers", "hidden", "heads"), _NAMED[row["model"]], strict=True))}
     what = row["source"].split(" 2")[0] if row["source"].startswith("torchtitan") else row["source"]
     if "torchtitan 2024 A100" in row["source"]:
         dims = (8, 28672, 32000)
@@ -195,6 +203,8 @@ def _llama(row: dict[str, str]) -> Measured | str:
         dims = LLAMA.get((int(row["layers"]), int(row["hidden"])))
         if dims is None:
             return f"{what}: experts"
+    if "offload" in row["activation_recompute"]:
+        return f"{what}: activations offloaded by a policy of its own"
     if row["precision"].lower() not in ("bf16",):
         return f"{what}: precision {row['precision'].split(' ')[0].split('(')[0]}"
     if _machine(row["gpu"]) is None:
@@ -205,7 +215,15 @@ def _llama(row: dict[str, str]) -> Measured | str:
         return f"{what}: context parallel"
     sequence = int(row["seq_len"])
     shape = Shape(
-        "llama", int(row["layers"]), int(row["hidden"]), int(row["heads"]), dims[0], dims[1], dims[2], sequence, False
+        "llama",
+        int(row["layers"]),
+        int(row["hidden"]),
+        int(row["heads"]),
+        dims[0],
+        dims[1],
+        dims[2],
+        sequence,
+        int(row["hidden"]) == 2048,
     )
     tp, pp, dp, micro = (_number(row, key) for key in ("tp", "pp", "dp", "micro_batch"))
     batch = int(row["global_batch"] or dp * micro)
@@ -219,9 +237,11 @@ def _llama(row: dict[str, str]) -> Measured | str:
     if pp > 1 and run.stage > 1:
         return f"{what}: ZeRO-3 in a pipeline"
     name = f"{row['model']} s{sequence} tp{tp} pp{pp} dp{dp} b{micro} m{run.num_micro} {recompute} {run.machine}"
-    seconds = batch * sequence / (float(row["value"]) * tp * pp * dp)
-    study = "torchtitan" if is_titan else "Megatron-Bridge"
-    return Measured(study, name, run, seconds)
+    value, study = float(row["value"]), "torchtitan" if is_titan else "Megatron-Bridge"
+    if is_memory:
+        return Measured(study, name, run, memory=value * _MEMORY[row["unit"]])
+    is_time = row["metric"] == "step_time"
+    return Measured(study, name, run, value if is_time else batch * sequence / (value * tp * pp * dp))
 
 
 def _autotuning(row: dict[str, str]) -> Measured | str:
@@ -252,6 +272,7 @@ _READERS = {
     "torchtitan 2024 405B": _llama,
     "torchao training page": _llama,
     "torchtitan auto_perf_maxing PR 3975": _llama,
+    "torchtitan auto_perf_maxing PR 3943": _llama,
     "Megatron-Bridge perf summary": _llama,
     "DeepSpeedExamples autotuning HF": _autotuning,
 }
@@ -275,7 +296,7 @@ def read(path: Path) -> tuple[list[Measured], Counter[str]]:
     seen: Counter[str] = Counter()
     for each in sorted(rows, key=lambda row: (row.study, row.name)):
         every = _EVERY.get(each.study, 1)
-        if seen[each.study] % every == 0:
+        if seen[each.study] % every == 0 or each.memory:
             kept.append(each)
         else:
             dropped[f"{each.study}: one of every {every} rows is used"] += 1

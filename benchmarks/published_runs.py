@@ -127,11 +127,18 @@ def predicted(run: Run, tapes: tuple[Tape, Tape], machine: GpuNode) -> float:
     return slots * of_all(micro) + of_all(rest)
 
 
+def predicted_memory(run: Run, tapes: tuple[Tape, Tape]) -> float:
+    """The most bytes that are allocated on the last rank, with all layers."""
+    few, more = (tape.peaks[-1].allocated for tape in tapes)
+    return float(few + (more - few) * (run.shape.layers / run.pp - (1 if run.stages_run > 1 else 2)))
+
+
 def errors(rows: Sequence[tuple[Measured, float]]) -> tuple[float, float, float]:
     """Median absolute error and median of predicted / measured; Spearman's correlation within each study."""
-    ratios = [seconds / row.seconds for row, seconds in rows]
+    pairs = [(row.seconds or row.memory, value) for row, value in rows]
+    ratios = [value / measured for measured, value in pairs]
     absolute = statistics.median(abs(ratio - 1) for ratio in ratios)
-    return absolute, statistics.median(ratios), spearman([(row.seconds, seconds) for row, seconds in rows])
+    return absolute, statistics.median(ratios), spearman(pairs)
 
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float:
@@ -177,15 +184,19 @@ def main() -> None:
             continue
         began = time.monotonic()
         try:
-            seconds = predicted(row.run, tapes_of(row.run, options.tapes), machine_for(row.run))
+            tapes = tapes_of(row.run, options.tapes)
+            value = predicted_memory(row.run, tapes) if row.memory else predicted(row.run, tapes, machine_for(row.run))
         except Exception as error:  # one row's error must not end the others
             print(f"FAILED {row.study} {row.name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
             continue
-        results.append((row, seconds))
+        results.append((row, value))
         if options.rows or time.monotonic() - began > 2:
-            ratio = seconds / row.seconds
-            print(f"{row.study[:24]:24} {row.name:60} {row.seconds:9.4f} {seconds:9.4f} {ratio:6.2f}", flush=True)
-    print(report(results))
+            measured_value = row.seconds or row.memory
+            ratio = value / measured_value
+            print(f"{row.study[:24]:24} {row.name:60} {measured_value:9.4g} {value:9.4g} {ratio:6.2f}", flush=True)
+    for what in ("seconds", "memory"):
+        if some := [each for each in results if getattr(each[0], what)]:
+            print(f"\n{what}\n{report(some)}")
     print("\nstudies and rows that are left out:")
     for why, number in dropped.items():
         print(f"  {number:5} rows: {why}")

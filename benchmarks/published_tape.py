@@ -152,7 +152,7 @@ def replayed(tape: Tape, machine: GpuNode) -> tuple[float, float]:
     stages = [StreamTimes(machine, tape.num_ranks) for _ in range(tape.num_times)]
     costs = [getattr(stages[0], name)(*args, **dict(kwargs)) for name, args, kwargs in tape.calls]
     streams: dict[int, Any] = defaultdict(_Stream)
-    marks: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    marks: dict[str, list[float]] = defaultdict(list)
     messages: dict[int, TimedOperation] = {}
     for event in tape.events:
         what, mine = event[0], streams[event[1]]
@@ -172,11 +172,11 @@ def replayed(tape: Tape, machine: GpuNode) -> tuple[float, float]:
             if sent.start > mine.clock.seconds:
                 stages[event[3]].add(mine, "", Cost(times.STAGES, sent.start - mine.clock.seconds))
         else:
-            marks[event[2]].append((event[1], mine.clock.seconds))
-    last = tape.num_times  # of the marks "begin" and "end", as many as stages
-    begin, end = min(each for _, each in marks["begin"][-last:]), max(each for _, each in marks["end"][-last:])
-    micro = [each for _, each in marks["micro"]]
+            marks[event[2]].append(mine.clock.seconds)
+    last = tape.num_times  # of the marks "begin" and "end": one of each stage
+    begin, end, micro = min(marks["begin"][-last:]), max(marks["end"][-last:]), marks["micro"]
     if last == 1:
-        return micro[-1] - begin, end - micro[-1]
+        first = micro[-1] - begin
+        return first, end - begin - tape.num_micro * first
     slot = micro[-1] - micro[-2]
     return slot, end - begin - slot * (tape.num_micro + last - 1)

@@ -90,6 +90,8 @@ class DryRun:
     def step(self) -> Iterator[None]:
         """Measure what is inside as one step."""
         stream, first = self._accelerator.compute, len(self._times.operations)
+        self._accelerator.end_kernel()
+        self._accelerator.host.join(stream.clock)  # a step in which the host is slower must not use an earlier lead
         begin = stream.clock.seconds
         self._memory.start()
         with self.world.recorder.recording() as entries:

@@ -57,7 +57,7 @@ class GpuNode:
     disk_bandwidth: float
     host_nbytes: int
     gpus_per_node: int
-    launch_seconds: float = 5e-6
+    launch_seconds: float = 10e-6
     kernel_seconds: float = 2e-6
     kernel_latency: float = 1.5e-6
     peak_flops: float = 0.0  # that the manufacturer gives for bf16, else fp16; MFU is the part of it that is reached
@@ -154,7 +154,7 @@ class _NodeFigures(_Figures):
     bus: _BusFigures
     host: _HostFigures
     disk: float = Field(gt=0)
-    launch: float = Field(5e-6, ge=0)
+    launch: float = Field(10e-6, ge=0)
 
 
 class _MachineFigures(_Figures):

@@ -166,6 +166,8 @@ def _problem(one: Candidate, request: PlanRequest) -> str:
         return f"{dp} data-parallel ranks x {one.micro} rows do not divide the global batch of {request.global_batch}"
     if one.pp > 1 and (num_micro < one.pp or (one.virtual > 1 and num_micro % one.pp)):
         return f"{num_micro} micro-batches are too few for, or not a multiple of, {one.pp} pipeline stages"
+    if one.pp > 1 and one.stage == 3 and "stage" not in request.space:
+        return "stage 3 in pipeline stages is tried with --space stage=3 only: its dry run takes minutes"
     per_node = request.machine.gpus_per_node // (one.tp * one.sp * one.cp)
     if one.shards == "node" and (per_node < 2 or dp % per_node or dp == per_node):
         return "the shards of a node are all shards, or none"

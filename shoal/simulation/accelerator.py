@@ -46,6 +46,7 @@ T = TypeVar("T")
 _ALLOCATIONS = ("aten.empty", "aten.new_empty")
 _OVERWRITES = ("aten.copy_", "aten.zero_", "aten.fill_", "aten.uniform_", "aten.normal_", "aten._foreach_copy_")
 _READ_IN_PART = ("aten.embedding.", "aten.gather.", "aten.index", "aten.nll_loss_forward.", "aten.nll_loss_backward.")
+_MASK = "aten.bernoulli_.float"  # draws what a dropout keeps, on a GPU a byte for each element
 _STEP = "/shoal/running/step.py"  # calls the optimizer
 _DEATHS_EVERY = 4096  # operations, where orders are not what is asked for
 _is_dead = torch.UntypedStorage._expired  # asked for every storage before every operation: without calls between
@@ -413,6 +414,9 @@ class SimulatedAccelerator:
                     if self.times is not None and is_product(operator):
                         self._memory_of_device.add_workspace(stream, self.times.machine.workspace_nbytes)
                     self._note_allocations(self._memory_of_device, made, access)
+                if name == _MASK and self._memory_of_device is not None and not is_on_host:
+                    for mask in writes:
+                        self._memory_of_device.allocate(mask.untyped_storage(), mask.numel(), stream, ACTIVATION)
             if not is_on_host and (effects.blocks_host or self._blocks(operator, touched, args, kwargs)):
                 self.notice_deaths()
                 self.host.join(stream.clock)

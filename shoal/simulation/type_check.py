@@ -385,8 +385,9 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":
-            return func(*args, **kwargs)
+        if func.namespace == "prim":  # what fake tensors ask most often, answered without their mode
+            is_device = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
+            return args[0].fake_device if is_device else func(*args, **kwargs)
         if any(kind not in (torch.Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented
         try:
@@ -417,7 +418,7 @@ def _both(one: Kind, other: Kind) -> Kind:
 
 
 def word(kind: Kind) -> str:
-    return f"sharded (dim {kind})" if isinstance(kind, int) else kind
+    return f"sharded (dim {kind})" if isinstance(kind, int) else "varying" if kind is VARIES else kind
 
 
 def _extents(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,7 @@ from shoal.comm.fake import FakeStages, FakeStageTransport, FakeTransport
 from shoal.comm.world import World, fake_process_group, use_world
 from shoal.errors import ModelError, UsageError
 from shoal.simulation.type_check import TypedTransport, TypeFinding, Types
-from shoal.text import table
+from shoal.text import counted, table
 
 
 class TypeReport:
@@ -44,7 +44,7 @@ class TypeReport:
             shown = "\n\n".join(map(str, self.findings[:_MAX_SHOWN]))
             more = len(self.findings) - _MAX_SHOWN
             raise ModelError(
-                f"the step is wrong by type ({len(self.findings)} faults):\n\n{shown}"
+                f"the step is wrong by type ({counted(len(self.findings), 'fault')}):\n\n{shown}"
                 + (f"\n\n... and {more} more" if more > 0 else ""),
                 do="fix the first one, and verify again: later ones may follow from it.",
                 code="verify-types",
@@ -62,7 +62,7 @@ class TypeReport:
         """The faults, or the table of parameters, in which blocks that are equal are one."""
         if self.findings:
             shown = "\n\n".join(map(str, self.findings))
-            return f"{self.num_operators} operators, {len(self.findings)} faults:\n\n{shown}"
+            return f"{self.num_operators} operators, {counted(len(self.findings), 'fault')}:\n\n{shown}"
         alike = {(re.sub(r"\b\d+\b", "*", name), *cells): None for name, cells in self.parameters.items()}
         return (
             table([list(row) for row in alike], ["parameter", *self.axes])

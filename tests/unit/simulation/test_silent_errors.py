@@ -96,7 +96,7 @@ def test_1_label_smoothing_over_the_ranks_own_vocabulary(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(CrossEntropy, "losses", losses)
     (fault,) = found(**SPLIT)
-    assert (fault.axis, fault.what) == ("tp", "the loss is varies along an axis whose ranks compute one loss")
+    assert (fault.axis, fault.what) == ("tp", "the loss is varying along an axis whose ranks compute one loss")
 
 
 def test_2_a_vocabulary_parallel_loss_of_logits_that_were_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_7_embeddings_are_cut_along_another_axis(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(TensorRegion, "split_sequence", other)
     first = found(**SPLIT)[0]
     assert first.axis == "dp_shard"
-    assert "takes each rank's part of a tensor that is not replicated but varies" in first.what
+    assert "takes each rank's part of a tensor that is not replicated but varying" in first.what
 
 
 class Sinks(Block):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
 import shoal
+from shoal.cli.app import app
 from shoal.comm import autograd
+from shoal.models import GPT, GPTConfig
 from shoal.parallel.tensor.region import TensorRegion
 from shoal.simulation.verify import TypeReport, verify
 
@@ -163,3 +170,47 @@ def test_a_norm_between_layers_that_split_the_sequence_needs_its_mark(monkeypatc
         "norm.weight", "norm.bias", "down.bias",
     }  # fmt: skip
     assert {each.axis for each in found} == {"tp"}
+
+
+def test_the_program_of_the_page_prints_what_the_page_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "verify.md").read_text(encoding="utf-8")
+    program = page.split("```python\n")[1].split("```")[0]
+    shown = [re.sub("^    ", "", line) for line in page.splitlines()]
+    for text in (program, program.replace('"row"}', '"row", "head_norm": "replicate_sum_gradient"}')):
+        (tmp_path / "train.py").write_text(text)
+        runpy.run_path(str(tmp_path / "train.py"))
+        lines = capsys.readouterr().out.replace(f"{tmp_path}/", "").splitlines()
+        assert lines == shown[shown.index(lines[0]) :][: len(lines)]
+
+
+def small_gpt() -> nn.Module:
+    return GPT(GPTConfig(vocab_size=64, sequence_length=16, num_layers=2, hidden_size=32, num_heads=4))
+
+
+def test_the_command_reads_a_config_and_a_model(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW"},
+        "parallel": {"tp": 2, "pp": 2},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = [str(tmp_path / "config.json"), "--model", f"{__name__}:small_gpt", "--ranks", "4", "--json"]
+    result = CliRunner().invoke(app, ["verify", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["findings"] == []
+    assert report["parameters"]["blocks.0.attention.out.weight"] == {"tp": "sharded (dim 1), own gradient"}
+    assert report["parameters"]["blocks.1.attention_norm.weight"] == {"tp": "replicated, equal gradient"}
+
+
+def test_the_command_ends_with_1_where_there_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorRegion, "copy", lambda region, tensor, label: tensor)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "parallel": {"tp": 2}})
+    )
+    arguments = [str(tmp_path / "config.json"), "--model", f"{__name__}:small_gpt", "--ranks", "4"]
+    result = CliRunner().invoke(app, ["verify", *arguments], catch_exceptions=False)
+    assert result.exit_code == 1
+    assert "blocks.1.feed_forward_norm.weight" in result.stdout

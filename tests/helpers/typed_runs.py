@@ -1,0 +1,55 @@
+"""A step of a combination of the matrix by type."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+
+import torch
+
+from shoal.simulation.verify import TypeReport, verify
+from tests.helpers.compiling import CountsGraphs
+from tests.helpers.composition import AXES, Combination, Values, settings_of
+from tests.helpers.composition_runs import Trainer
+
+# What no dry run can do: compiled code is not seen, files and the choice of experts to move have values, and parameters
+# of fake tensors cannot be cast in place by ``model.to()``.
+_NEEDS_VALUES: dict[str, tuple[str, ...]] = {
+    "compile": ("yes",),
+    "between": ("resume", "resume async"),
+    "experts": ("ep 2 moved",),
+    "passed in": ("the compute dtype",),
+}
+TYPED_AXES: dict[str, Values] = {
+    axis: {value: made for value, made in values.items() if value not in _NEEDS_VALUES.get(axis, ())}
+    for axis, values in AXES.items()
+}
+PLAIN: Combination = {axis: next(iter(values)) for axis, values in AXES.items()}
+
+
+class _OneStep(Trainer):
+    def take(self) -> None:
+        micro = range(self.engine.gradient_accumulation_steps())
+        if self.is_pipeline:
+            self.engine.train_batch(self.batch(index) for index in micro)
+        else:
+            for index in micro:
+                self.micro_step(index, index == micro[-1])
+        self.engine.destroy()
+
+
+def typed_step(combination: Combination) -> TypeReport:
+    """What a step has. Wire formats and recipes are the real ones."""
+    settings, run = settings_of(combination)
+    settings = copy.deepcopy(settings)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        for section in settings["zero_optimization"].values():
+            if isinstance(section, dict) and section.get("device") == "nvme":
+                section["nvme_path"] = name
+
+        def train() -> None:
+            torch.set_autocast_cache_enabled(False)
+            _OneStep(settings, run, Path(name), CountsGraphs("aot_eager")).take()
+
+        return verify(train, run.world_size, num_stages=run.pp)

@@ -76,6 +76,7 @@ class SimulatedAccelerator:
         self.times = times
         self._is_fused = is_fused
         self._fusion: Fusion | None = None
+        self._fused_last: Access | None = None
         self._memory_of_device = memory
         self.findings: dict[object, StreamFinding] = {}
         self.num_operations = 0
@@ -147,6 +148,8 @@ class SimulatedAccelerator:
         fusion, self._fusion = self._fusion, None
         if fusion is not None and self.times is not None:
             self.times.add(fusion.stream, "fused", self.times.kernel_cost(fusion.kernel()))
+            if self._memory_of_device is not None and self._fused_last is not None:
+                self._note_allocations(self._memory_of_device, fusion.outliving(), self._fused_last)
 
     def synchronize(self) -> None:
         self._before_edge()
@@ -413,7 +416,12 @@ class SimulatedAccelerator:
                 if made and self._memory_of_device is not None and not is_on_host and not is_scalar:
                     if self.times is not None and is_product(operator):
                         self._memory_of_device.add_workspace(stream, self.times.machine.workspace_nbytes)
-                    self._note_allocations(self._memory_of_device, made, access)
+                    if self._fusion is not None:
+                        self._fusion.allocate(made)
+                        self._fused_last = access
+                    else:
+                        storages = [tensor.untyped_storage() for tensor in made]
+                        self._note_allocations(self._memory_of_device, storages, access)
                 if name == _MASK and self._memory_of_device is not None and not is_on_host:
                     for mask in writes:
                         self._memory_of_device.allocate(mask.untyped_storage(), mask.numel(), stream, ACTIVATION)
@@ -433,9 +441,9 @@ class SimulatedAccelerator:
         return self._access(name, self.compute)
 
     @staticmethod
-    def _note_allocations(memory: DeviceMemory, made: Sequence[torch.Tensor], access: Access) -> None:
+    def _note_allocations(memory: DeviceMemory, made: Sequence[torch.UntypedStorage], access: Access) -> None:
         kind = WORKSPACE if _STEP in access.place else ACTIVATION
-        for storage in {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in made}.values():
+        for storage in {each._cdata: each for each in made}.values():
             memory.allocate(storage, storage.nbytes(), access.stream, kind)
         memory.note_peak(access.name, access.place)
 

@@ -39,6 +39,7 @@ class Fusion:
         self._dtype = torch.float32
         self._read: dict[int, int] = {}  # bytes by storage
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._allocated: list[StorageWeakRef] = []
 
     def add(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
         """The kernel computes another operator."""
@@ -49,6 +50,15 @@ class Fusion:
             storage = tensor.untyped_storage()
             self._made[storage._cdata] = (StorageWeakRef(storage), tensor.nbytes)
             self._dtype = tensor.dtype
+
+    def allocate(self, made: Sequence[torch.Tensor]) -> None:
+        """An operator of it makes these tensors, which have memory where they outlive the kernel."""
+        self._allocated += [StorageWeakRef(tensor.untyped_storage()) for tensor in made]
+
+    def outliving(self) -> list[torch.UntypedStorage]:
+        """The storages that it made and that still exist."""
+        storages = (torch.UntypedStorage._new_with_weak_ptr(each.cdata) for each in self._allocated)
+        return [storage for storage in storages if storage is not None]
 
     def kernel(self) -> Kernel:
         """The kernel as it is launched: it writes what still exists."""

@@ -416,11 +416,16 @@ def test_fused_operators_read_and_write_what_crosses_the_kernel() -> None:
             with run.step():
                 out = torch.nn.functional.gelu(given + 1) * 2
                 torch.mm(out.view(2**13, 2**13), out.view(2**13, 2**13))
+        peaks.append(run.steps[0].memory.allocated)
         return run.steps[0].by_kind[COMPUTE]
 
+    peaks: list[int] = []
     # Fused: one read and one write; otherwise three of each.
     saved = 4 * 2 * numel / H100.memory_bandwidth
     assert seconds(is_fused=False) - seconds(is_fused=True) == pytest.approx(saved, rel=0.05)
+    eager, fused = peaks
+    assert fused == 3 * 2 * numel + 32 * 2**20  # input, result, product, and cuBLAS's workspace
+    assert eager >= fused
 
 
 def test_a_kernel_takes_longer_while_a_collective_runs() -> None:

@@ -90,7 +90,7 @@ def _named(method: str) -> Any:
 
     def made(self: StreamTimes, *args: Any, **kwargs: Any) -> Cost:
         cost = original(self, *args, **kwargs)
-        return _NamedCost(cost.kind, cost.seconds, cost.way, (method, args, tuple(kwargs.items())))
+        return _NamedCost(**vars(cost), call=(method, args, tuple(kwargs.items())))
 
     return made
 
@@ -132,7 +132,7 @@ def recording() -> Iterator[Tape]:
         yield tape
 
 
-class _Clock:
+class _Clock(dict[Any, int]):
     """Of a replay: only the operation that ends last."""
 
     last: TimedOperation | None = None
@@ -144,7 +144,7 @@ class _Clock:
 
 class _Stream:
     def __init__(self) -> None:
-        self.name, self.clock = "", _Clock()
+        self.name, self.clock = "", _Clock({self: 0})
 
 
 def replayed(tape: Tape, machine: GpuNode) -> tuple[float, float]:

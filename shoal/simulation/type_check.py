@@ -90,7 +90,6 @@ class Types:
         self.uses: dict[str, tuple[str, str]] = {}  # by parameter: the operator that reads it first, and its line
         self.num_operators = 0
         self.table: dict[str, list[str]] = {}  # by parameter: a cell for each digit
-        self.loss: Kinds = ()
         self.is_stage = False  # of a pipeline
         self.has_failed = False  # an operator has refused tensors that are sharded
         self.messages: dict[object, list[Kinds]] = {}  # of pipeline stages, which share it

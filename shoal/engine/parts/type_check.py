@@ -126,7 +126,6 @@ class CheckTypes(Part):
                 "",
                 types.place(),
             )
-        types.loss = tuple(VARIES if isinstance(kind, int) else kind for kind in kinds)
 
     def before_destroy(self) -> None:
         for hook in self._hooks:

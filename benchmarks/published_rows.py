@@ -185,7 +185,7 @@ def _megatron_core(row: dict[str, str]) -> Measured | str:
 
 
 _NAMED = {"llama3-8B": ("32", "4096", "32"), "llama3-1B": ("16", "2048", "32")}  # layers, hidden size, heads
-_MEMORY = {"GB": 1e9, "GiB": 2.0**30}
+_MEMORY = {"GB": 2.0**30, "GiB": 2.0**30}  # torchtitan prints GiB, whatever it calls them
 
 
 def _llama(row: dict[str, str]) -> Measured | str:

@@ -28,10 +28,11 @@ def verify_model(
 ) -> TypeReport:
     """Take one step of ``config`` by type, as the first rank of each pipeline stage.
 
-    Args: as of ``dry_run_model``.
+    Args: as of ``dry_run_model``. A configuration without an optimizer gets AdamW.
 
     Raises: UsageError: no batch is known for the model. What ``initialize`` and the model raise.
     """
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, **config}
     settings = load(dict(config), world_size=num_ranks, warns=False)
     degrees = model_degrees(settings)
     num_stages, parts = degrees.get("pp", 1), degrees.get("sp", 1) * degrees.get("cp", 1)

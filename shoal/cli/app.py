@@ -19,6 +19,7 @@ from shoal.cli.convert import convert
 from shoal.cli.estimate import estimate
 from shoal.cli.job import VERBOSE, TrainJob, default_ranks
 from shoal.cli.plan import plan
+from shoal.cli.tune import tune
 from shoal.cli.usage import OrderedGroup, UsageCommand
 from shoal.cli.verify import verify
 
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("estimate", cls=UsageCommand)(estimate)
 app.command("plan", cls=UsageCommand)(plan)
+app.command("tune", cls=UsageCommand)(tune)
 app.command("verify", cls=UsageCommand)(verify)
 app.command("convert", cls=UsageCommand)(convert)
 app.command("as-deepspeed", cls=UsageCommand)(as_deepspeed)

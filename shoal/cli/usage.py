@@ -16,6 +16,8 @@ _ORDER = (
     "report",
     "doctor",
     "estimate",
+    "plan",
+    "tune",
     "verify",
     "checkpoint",
     "convert",

@@ -14,7 +14,6 @@ rounding (Adam where a gradient is nearly 0) is not mistaken for an error.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
 import sys
@@ -31,7 +30,8 @@ from shoal.config.ranks import model_degrees
 from shoal.engine.entry import initialize
 from shoal.errors import UsageError
 from shoal.launch.local import LocalJob, run_local
-from shoal.planner.model_of import Batch, build_model, loss_of, token_batch
+from shoal.planner.model_of import build_model
+from shoal.planner.short_training import take_steps
 from shoal.planner.trial import attend_by_ranks
 from shoal.planner.value_trace import Value, ValueTrace, read_values
 from shoal.text import counted, table
@@ -257,21 +257,7 @@ def _train(job: _Job) -> None:
         _change_last_bit(model)
     trace = ValueTrace()
     engine: Any = initialize(model=model, config=job.config, parts=[trace])[0]
-    batches, num_micro = engine.axes.batch, engine.gradient_accumulation_steps()
-
-    def batch_of(step: int, micro: int) -> Batch:
-        torch.manual_seed(hash((job.seed, step, micro * batches.size + batches.rank)) % 2**63)
-        return _on_rank(engine, _batch(job, model, engine.train_micro_batch_size_per_gpu()))
-
-    for step in range(job.steps):
-        if hasattr(engine, "train_batch"):
-            engine.train_batch(batch_of(step, micro) for micro in range(num_micro))
-            continue
-        for micro in range(num_micro):
-            arguments = batch_of(step, micro)
-            output = engine(**arguments) if isinstance(arguments, dict) else engine(*arguments)
-            engine.backward(loss_of(output))
-            engine.step()
+    take_steps(engine, model, job.steps, sequence=job.sequence, batch=job.batch, seed=job.seed)
     trace.write(Path(job.folder) / f"{job.name}-{engine.global_rank:05d}.jsonl")
     engine.destroy()
 
@@ -282,43 +268,6 @@ def _change_last_bit(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
         parameter.mul_(1 + torch.finfo(torch.float32).eps * signs.to(parameter))
-
-
-def _batch(job: _Job, model: torch.nn.Module, num_rows: int) -> Batch:
-    """The whole rows of a micro-batch, from torch's RNG."""
-    if job.batch is not None:
-        module, _, name = job.batch.partition(":")
-        made: Batch = getattr(importlib.import_module(module), name)(num_rows)
-        return made
-    given = token_batch(model, num_rows, job.sequence)
-    vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
-    tokens = torch.randint(0, vocabulary, next(iter(_tensors(given))).shape)
-    if isinstance(given, dict):
-        return {key: tokens if isinstance(each, torch.Tensor) else each for key, each in given.items()}
-    return tuple(tokens for _ in given)
-
-
-def _tensors(given: Batch) -> list[torch.Tensor]:
-    values = given.values() if isinstance(given, dict) else given
-    return [value for value in values if isinstance(value, torch.Tensor)]
-
-
-def _on_rank(engine: Any, given: Batch) -> Batch:
-    """The arguments on this rank's device: its positions, where ``sp`` and ``cp`` divide them."""
-    context = engine.sequence_context
-
-    def mine(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        value = value.to(engine.device)
-        return value if context is None else context.shard(value)
-
-    tokens = _tensors(given)[0]
-    positions = None if context is None else context.positions(tokens.shape[1], engine.device)
-    if isinstance(given, dict):
-        made = {key: mine(value) for key, value in given.items()}
-        return made if positions is None else {**made, "position_ids": positions.expand(tokens.shape[0], -1)}
-    return (*map(mine, given), *(() if positions is None else (positions,)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``shoal verify --against one-process`` on real ranks."""
+"""``shoal verify --against one-process`` and ``shoal tune`` on real ranks."""
 
 from __future__ import annotations
 
@@ -64,3 +64,28 @@ def test_a_run_that_fails_is_an_error_with_its_cause(tmp_path: Path) -> None:
     done = shoal_verify(tmp_path, {"parallel": {"tp": 2}}, "--model", "missing:Model")
     assert done.returncode == 2
     assert "[verify-run]" in done.stderr and "missing" in done.stderr
+
+
+def test_the_fastest_of_two_plans_is_found_by_running_them(tmp_path: Path) -> None:
+    words = ["tune", "nano", "--ranks", "2", "--machine", "h100", "--sequence", "16", "--global-batch", "8"]
+    space = ["stage=1", "tp=1", "pp=1", "shards=all", "micro=2,4"]
+    words += [
+        *(word for each in space for word in ("--space", each)),
+        "--trials",
+        "2",
+        "--steps",
+        "2",
+        "--out",
+        "tuned",
+    ]
+    command = [sys.executable, "-m", "shoal", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=170)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(path.read_text()) for path in sorted((tmp_path / "tuned").glob("*/result.json"))]
+    assert len(results) == 2 and all(0 < result["seconds"] < 60 and result["peak"] > 1e6 for result in results)
+    chosen = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    fastest = min(results, key=lambda result: result["seconds"])
+    (folder,) = [
+        path.parent for path in (tmp_path / "tuned").glob("*/result.json") if json.loads(path.read_text()) == fastest
+    ]
+    assert chosen == json.loads((folder / "job.json").read_text())["config"]

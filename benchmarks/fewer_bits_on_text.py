@@ -41,6 +41,7 @@ def _local(**keys: Any) -> Run:
 
 RUNS: dict[str, Run] = {
     "plain": Run(),
+    "reduce fp32": Run({"communication_data_type": "fp32"}),  # other rounding: how far apart equal runs end
     "gather and reduce int8": _wire(gather="int8", reduce="int8"),
     "gather fp8, reduce int8": _wire(gather="fp8", reduce="int8"),
     "gather int4": _wire(gather="int4"),
@@ -48,6 +49,8 @@ RUNS: dict[str, Run] = {
     "reduce int4_hadamard": _wire(reduce="int4_hadamard"),
     "gather int8, reduce int4_hadamard": _wire(gather="int8", reduce="int4_hadamard"),
     "reduce int4": _wire(reduce="int4"),
+    "gather and reduce int4": _wire(gather="int4", reduce="int4"),
+    "gather int4, difference, reduce int4_hadamard": _wire(gather="int4", difference=True, reduce="int4_hadamard"),
     "reduce 1bit": _wire(reduce="1bit"),
     "local steps, every 10": _local(every=10),
     "local steps, every 10, means": _local(every=10, outer_lr=1.0, outer_momentum=0.0),
@@ -55,6 +58,22 @@ RUNS: dict[str, Run] = {
     "local steps, every 30": _local(every=30),
     "local steps, every 30, 3 fragments": _local(every=30, fragments=3),
     "local steps, every 30, int4_hadamard": _local(every=30, wire="int4_hadamard"),
+    "local steps, every 10, means, int4_hadamard": _local(
+        every=10, outer_lr=1.0, outer_momentum=0.0, wire="int4_hadamard"
+    ),
+    "1-bit Adam, freeze_step 80": Run(
+        {
+            "optimizer": {
+                "type": "OneBitAdam",
+                "params": {"freeze_step": 80, "betas": [0.9, 0.95], "weight_decay": 0.1},
+            }
+        },
+        stage=0,
+    ),
+    "fp8 tensorwise": Run({"fp8": {"recipe": "tensorwise"}}),
+    "fp8 rowwise": Run({"fp8": {"recipe": "rowwise"}}),
+    "optimizer state int8": Run({"precision": {"state_dtype": "int8"}}),
+    "optimizer state fp8": Run({"precision": {"state_dtype": "fp8"}}),
 }
 
 

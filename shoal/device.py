@@ -114,6 +114,16 @@ class Device:
         """What the driver calls the device: "NVIDIA H100 80GB HBM3"; "cpu"."""
         return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else self.torch_device.type
 
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of the accelerator's memory."""
+        return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
+
+    @property
+    def capability(self) -> int:
+        """NVIDIA's compute capability, its major number: 8 of an A100, 9 of an H100."""
+        return int(torch.cuda.get_device_capability(self.torch_device)[0])
+
     def free_nbytes(self) -> int:
         """Bytes of the accelerator that are free, and those that this process's allocator keeps without using."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
@@ -134,6 +144,11 @@ class Device:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
         return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def num_accelerators() -> int:
+    """That this process sees."""
+    return torch.cuda.device_count()
 
 
 def host_empty(numel: int, dtype: torch.dtype, device: torch.device, *, is_pinned: bool = True) -> torch.Tensor:

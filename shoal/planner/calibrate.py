@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import World, current_world
+from shoal.device import Device, num_accelerators
 from shoal.errors import UsageError
 from shoal.launch import LocalJob, run_local
 from shoal.memory.host import host_available_nbytes
@@ -52,7 +53,7 @@ def calibrate(path: str | Path, num_ranks: int | None = None) -> Path:
 
     Raises: UsageError: the ranks failed.
     """
-    ranks = num_ranks or torch.cuda.device_count() or 2
+    ranks = num_ranks or num_accelerators() or 2
     program = [sys.executable, "-m", "shoal.planner.calibrate", str(path)]
     outcome = run_local(LocalJob(program, ranks, rank_0_keeps_terminal=True))
     if outcome.exit_code:
@@ -72,7 +73,9 @@ def measure(world: World, seconds: float = 1.0, largest: int = _LARGE, *, shows:
     kind = "cuda" if world.device.type == "cuda" else "cpu"
     comm = world.communicator("dp_shard", Mesh.of(world.size))
     base = copy.deepcopy(figures_of("h100"))
-    base["gpu"]["generation"] = {7: "volta", 8: "ampere"}.get(_capability(), "hopper") if kind == "cuda" else "cpu"
+    base["gpu"]["generation"] = (
+        {7: "volta", 8: "ampere"}.get(Device(world.device).capability, "hopper") if kind == "cuda" else "cpu"
+    )
     steps = _measurements(world, comm, kind, seconds, largest, base)
     for step in track(list(steps), "measuring", disable=not shows):
         comm.barrier(label="calibrate")
@@ -81,10 +84,6 @@ def measure(world: World, seconds: float = 1.0, largest: int = _LARGE, *, shows:
     values = torch.tensor([figures[name] for name in names], dtype=torch.float64, device=world.device)
     comm.all_reduce(values, scale=1.0 / world.size, label="calibrate").wait()
     return _filled(base, dict(zip(names, values.tolist(), strict=True)), world, kind)
-
-
-def _capability() -> int:
-    return torch.cuda.get_device_capability()[0]
 
 
 def _measurements(
@@ -181,8 +180,7 @@ class _Count(TorchDispatchMode):
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    Device(device).synchronize()
 
 
 def _filled(base: Figures, measured: dict[str, float], world: World, kind: str) -> Figures:
@@ -196,7 +194,7 @@ def _filled(base: Figures, measured: dict[str, float], world: World, kind: str) 
     gpu["flops"] = {name.split()[1]: rate(value) for name, value in measured.items() if name.startswith("flops")}
     gpu["memory_bandwidth"] = rate(measured["memory"])
     available = host_available_nbytes() or 1 << 34
-    gpu["memory"] = available // world.size if is_cpu else torch.cuda.get_device_properties(0).total_memory
+    gpu["memory"] = available // world.size if is_cpu else Device(world.device).total_nbytes
     node["gpus"] = world.size
     node["bus"] = {**rate(measured["pinned"]), "pageable": float(f"{measured['pageable']:.4g}")}
     node["host"] = {"memory": float(available), **rate(measured["memory"] * world.size if is_cpu else 100e9)}
@@ -207,7 +205,7 @@ def _filled(base: Figures, measured: dict[str, float], world: World, kind: str) 
         gpu |= {"overlap": 1.0, "kernel": 0.0, "latency": 0.0}
         gpu |= {key: 0 for key in ("context", "workspace") if key in gpu}
         node["link"] = {**node["link"], "kind": "pcie"}
-    what = platform.processor() or platform.machine() if is_cpu else torch.cuda.get_device_name()
+    what = platform.processor() or platform.machine() if is_cpu else Device(world.device).name
     made = {"source": f"measured by shoal calibrate: {world.size} ranks, {what}", "gpu": gpu, "node": node}
     _fit_link(made, measured, world.size)
     _fit_attention(made, measured, torch.float32 if is_cpu else torch.bfloat16, 512 if is_cpu else 4096)

@@ -28,7 +28,7 @@ from shoal.pipeline.cut import cut_bounds
 from shoal.pipeline.schedule import build_schedule
 from shoal.pipeline.stage import StageModule
 from shoal.planner.model_of import Batch, as_builder, loss_of, token_batch
-from shoal.planner.repeated_blocks import Grid, Repeats
+from shoal.planner.repeated_blocks import Repeats, RunGrid
 from shoal.simulation.dry_run import DryRun, PipelineDryRun, StepTime, dry_run, dry_run_pipeline
 from shoal.simulation.machines import GpuNode, machine_of
 from shoal.simulation.memory import MemoryPeak
@@ -214,7 +214,7 @@ class _ModelRun:
             engine.step()
 
 
-def _fewer(run: _ModelRun, num_micro: int) -> tuple[Grid, Callable[[int], Removal] | None] | None:
+def _fewer(run: _ModelRun, num_micro: int) -> tuple[RunGrid, Callable[[int], Removal] | None] | None:
     """How many blocks and micro-batches to run, and what removes repetitions; None: all."""
     micro, fills = (num_micro, num_micro), run.num_stages > 1 and run.settings.pipeline.schedule == "gpipe"
     if run.num_stages > 1:
@@ -228,7 +228,7 @@ def _fewer(run: _ModelRun, num_micro: int) -> tuple[Grid, Callable[[int], Remova
         bounds = _bounds(run, model, num_micro)
     found = None if bounds is None else Repeats.of(model)
     if found is None or bounds is None:
-        return (Grid((1, 1), micro, 1, num_micro, fills), None) if micro[0] != num_micro else None
+        return (RunGrid((1, 1), micro, 1, num_micro, fills), None) if micro[0] != num_micro else None
     count = min(num for _, num in found.spans(bounds))
     low = 1 if run.num_stages > 1 else 3
     if run.settings.zero_optimization.stage == 3:  # units that are gathered ahead, or kept for their next use
@@ -242,7 +242,7 @@ def _fewer(run: _ModelRun, num_micro: int) -> tuple[Grid, Callable[[int], Remova
     def removal(num: int) -> Removal:
         return lambda model: found.remove(model, bounds, num)
 
-    return Grid(blocks, micro, count, num_micro, fills), removal
+    return RunGrid(blocks, micro, count, num_micro, fills), removal
 
 
 def _bounds(run: _ModelRun, model: nn.Module, num_micro: int) -> list[int] | None:

@@ -96,7 +96,7 @@ def _kind_of(block: nn.Module, number: int) -> object:
 
 
 @dataclass(frozen=True)
-class Grid:
+class RunGrid:
     """The numbers of repetitions and of micro-batches that are run, and those that are asked for.
 
     Attributes: ``fills``: memory grows with the micro-batches; else it is that of the most that are run.

@@ -152,7 +152,7 @@ def compare(run: Sequence[Value], one: Sequence[Value], rounded: Sequence[Value]
 
 
 @dataclass(frozen=True)
-class _Job:
+class _ValueJob:
     """What one rank does. ``name``: of the run, and of the files of its values."""
 
     name: str
@@ -212,7 +212,7 @@ def verify_values(
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
         degrees = model_degrees(load(given, world_size=num_ranks, warns=False))
         has_parts = not degrees.keys().isdisjoint(("sp", "cp"))
-        job = _Job("run", folder, model, given, steps, sequence, batch, seed, has_parts)
+        job = _ValueJob("run", folder, model, given, steps, sequence, batch, seed, has_parts)
         one = dataclasses.replace(job, name="one", config=alone, has_parts=False)
         rounded = dataclasses.replace(job, name="rounded", config=wide, is_last_bit_changed=not is_narrow)
         for each, ranks in ((job, num_ranks), (one, 1), (rounded, 1)):
@@ -230,7 +230,7 @@ def _values(folder: Path, name: str) -> list[Value]:
     return [value for path in sorted(folder.glob(f"{name}-*.jsonl")) for value in read_values(path)]
 
 
-def _run(job: _Job, num_ranks: int) -> None:
+def _run(job: _ValueJob, num_ranks: int) -> None:
     path = Path(job.folder) / f"{job.name}.json"
     path.write_text(json.dumps(dataclasses.asdict(job)))
     program = (sys.executable, "-m", "shoal.planner.verify_values", str(path))
@@ -244,7 +244,7 @@ def _run(job: _Job, num_ranks: int) -> None:
         )
 
 
-def _train(job: _Job) -> None:
+def _train(job: _ValueJob) -> None:
     """One rank of one run."""
     torch.manual_seed(job.seed)
     model = build_model(job.model, job.sequence)
@@ -271,4 +271,4 @@ def _change_last_bit(model: torch.nn.Module) -> None:
 
 
 if __name__ == "__main__":
-    _train(_Job(**json.loads(Path(sys.argv[1]).read_text())))
+    _train(_ValueJob(**json.loads(Path(sys.argv[1]).read_text())))

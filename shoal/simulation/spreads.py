@@ -39,7 +39,7 @@ class Fault(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """One call of an operator. ``name``: without namespace, overload and the underscore of in-place ones."""
 
     name: str
@@ -55,14 +55,14 @@ class Call:
         return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
 
 
-def call_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Call:
+def call_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OperatorCall:
     """The call, and its tensors in the order of the arguments."""
     name, is_pointwise = _name_of(operator)
     written = accessed(effects_of(operator), args, kwargs)[1]
     outs = list(tensors_of(result)) or written
     results = {argument for _, argument, is_written in effects_of(operator).arguments if is_written}
     read = [args, *(value for key, value in kwargs.items() if key not in results)]
-    return Call(name, args, kwargs, list(tensors_of(read)), outs, written, is_pointwise)
+    return OperatorCall(name, args, kwargs, list(tensors_of(read)), outs, written, is_pointwise)
 
 
 @cache
@@ -72,7 +72,7 @@ def _name_of(operator: Any) -> tuple[str, bool]:
     return name[:-1] if is_in_place else name, torch.Tag.pointwise in operator.tags
 
 
-def kinds_of_results(call: Call, kinds: Sequence[Kind]) -> list[Kind]:
+def kinds_of_results(call: OperatorCall, kinds: Sequence[Kind]) -> list[Kind]:
     """Of each result, its kind along an axis along which the tensors of the call have ``kinds``. Raises: Fault."""
     if call.name == "lift_fresh":  # a number of the host
         return [REPLICATED]
@@ -91,7 +91,7 @@ def kinds_of_results(call: Call, kinds: Sequence[Kind]) -> list[Kind]:
     return found if isinstance(found, list) else [found] * len(call.outs)
 
 
-Rule: TypeAlias = Callable[[Call, Sequence[Kind]], Kind | list[Kind]]
+Rule: TypeAlias = Callable[[OperatorCall, Sequence[Kind]], Kind | list[Kind]]
 
 
 # Kinds of several tensors, whose sharded dims are those of the result.
@@ -138,11 +138,11 @@ def _is_linear(name: str, kinds: Sequence[Kind]) -> None:
 # Rules
 
 
-def _unknown(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _unknown(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     return VARIES
 
 
-def _linear(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _linear(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     return _fitting(kinds[0], call.tensors[0], call.outs[0])
 
 
@@ -153,7 +153,7 @@ def _fitting(kind: Kind, source: torch.Tensor, out: torch.Tensor) -> Kind:
     return kind if source.dim() == out.dim() and source.shape[kind] <= out.shape[kind] else VARIES
 
 
-def _view(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _view(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     kind, old, new = kinds[0], call.tensors[0].shape, call.outs[0].shape
     if not isinstance(kind, int) or old == new:
         return kind
@@ -176,7 +176,7 @@ def _view(call: Call, kinds: Sequence[Kind]) -> Kind:
     return VARIES
 
 
-def _transpose(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _transpose(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     kind, ndim = kinds[0], call.tensors[0].dim()
     if not isinstance(kind, int):
         return kind
@@ -189,29 +189,29 @@ def _transpose(call: Call, kinds: Sequence[Kind]) -> Kind:
     return dims.index(kind)
 
 
-def _expand(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _expand(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     kind = kinds[0]
     return kind + call.outs[0].dim() - call.tensors[0].dim() if isinstance(kind, int) else kind
 
 
-def _unsqueeze(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _unsqueeze(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     kind, dim = kinds[0], call.argument(1, "dim") % call.outs[0].dim()
     return kind + (dim <= kind) if isinstance(kind, int) else kind
 
 
-def _select(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _select(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     kind, dim = kinds[0], call.argument(1, "dim", 0) % call.tensors[0].dim()
     if not isinstance(kind, int):
         return kind
     return VARIES if kind == dim else kind - (dim < kind)
 
 
-def _select_backward(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _select_backward(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     kind, dim = kinds[0], call.args[2] % call.outs[0].dim()
     return kind + (dim <= kind) if isinstance(kind, int) else kind
 
 
-def _cat(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _cat(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     out, dim = call.outs[0], call.argument(1, "dim", 0)
     dim = dim % out.dim()
     if PARTIAL in kinds and any(kind not in (PARTIAL, ZERO) for kind in kinds):
@@ -222,7 +222,7 @@ def _cat(call: Call, kinds: Sequence[Kind]) -> Kind:
     return VARIES if call.name == "cat" and isinstance(found, int) and found == dim else found
 
 
-def _aligned(call: Call, kinds: Sequence[Kind]) -> list[Kind]:
+def _aligned(call: OperatorCall, kinds: Sequence[Kind]) -> list[Kind]:
     """With sharded dims of the result, to which the tensors are broadcast."""
     ndim = call.outs[0].dim() if call.outs else 0
     return [
@@ -231,28 +231,28 @@ def _aligned(call: Call, kinds: Sequence[Kind]) -> list[Kind]:
     ]
 
 
-def _pointwise(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _pointwise(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     if call.outs and call.outs[0].is_floating_point():
         _is_linear(call.name, kinds)
     return VARIES if PARTIAL in kinds else _joined(_aligned(call, kinds))
 
 
-def _add(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _add(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     numbers = [arg for arg in call.args[:2] if isinstance(arg, int | float) and arg]
     return _added([*_aligned(call, kinds), *([REPLICATED] if numbers else [])], call.name)
 
 
-def _mul(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _mul(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     if call.name == "div" and len(kinds) > 1 and kinds[1] is PARTIAL:
         raise Fault("div by a partial tensor: the sum over the ranks comes later", is_quotient=True)
     return _multiplied(_aligned(call, kinds), call.name)
 
 
-def _copy(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _copy(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     return _aligned(call, kinds)[1]
 
 
-def _where(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _where(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     """Of ``where`` and ``masked_fill``: a choice between values by a mask. A number that is not zero is replicated."""
     mask = 0 if call.name == "where" else 1
     aligned = _aligned(call, kinds)
@@ -265,7 +265,7 @@ def _where(call: Call, kinds: Sequence[Kind]) -> Kind:
 def _product(a: str, b: str, out: str) -> Rule:
     """Of matrix products, by the letters of their dims: two operands and the result; before them, a summand."""
 
-    def rule(call: Call, kinds: Sequence[Kind]) -> Kind:
+    def rule(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
         *summand, one, other = kinds[: len(call.tensors)]
         letters = []
         for kind, names in ((one, a), (other, b)):
@@ -286,7 +286,7 @@ def _product(a: str, b: str, out: str) -> Rule:
     return rule
 
 
-def _reduced(call: Call) -> set[int]:
+def _reduced(call: OperatorCall) -> set[int]:
     """The dims over which a reduction runs."""
     ndim = call.tensors[0].dim()
     dims = call.argument(1, "dim")
@@ -295,7 +295,7 @@ def _reduced(call: Call) -> set[int]:
     return {dim % ndim for dim in ([dims] if isinstance(dims, int) else dims)} if ndim else set()
 
 
-def _reduce(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _reduce(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     kind, is_linear = kinds[0], call.name in ("sum", "mean", "nansum")
     if not is_linear and call.outs[0].is_floating_point():
         _is_linear(call.name, kinds)
@@ -307,7 +307,7 @@ def _reduce(call: Call, kinds: Sequence[Kind]) -> Kind:
     return kind if call.outs[0].dim() == call.tensors[0].dim() else kind - sum(dim < kind for dim in dims)
 
 
-def _normalized(call: Call, kinds: Sequence[Kind]) -> Kind | list[Kind]:
+def _normalized(call: OperatorCall, kinds: Sequence[Kind]) -> Kind | list[Kind]:
     """Of softmax, norms and attention: nothing of a dim that is not normalized depends on its other places."""
     _is_linear(call.name, kinds)
     found = _joined(kinds)
@@ -328,7 +328,7 @@ def _of_dim(dim: int, source: torch.Tensor, out: torch.Tensor) -> Kind:
     return dim if dim < out.dim() and out.shape[dim] == source.shape[dim] else VARIES
 
 
-def _backward(call: Call, kinds: Sequence[Kind]) -> Kind | list[Kind]:
+def _backward(call: OperatorCall, kinds: Sequence[Kind]) -> Kind | list[Kind]:
     """Of operators of a backward pass: linear in the gradient, which comes first. Other results are sums over dims."""
     gradient, rest = kinds[0], [kind for kind in kinds[1:] if kind is not ZERO]
     if gradient is PARTIAL:
@@ -347,7 +347,7 @@ def _backward(call: Call, kinds: Sequence[Kind]) -> Kind | list[Kind]:
     return [PARTIAL if is_norm and place else _of_dim(found, source, out) for place, out in enumerate(call.outs)]
 
 
-def _embedding(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _embedding(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     weight, index = kinds[0], kinds[1]
     if weight is PARTIAL and index is REPLICATED:
         return PARTIAL
@@ -356,7 +356,7 @@ def _embedding(call: Call, kinds: Sequence[Kind]) -> Kind:
     return call.outs[0].dim() - 1 if weight == 1 and index is REPLICATED else VARIES
 
 
-def _embedding_backward(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _embedding_backward(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     gradient, index = kinds[0], kinds[1]
     if gradient is PARTIAL:
         return PARTIAL if index is REPLICATED else VARIES
@@ -366,7 +366,7 @@ def _embedding_backward(call: Call, kinds: Sequence[Kind]) -> Kind:
     return found
 
 
-def _indexed(call: Call, kinds: Sequence[Kind]) -> Kind:
+def _indexed(call: OperatorCall, kinds: Sequence[Kind]) -> Kind:
     """Of what reads or writes places of its first tensor."""
     rest = [kind for kind in kinds[1:] if kind is not ZERO]
     if kinds[0] in (PARTIAL, ZERO) and all(kind in (PARTIAL, REPLICATED) for kind in rest):
@@ -376,7 +376,7 @@ def _indexed(call: Call, kinds: Sequence[Kind]) -> Kind:
     return VARIES
 
 
-def _foreach(call: Call, kinds: Sequence[Kind]) -> list[Kind]:
+def _foreach(call: OperatorCall, kinds: Sequence[Kind]) -> list[Kind]:
     """Of lists: each with the one in its place."""
     own = len(list(tensors_of(call.args[0])))
     given = [kinds[place::own] for place in range(own)]

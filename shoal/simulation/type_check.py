@@ -73,7 +73,7 @@ class TypeFinding:
 
 
 @dataclass
-class _Record:
+class _TypeRecord:
     kinds: Kinds
     version: int = 0
     parameter: str = ""  # of which this is a view or a copy
@@ -93,9 +93,9 @@ class Types:
         self.is_stage = False  # of a pipeline
         self.has_failed = False  # an operator has refused tensors that are sharded
         self.messages: dict[object, list[Kinds]] = {}  # of pipeline stages, which share it
-        self._records: MutableMapping[torch.Tensor, _Record] = WeakTensorKeyDictionary()
-        self._parameters: dict[int, tuple[nn.Parameter, _Record]] = {}
-        self._memory: dict[int, _Record] = {}  # by storage: what was last written to it
+        self._records: MutableMapping[torch.Tensor, _TypeRecord] = WeakTensorKeyDictionary()
+        self._parameters: dict[int, tuple[nn.Parameter, _TypeRecord]] = {}
+        self._memory: dict[int, _TypeRecord] = {}  # by storage: what was last written to it
         self.of_parameters: set[int] = set()  # storages in which parameters are: their kinds stay
         self._version = 0
         self._places: dict[int, str] = {}  # by number of autograd's node
@@ -141,7 +141,7 @@ class Types:
     def kinds(self, tensor: torch.Tensor) -> Kinds:
         return self._record(tensor).kinds
 
-    def _record(self, tensor: torch.Tensor) -> _Record:
+    def _record(self, tensor: torch.Tensor) -> _TypeRecord:
         if id(tensor) in self._parameters:
             return self._parameters[id(tensor)][1]
         record = self._records.get(tensor)
@@ -149,14 +149,14 @@ class Types:
         written = None if key in self.of_parameters else self._memory.get(key)
         if written is not None and (record is None or written.version > record.version):
             return written
-        return _Record(self._given) if record is None else record
+        return _TypeRecord(self._given) if record is None else record
 
     def set(self, tensor: torch.Tensor, kinds: Kinds) -> None:
         """Tell the kinds of a tensor that no operator made."""
-        self._records[tensor] = _Record(kinds, self._version)
+        self._records[tensor] = _TypeRecord(kinds, self._version)
 
     def set_parameter(self, parameter: nn.Parameter, name: str, kinds: Kinds) -> None:
-        self._parameters[id(parameter)] = parameter, _Record(kinds, parameter=name)
+        self._parameters[id(parameter)] = parameter, _TypeRecord(kinds, parameter=name)
 
     def mark_inputs(self, values: Iterable[Any]) -> None:
         """Tensors of a batch: they vary over the ranks that see other samples or other parts of a sequence."""
@@ -185,7 +185,7 @@ class Types:
         """Follow the operators of this thread inside the block."""
         token = _CURRENT.set(self)
         try:
-            with _Operators(self):
+            with _TypedOperators(self):
                 yield
         finally:
             _CURRENT.reset(token)
@@ -239,7 +239,7 @@ class Types:
                 continue
             if self._memory and call.name not in _VIEWING:
                 self._memory.pop(storage_of(out), None)
-            self._records[out] = _Record(kinds, self._version, passes_on)
+            self._records[out] = _TypeRecord(kinds, self._version, passes_on)
 
     def failed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
         """An operator has refused its tensors: a fault of a plan, where a parameter is one of them."""
@@ -264,9 +264,9 @@ class Types:
         if tensor.nbytes < tensor.untyped_storage().nbytes():
             old = before.kinds if before is not None else (ZERO,) * len(kinds)
             flat = tuple(_both(*pair) for pair in zip(old, flat, strict=True))
-        self._memory[key] = _Record(flat, self._version)
+        self._memory[key] = _TypeRecord(flat, self._version)
         if id(tensor) not in self._parameters:
-            self._records[tensor] = _Record(kinds, self._version)
+            self._records[tensor] = _TypeRecord(kinds, self._version)
 
     def collective(self, call: Call, ranks: Sequence[int], axis: str) -> None:
         """A collective was issued: what its result will have."""
@@ -377,7 +377,7 @@ def current_types() -> Types | None:
     return _CURRENT.get()
 
 
-class _Operators(TorchDispatchMode):
+class _TypedOperators(TorchDispatchMode):
     def __init__(self, types: Types) -> None:
         super().__init__()
         self._types = types

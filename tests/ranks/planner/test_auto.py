@@ -72,7 +72,8 @@ def test_a_device_without_room_for_state_gets_stage_3_or_an_offload(monkeypatch:
     (made,) = set(run_ranks(4, placed))
     assert made[0] == 3 or made[1] is Tier.HOST
     node = replace(node, gpu_nbytes=4 * capacity)
-    assert run_ranks(4, placed) == [(1, Tier.DEVICE)] * 4
+    ((_, tier),) = set(run_ranks(4, placed))  # which stage is the fastest is a matter of the machine
+    assert tier is Tier.DEVICE
 
 
 def test_the_mesh_may_be_planned_and_the_stage_said() -> None:

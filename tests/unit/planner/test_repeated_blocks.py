@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.models import GPT
 from shoal.planner.dry_model import PlannedStep, dry_run_model
-from shoal.planner.repeated_blocks import Grid, Repeats
+from shoal.planner.repeated_blocks import Repeats, RunGrid
 from shoal.simulation.times import COMPUTE
 from tests.unit.planner.test_dry_model import SHAPE, config
 
@@ -119,7 +119,7 @@ def test_a_grid_extends_what_is_linear_in_both() -> None:
     def figure(blocks: int, micro: int) -> float:
         return 3 + 2 * blocks + 5 * micro + 7 * blocks * micro
 
-    grid = Grid((3, 5), (2, 3), 80, 64)
+    grid = RunGrid((3, 5), (2, 3), 80, 64)
     runs = {(n, m): {("busy", "compute"): figure(n, m), ("allocated", 0): figure(n, 0)} for n in (3, 5) for m in (2, 3)}
     made = grid.extended(runs)
     assert made["busy", "compute"] == pytest.approx(figure(80, 64))

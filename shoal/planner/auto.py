@@ -1,4 +1,4 @@
-"""``"stage": "auto"`` of ``zero_optimization`` and ``"parallel": "auto"``: a plan for the machine at hand.
+"""``"stage": "auto"`` of ``zero_optimization`` and ``"parallel": "auto"``: a plan for this machine.
 
     1  rank 0   searches for its model, GPUs and number of ranks, and runs the best dry
     2  all      take rank 0's configuration, and its reasons

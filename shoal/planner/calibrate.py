@@ -1,4 +1,4 @@
-"""Measures the machine at hand and writes its figures in the form of ``machines.yaml``, for dry runs on it.
+"""Measures this machine and writes its figures in the form of ``machines.yaml``, for dry runs on it.
 
 Every rank measures at the same time, as they compute at the same time in training: CPU ranks share cores and the
 bandwidth of memory. Rank 0 writes the mean over the ranks.

@@ -1,4 +1,4 @@
-"""A training step of a model under a configuration, dry: what it takes, for whoever chooses configurations.
+"""A training step of a model under a configuration, dry: what it takes, as ``plan`` needs it.
 
 step = shoal.planner.dry_model.dry_run_model("6.7b", {"zero_optimization": {"stage": 3}, ...}, 64, machine="h100")
 step.seconds, step.memory.reserved, step.received
@@ -27,8 +27,9 @@ from shoal.pipeline.blocks import find_blocks, find_outside
 from shoal.pipeline.cut import cut_bounds
 from shoal.pipeline.schedule import build_schedule
 from shoal.pipeline.stage import StageModule
-from shoal.planner.model_of import Batch, as_builder, loss_of, token_batch
+from shoal.planner.model_of import Batch, as_builder, token_batch
 from shoal.planner.repeated_blocks import Repeats, RunGrid
+from shoal.planner.short_training import take_step
 from shoal.simulation.dry_run import DryRun, PipelineDryRun, StepTime, dry_run, dry_run_pipeline
 from shoal.simulation.machines import GpuNode, machine_of
 from shoal.simulation.memory import MemoryPeak
@@ -178,7 +179,7 @@ class _ModelRun:
             for num in (*[num_micro[0]] * _NUM_WARM, *num_micro):
                 engine.set_train_batch_size(num * per_micro)
                 with run.step():
-                    self._step(engine, given, num)
+                    take_step(engine, repeat(given, num), self.loss)
             engine.destroy()
 
         if self.num_stages > 1:
@@ -202,16 +203,6 @@ class _ModelRun:
         if self.batch is not None:
             return self.batch(num_rows)
         return token_batch(model, num_rows, self.sequence, self.degrees.get("sp", 1) * self.degrees.get("cp", 1))
-
-    def _step(self, engine: Any, given: Batch, num_micro: int) -> None:
-        if self.num_stages > 1:
-            engine.train_batch(repeat(given))
-            return
-        for _ in range(num_micro):
-            output = engine(**given) if isinstance(given, dict) else engine(*given)
-            engine.backward((self.loss or loss_of)(output))
-            del output
-            engine.step()
 
 
 def _fewer(run: _ModelRun, num_micro: int) -> tuple[RunGrid, Callable[[int], Removal] | None] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,15 +37,20 @@ def take_steps(
         return _on_rank(engine, _whole_rows(model, num_rows, sequence, batch))
 
     for step in range(steps):
-        if hasattr(engine, "train_batch"):
-            engine.train_batch(batch_of(step, micro) for micro in range(num_micro))
-        else:
-            for micro in range(num_micro):
-                arguments = batch_of(step, micro)
-                output = engine(**arguments) if isinstance(arguments, dict) else engine(*arguments)
-                engine.backward(loss_of(output))
-                engine.step()
+        take_step(engine, (batch_of(step, micro) for micro in range(num_micro)))
         after_step()
+
+
+def take_step(engine: Any, micro_batches: Iterable[Batch], loss: Callable[[Any], torch.Tensor] | None = None) -> None:
+    """One step, with its micro-batches. Args: ``loss``: of what the model returns; None: ``loss_of``."""
+    if hasattr(engine, "train_batch"):
+        engine.train_batch(iter(micro_batches))
+        return
+    for given in micro_batches:
+        output = engine(**given) if isinstance(given, dict) else engine(*given)
+        engine.backward((loss or loss_of)(output))
+        del output
+        engine.step()
 
 
 def _whole_rows(model: nn.Module, num_rows: int, sequence: int | None, batch: str | None) -> Batch:

@@ -12,7 +12,8 @@ from torch import nn
 from shoal.config import load
 from shoal.config.ranks import model_degrees
 from shoal.engine.entry import initialize
-from shoal.planner.model_of import Batch, as_builder, loss_of, token_batch
+from shoal.planner.model_of import Batch, as_builder, token_batch
+from shoal.planner.short_training import take_step
 from shoal.planner.trial import attend_by_ranks
 from shoal.simulation.verify import TypeReport, verify
 
@@ -45,13 +46,7 @@ def verify_model(
             attend_by_ranks(made)
         given = batch(num_rows) if batch is not None else token_batch(made, num_rows, sequence, parts)
         engine = initialize(model=made, config=dict(config))[0]
-        if num_stages > 1:
-            engine.train_batch(repeat(given))
-        else:
-            for _ in range(num_micro):
-                output = engine(**given) if isinstance(given, dict) else engine(*given)
-                engine.backward((loss or loss_of)(output))
-                engine.step()
+        take_step(engine, repeat(given, num_micro), loss)
         engine.destroy()
 
     return verify(train, num_ranks, num_stages=num_stages)

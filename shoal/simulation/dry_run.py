@@ -288,33 +288,46 @@ def dry_run_pipeline(
         ``train`` raised on a stage.
     """
     _check_not_nested()
+    stages, node = stages_of(num_ranks, num_stages), machine_of(machine)
+    runs: dict[int, DryRun] = {}
+
+    def of_stage(rank: int) -> None:
+        with fake_stage_world(num_ranks, rank, stages) as world, _simulated_rank(world, node, is_fused) as run:
+            runs[rank] = run
+            train(run)
+
+    with fake_process_group(num_ranks, 0):
+        run_stages(stages, of_stage)
+    return PipelineDryRun([runs[rank] for rank in stages.ranks])
+
+
+def stages_of(num_ranks: int, num_stages: int) -> FakeStages:
+    """The first rank of each pipeline stage. Raises: UsageError: stages that do not divide the ranks."""
     if num_stages < 1 or num_ranks % num_stages:
         raise UsageError(
             f"{num_ranks} ranks cannot be divided among {num_stages} pipeline stages.",
             do="give a number of stages that divides the number of ranks.",
             code="dry-run-pipeline",
         )
-    node = machine_of(machine)
-    stages = FakeStages(range(0, num_ranks, num_ranks // num_stages))
-    runs: dict[int, DryRun] = {}
+    return FakeStages(range(0, num_ranks, num_ranks // num_stages))
 
-    def of_stage(rank: int) -> None:
+
+def run_stages(stages: FakeStages, of_stage: Callable[[int], object]) -> None:
+    """Call ``of_stage(rank)`` for each stage, in threads of which one runs at a time. Raises: what the first raised."""
+
+    def guarded(rank: int) -> None:
         with suppress(BaseException), stages.running(rank):  # ``stages`` keeps the first error
-            with fake_stage_world(num_ranks, rank, stages) as world, _simulated_rank(world, node, is_fused) as run:
-                runs[rank] = run
-                train(run)
+            of_stage(rank)
 
-    with fake_process_group(num_ranks, 0):
-        threads = [
-            threading.Thread(target=of_stage, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in stages.ranks
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    threads = [
+        threading.Thread(target=guarded, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in stages.ranks
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if stages.error is not None:
         raise stages.error
-    return PipelineDryRun([runs[rank] for rank in stages.ranks])
 
 
 def _check_not_nested() -> None:

@@ -9,18 +9,18 @@ See ``spreads`` for the kinds and ``type_check`` for what follows them.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shoal.comm.fake import FakeStages, FakeStageTransport, FakeTransport
+from shoal.comm.fake import FakeStageTransport, FakeTransport
 from shoal.comm.world import World, fake_process_group, use_world
-from shoal.errors import ModelError, UsageError
+from shoal.errors import ModelError
+from shoal.simulation.dry_run import run_stages, stages_of
 from shoal.simulation.type_check import TypedTransport, TypeFinding, Types
 from shoal.text import counted, table
 
@@ -82,19 +82,14 @@ def verify(train: Callable[[], object], num_ranks: int, *, num_stages: int = 1) 
     Raises: UsageError: stages that do not divide the ranks. What ``train`` raises.
     Memory: that of the model's objects; tensors have none.
     """
-    if num_stages < 1 or num_ranks % num_stages:
-        raise UsageError(
-            f"{num_ranks} ranks cannot be divided among {num_stages} pipeline stages.",
-            do="give a number of stages that divides the number of ranks.",
-            code="dry-run-pipeline",
-        )
-    stages = FakeStages(range(0, num_ranks, num_ranks // num_stages))
-    every = [Types() for _ in stages.ranks]
-    for types in every:
-        types.messages = every[0].messages
+    stages = stages_of(num_ranks, num_stages)
+    every = {rank: Types() for rank in stages.ranks}
+    for types in every.values():
+        types.messages = every[stages.ranks[0]].messages
         types.is_stage = num_stages > 1
 
-    def run(rank: int, types: Types, transport: FakeTransport) -> None:
+    def run(rank: int, transport: FakeTransport) -> None:
+        types = every[rank]
         world = World(rank, num_ranks, rank, torch.device("cpu"), "fake", TypedTransport(transport, types, rank))
         world.stages = stages if num_stages > 1 else None
         with use_world(world), closing(world), FakeTensorMode(allow_non_fake_inputs=True), types.following():
@@ -104,22 +99,9 @@ def verify(train: Callable[[], object], num_ranks: int, *, num_stages: int = 1) 
                 if not types.has_failed:
                     raise
 
-    def of_stage(rank: int, types: Types) -> None:
-        with suppress(BaseException), stages.running(rank):  # ``stages`` keeps the first error
-            run(rank, types, FakeStageTransport(rank, num_ranks, stages))
-
     with fake_process_group(num_ranks, 0):
         if num_stages == 1:
-            run(0, every[0], FakeTransport(0))
+            run(0, FakeTransport(0))
         else:
-            pairs = zip(stages.ranks, every, strict=True)
-            threads = [
-                threading.Thread(target=of_stage, args=pair, name=f"rank-{pair[0]}", daemon=True) for pair in pairs
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    if stages.error is not None:
-        raise stages.error
-    return TypeReport(every)
+            run_stages(stages, lambda rank: run(rank, FakeStageTransport(rank, num_ranks, stages)))
+    return TypeReport(list(every.values()))

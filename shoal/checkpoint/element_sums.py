@@ -78,16 +78,19 @@ def _of_rows(flat: torch.Tensor, base: int, stride: tuple[int, int]) -> Sums:
         return added(sums, _of_rows(rest, base + whole, (rest.numel(), rest.numel()))) if rest.numel() else sums
     bits = _bits(flat).view(-1, columns)
     once = max(_AT_ONCE // columns, 1)
-    total = weighted = 0
+    total, by_place = (
+        torch.zeros((), dtype=torch.int64, device=flat.device) for _ in range(2)
+    )  # read once, at the end
     by_column = torch.zeros(columns, dtype=torch.int64, device=flat.device)
     for row in range(0, len(bits), once):
         part = bits[row : row + once].to(torch.int32)
         by_row = part.sum(1, dtype=torch.int32).long()
         by_column += part.sum(0, dtype=torch.int32)
-        total += int(by_row.sum())
-        weighted += step * int((by_row * _range(row, len(part), flat.device)).sum())
-    weighted += int((by_column * _range(0, columns, flat.device)).sum())  # wraps at 2^64, a multiple of the modulus
-    return total % _MODULUS, (base * total + weighted) % _MODULUS
+        total += by_row.sum()
+        by_place += (by_row * _range(row, len(part), flat.device)).sum()
+    in_columns = (by_column * _range(0, columns, flat.device)).sum()  # wraps at 2^64, a multiple of the modulus
+    plain = int(total)
+    return plain % _MODULUS, (base * plain + step * int(by_place) + int(in_columns)) % _MODULUS
 
 
 def _range(begin: int, numel: int, device: torch.device) -> torch.Tensor:

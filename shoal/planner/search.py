@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from shoal.errors import UsageError
 from shoal.planner.closed_forms import USABLE, ClosedForms, Guess
 from shoal.planner.facts import ModelFacts, facts_of
 from shoal.planner.model_of import as_builder
-from shoal.planner.space import Candidate, PlanRequest, candidates, parse_filter, refused
+from shoal.planner.space import Candidate, PlanRequest, candidates, parse_filter, refused, with_savings
 from shoal.planner.trial import Trial, run_trial
 from shoal.simulation.machines import GpuNode, machine_of
 from shoal.text import format_bytes
@@ -82,23 +81,12 @@ def plan(
     Raises: UsageError: no candidate is possible with this number of ranks and this batch; a model of which the blocks
         do not repeat. Memory: that of the model's objects, without values.
     """
-    build, node = as_builder(model, sequence), machine_of(machine)
-    asked = {**_fixed(config or {}), **(space or {})}
-    for axis in ("sp", "cp"):
-        if sequence < _LONG:
-            asked.setdefault(axis, (1,))
-    request = PlanRequest(num_ranks, node, sequence, global_batch, dict(config or {}), asked)
     tell = progress or (lambda what, done, total: None)
     tell("measuring a block", 0, num_trials + 1)
-    facts = facts_of(build, sequence, node)
+    build, request, facts = prepare(model, num_ranks, machine, sequence, global_batch, config, space)
     ranked, rejected, tightest = search(request, facts)
     if tightest is None:
-        common = "; ".join(f"{why} ({count} times)" for why, count in Counter(rejected).most_common(3))
-        raise UsageError(
-            f"no configuration is possible for {num_ranks} ranks and a global batch of {global_batch}: {common}.",
-            do="give a number of ranks and a batch with more divisors, such as powers of two.",
-            code="plan-impossible",
-        )
+        raise impossible(request, rejected)
     chosen: list[tuple[Guess, Candidate]] = []
     for guess, one in diverse(ranked):
         if why := refused(one.config(request, facts), num_ranks):
@@ -122,6 +110,25 @@ def plan(
     trials.sort(key=lambda trial: (not trial.fits(request), bool(trial.error), trial.seconds))
     made = ClusterPlan(request, facts, tuple(trials), tuple(ranked), rejected, tightest)
     return made if made.best is not None else replace(made, advice=tuple(_advice(made)))
+
+
+def prepare(
+    model: str | Callable[[], nn.Module],
+    num_ranks: int,
+    machine: str | Path | GpuNode,
+    sequence: int,
+    global_batch: int,
+    config: Mapping[str, Any] | None,
+    space: Mapping[str, tuple[Any, ...]] | None,
+) -> tuple[Callable[[], nn.Module], PlanRequest, ModelFacts]:
+    """What ``search`` needs, and a function that builds the model. Args, Raises: as of ``plan``."""
+    build, node = as_builder(model, sequence), machine_of(machine)
+    asked = {**_fixed(config or {}), **(space or {})}
+    for axis in ("sp", "cp"):
+        if sequence < _LONG:
+            asked.setdefault(axis, (1,))
+    request = PlanRequest(num_ranks, node, sequence, global_batch, dict(config or {}), asked)
+    return build, request, facts_of(build, sequence, node)
 
 
 def _fixed(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -178,31 +185,45 @@ def parse_space(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     return asked
 
 
+def impossible(request: PlanRequest, rejected: Mapping[str, int]) -> UsageError:
+    """The error where a search has found no candidate at all."""
+    common = "; ".join(f"{why} ({count} times)" for why, count in Counter(rejected).most_common(3))
+    return UsageError(
+        f"no configuration is possible for {request.num_ranks} ranks and a global batch of {request.global_batch}:"
+        f" {common}.",
+        do="give a number of ranks and a batch with more divisors, such as powers of two.",
+        code="plan-impossible",
+    )
+
+
 def search(
-    request: PlanRequest, facts: ModelFacts
+    request: PlanRequest, facts: ModelFacts, *, saves_always: bool = False
 ) -> tuple[list[tuple[Guess, Candidate]], dict[str, int], tuple[Guess, Candidate] | None]:
-    """By the formulas: what fits, the fastest first; why others are impossible; what needs least memory."""
+    """By the formulas: what fits, the fastest first; why others are impossible; what needs least memory.
+
+    Args:
+        saves_always: with each recomputation and offload also what fits without it.
+    """
     forms, capacity = ClosedForms(request, facts), request.machine.gpu_nbytes
     usable = float("inf") if capacity is None else USABLE * capacity
     ranked: list[tuple[Guess, Candidate]] = []
     rejected: Counter[str] = Counter()
     tightest: tuple[Guess, Candidate] | None = None
-    savings = list(product(request.values("offload"), request.values("recompute")))
     for possible, why in candidates(request, facts):
         if why:
             rejected[why] += 1
             continue
-        for offload, recompute in savings:
-            if (offload == "all" and possible.stage != 3) or (offload != "none" and possible.stage == 0):
-                continue
-            one = replace(possible, recompute=recompute, offload=offload)
+        fits = False
+        for one in with_savings(possible, request):
             guess = forms.guess(one)
             if tightest is None or guess.nbytes < tightest[0].nbytes:
                 tightest = (guess, one)
             if guess.nbytes <= usable:
                 ranked.append((guess, one))
-                break  # the next ones save memory at the cost of time
-        else:
+                fits = True
+                if not saves_always:
+                    break  # the next ones save memory at the cost of time
+        if not fits:
             rejected["it does not fit in memory, by the formulas"] += 1
     ranked.sort(key=lambda each: each[0].seconds)
     return ranked, dict(rejected), tightest

@@ -140,6 +140,13 @@ def candidates(request: PlanRequest, facts: ModelFacts) -> Iterator[tuple[Candid
             yield one, _problem(one, request)
 
 
+def with_savings(possible: Candidate, request: PlanRequest) -> Iterator[Candidate]:
+    """The candidate with each offload and recomputation, the ones that cost least time first."""
+    for offload, recompute in product(request.values("offload"), request.values("recompute")):
+        if not (offload == "all" and possible.stage != 3) and not (offload != "none" and possible.stage == 0):
+            yield replace(possible, recompute=recompute, offload=offload)
+
+
 def _degrees_problem(one: Candidate, request: PlanRequest, facts: ModelFacts) -> str:
     node, stages = request.machine.gpus_per_node, one.pp * one.virtual
     parts = one.tp * one.sp * one.cp

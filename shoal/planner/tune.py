@@ -1,9 +1,9 @@
 """``shoal tune``: the best plans train for real, a few steps each, and the fastest is kept.
 
-    plan     the closed formulas and dry runs of ``shoal plan``, for this machine
-    measure  one after the other, the fastest by plan first; what fails or runs out of memory is a result too
-    correct  measured seconds by planned seconds, the median of those so far, for all that are left
-    stop     when the next one cannot win, even if it takes 25 % less than its corrected figure
+    plan     the closed formulas of ``shoal plan``, for this machine
+    measure  one after the other, each time the one that may be fastest; what fails is a result, too
+    correct  the plans of all that are left, by what those have shown that share values with them (``corrected.py``)
+    stop     when none that is left can win
     keep     FOLDER/config.json
 
 Each result is in FOLDER/NAME/result.json: a tune that was interrupted goes on where it was.
@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -24,17 +24,20 @@ from typing import Any
 
 import torch
 
+from shoal.comm.world import current_world
 from shoal.device import Device
 from shoal.engine.entry import initialize
 from shoal.launch.local import LocalJob, run_local
+from shoal.planner.corrected import corrected
 from shoal.planner.model_of import build_model
-from shoal.planner.search import Progress, plan
+from shoal.planner.search import Progress, impossible, prepare, search
 from shoal.planner.short_training import take_steps
-from shoal.planner.trial import Trial, attend_by_ranks
+from shoal.planner.space import Candidate, refused
+from shoal.planner.trial import attend_by_ranks
 from shoal.text import format_bytes, table
 
 _WARM_UP = 2  # steps that are not measured: the order of the units is learnt, state is made
-_MARGIN = 0.75  # of its corrected figure, that a configuration may take at least
+_HOPEFUL, _CERTAIN = 1.0, 2.0  # deviations below a corrected time: the next one to run, and one that cannot win
 _RESULT, _CONFIG, _JOB = "result.json", "config.json", "job.json"
 
 
@@ -45,7 +48,7 @@ class Measured:
     ``peak``: bytes of the rank that has most. ``is_kept``: the result is of an earlier tune.
     """
 
-    name: str
+    candidate: Candidate
     config: Mapping[str, Any]
     planned: float
     seconds: float | None = None
@@ -53,13 +56,18 @@ class Measured:
     error: str = ""
     is_kept: bool = False
 
+    @property
+    def name(self) -> str:
+        return str(self.candidate)
+
 
 @dataclass(frozen=True)
 class Tuned:
-    """Attributes: ``measured``: in the order of the runs. ``left``: those that could not win, and were not run."""
+    """Attributes: ``measured``: in the order of the runs. ``num_left``: how many were not run, and ``why``."""
 
     measured: tuple[Measured, ...]
-    left: tuple[str, ...]
+    num_left: int
+    why: str
 
     @property
     def best(self) -> Measured | None:
@@ -78,8 +86,8 @@ class Tuned:
             ]
             for each in self.measured
         ]
-        rows += [[f"  {name}", "", "not run", "", "cannot win"] for name in self.left]
-        return table(rows, ["configuration", "planned s / step", "measured", "peak memory", ""])
+        text = table(rows, ["configuration", "planned s / step", "measured", "peak memory", ""])
+        return f"{text}\n{self.num_left} others were not run: {self.why}."
 
 
 def tune(
@@ -101,55 +109,65 @@ def tune(
 
     Args: as of ``shoal.plan``. ``machine``: this one, such as the file that ``shoal calibrate`` writes.
         folder: for the results, and for ``config.json``.
-        num_trials: plans that are run at most. ``steps``: that are measured of each, after two others.
+        num_trials: configurations that are run at most. ``steps``: that are measured of each, after two others.
         say: called with a line for each run.
 
     Raises: UsageError: no configuration is possible.
     """
-    made = plan(
-        model,
-        num_ranks,
-        machine=machine,
-        sequence=sequence,
-        global_batch=global_batch,
-        config=config,
-        space=space,
-        num_trials=num_trials,
-        progress=progress,
-    )
+    tell = progress or (lambda what, done, total: None)
+    tell("measuring a block", 0, num_trials)
+    _, request, facts = prepare(model, num_ranks, machine, sequence, global_batch, config, space)
+    ranked, rejected, tightest = search(request, facts, saves_always=True)
+    if tightest is None:
+        raise impossible(request, rejected)
     folder = Path(folder)
-    trials = [trial for trial in made.trials if not trial.error]
+    left = {one: guess.seconds for guess, one in ranked}
     measured: list[Measured] = []
-    for number, trial in enumerate(trials):
-        if cannot_win(trial.seconds, measured):
-            break
-        measured.append(_measure(trial, folder, model, num_ranks, sequence, steps))
+    while left and len(measured) < num_trials and (one := next_to_run(left, measured)) is not None:
+        planned, made = left.pop(one), one.config(request, facts)
+        if refused(made, num_ranks):
+            continue
+        tell(f"running {one}", len(measured), num_trials)
+        measured.append(_measure(one, planned, made, folder, model, num_ranks, sequence, steps))
         last = measured[-1]
         took = f"{last.seconds:.4g} s a step, planned {last.planned:.4g}" if last.seconds else f"failed: {last.error}"
-        say(f"{number + 1} of {len(trials)}: {last.name}: {took}{', measured before' if last.is_kept else ''}")
-    tuned = Tuned(tuple(measured), tuple(str(trial.candidate) for trial in trials[len(measured) :]))
+        say(f"{last.name}: {took}{', measured before' if last.is_kept else ''}")
+        if last.seconds is None:  # nor will it run with larger micro-batches
+            left = {each: at for each, at in left.items() if replace(each, micro=min(each.micro, one.micro)) != one}
+    why = f"{len(measured)} runs were allowed" if len(measured) == num_trials else "by what was measured none can win"
+    tuned = Tuned(tuple(measured), len(left), why)
     if tuned.best is not None:
         (folder / _CONFIG).write_text(json.dumps(tuned.best.config, indent=2) + "\n")
     return tuned
 
 
-def cannot_win(planned: float, measured: list[Measured]) -> bool:
-    """True if a configuration with this planned time would be slower than the best so far, by what was measured."""
-    ran = [(each.seconds, each.planned) for each in measured if each.seconds is not None]
-    if len(ran) < 2:
-        return False
-    ratio = median(seconds / plan for seconds, plan in ran)
-    return _MARGIN * ratio * planned > min(seconds for seconds, _ in ran)
+def next_to_run(left: Mapping[Candidate, float], measured: Sequence[Measured]) -> Candidate | None:
+    """Of those that are left, by planned seconds, the one that may be fastest; None: none can win any more."""
+    ran = [(asdict(each.candidate), each.planned, each.seconds) for each in measured if each.seconds is not None]
+    guesses = dict(zip(left, corrected([(asdict(one), planned) for one, planned in left.items()], ran), strict=True))
+    least = min(guess.at_best(_CERTAIN) for guess in guesses.values())
+    if len(ran) > 1 and least > min(seconds for *_, seconds in ran):
+        return None
+    return min(guesses, key=lambda one: guesses[one].at_best(_HOPEFUL))
 
 
-def _measure(trial: Trial, folder: Path, model: str, num_ranks: int, sequence: int, steps: int) -> Measured:
-    name = str(trial.candidate)
+def _measure(
+    one: Candidate,
+    planned: float,
+    config: Mapping[str, Any],
+    folder: Path,
+    model: str,
+    num_ranks: int,
+    sequence: int,
+    steps: int,
+) -> Measured:
+    name = str(one)
     here = folder / name.replace(" ", "_")
-    job = {"model": model, "ranks": num_ranks, "sequence": sequence, "steps": steps, "config": trial.config}
-    job["has_parts"] = trial.candidate.sp * trial.candidate.cp > 1
-    found = Measured(name, trial.config, trial.seconds)
+    job = {"model": model, "ranks": num_ranks, "sequence": sequence, "steps": steps, "config": config}
+    job["has_parts"] = one.sp * one.cp > 1
+    found = Measured(one, config, planned)
     if (here / _RESULT).is_file() and json.loads((here / _JOB).read_text()) == job:
-        return Measured(**{**asdict(found), **json.loads((here / _RESULT).read_text()), "is_kept": True})
+        return replace(found, **json.loads((here / _RESULT).read_text()), is_kept=True)
     here.mkdir(parents=True, exist_ok=True)
     (here / _RESULT).unlink(missing_ok=True)
     (here / _JOB).write_text(json.dumps(job, indent=2))
@@ -158,32 +176,44 @@ def _measure(trial: Trial, folder: Path, model: str, num_ranks: int, sequence: i
     if outcome.exit_code:
         lines = [line for line in outcome.report.splitlines() if line.strip()]
         (here / _RESULT).write_text(json.dumps({"error": " ".join(lines[:2])}))
-    return Measured(**{**asdict(found), **json.loads((here / _RESULT).read_text())})
+    return replace(found, **json.loads((here / _RESULT).read_text()))
+
+
+def step_times(
+    model: str,
+    config: Mapping[str, Any],
+    sequence: int,
+    steps: int,
+    *,
+    has_parts: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[list[float], int]:
+    """On each of the ranks: seconds of some steps, after two others, and the memory of the rank that has most."""
+    torch.manual_seed(0)
+    built = build_model(model, sequence)
+    if has_parts:
+        attend_by_ranks(built)
+    engine: Any = initialize(model=built, config=dict(config))[0]
+    device = Device(engine.device)
+    times = [clock()]
+
+    def note() -> None:
+        device.synchronize()
+        engine.axes.world.barrier(label="tune: step")
+        times.append(clock())
+
+    take_steps(engine, built, steps + _WARM_UP, sequence=sequence, after_step=note)
+    peaks = engine.axes.world.gather_objects(device.memory().peak, label="tune: memory")
+    engine.destroy()
+    return [end - begin for begin, end in pairwise(times)][_WARM_UP:], max(peaks)
 
 
 def _train(path: Path) -> None:
     """One rank of one measurement; rank 0 writes the result."""
     job = json.loads(path.read_text())
-    torch.manual_seed(0)
-    model = build_model(job["model"], job["sequence"])
-    if job["has_parts"]:
-        attend_by_ranks(model)
-    engine: Any = initialize(model=model, config=job["config"])[0]
-    device = Device(engine.device)
-    times = [time.perf_counter()]
-
-    def note() -> None:
-        device.synchronize()
-        engine.axes.world.barrier(label="tune: step")
-        times.append(time.perf_counter())
-
-    take_steps(engine, model, job["steps"] + _WARM_UP, sequence=job["sequence"], after_step=note)
-    taken = [end - begin for begin, end in pairwise(times)][_WARM_UP:]
-    peaks = engine.axes.world.gather_objects(device.memory().peak, label="tune: memory")
-    if engine.global_rank == 0:
-        result = {"seconds": median(taken), "peak": max(peaks)}
-        path.with_name(_RESULT).write_text(json.dumps(result))
-    engine.destroy()
+    taken, peak = step_times(job["model"], job["config"], job["sequence"], job["steps"], has_parts=job["has_parts"])
+    if current_world().rank == 0:
+        path.with_name(_RESULT).write_text(json.dumps({"seconds": median(taken), "peak": peak}))
 
 
 if __name__ == "__main__":

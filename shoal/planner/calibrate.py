@@ -7,12 +7,13 @@ bandwidth of memory. Rank 0 writes the mean over the ranks.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,19 +24,21 @@ import torch
 import torch.nn.functional as F
 import yaml
 from rich.progress import track
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.comm.protocol import Communicator
-from shoal.comm.world import World, current_world
+from shoal.comm.world import World, current_world, use_world
 from shoal.device import Device, num_accelerators
+from shoal.engine.entry import initialize
 from shoal.errors import UsageError
 from shoal.launch import LocalJob, run_local
 from shoal.memory.host import host_available_nbytes
 from shoal.mesh import Mesh
+from shoal.models import GPT, GPTConfig
 from shoal.simulation.collective_times import Links, collective_seconds
 from shoal.simulation.kernels import Kernel, kernel_seconds
 from shoal.simulation.machines import GpuNode, figures_of, machine_of
+from shoal.simulation.modes import effects_of
 
 _DTYPES = {"cpu": ("float32", "bfloat16", "float64"), "cuda": ("float32", "bfloat16", "float16", "float64")}
 _LARGE = 1 << 24  # bytes of a message whose latency does not count
@@ -120,6 +123,30 @@ def _measurements(
         out = torch.empty_like(values)  # the engine keeps what the host has freed: pages are there
         return {"memory": 2 * values.nbytes / timed(partial(torch.mul, values, 2.0, out=out))}
 
+    def operators() -> dict[str, float]:
+        """In turn of several tensors, which the cache of a core does not hold."""
+        given = [torch.randn(largest >> 14, 1024) for _ in range(4)]
+        found = {}
+        for name, (times, run) in _operators(given).items():
+            found[f"operator {name}"] = (
+                times * given[0].nbytes * len(given) / timed(lambda run=run: [run(x) for x in given])
+            )
+        return found
+
+    def overlap() -> dict[str, float]:
+        """Seconds of a collective, of products, and of both at the same time."""
+        values, factor = torch.zeros(largest // 4), torch.randn(256, 256)
+        alone, product = timed(partial(reduce, values)), timed(partial(torch.matmul, factor, factor))
+        num = int(2 * alone / product) + 1
+
+        def both() -> None:
+            work = comm.all_reduce(values, label="calibrate")
+            for _ in range(num):
+                factor @ factor
+            work.wait()
+
+        return {"overlap": 1 + (timed(both) - num * product) / alone}
+
     def attention() -> dict[str, float]:
         dtype, length = torch.bfloat16 if kind == "cuda" else torch.float32, 4096 if kind == "cuda" else 512
         given = [torch.randn(1, 8, length, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
@@ -129,15 +156,32 @@ def _measurements(
         return {"attention forward": forward, "attention backward": backward}
 
     def launches() -> dict[str, float]:
-        layers = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(8)]
-        model, given = nn.Sequential(*layers).to(device), torch.zeros(4, 16, device=device)
+        """A step of an engine with a model so small that its kernels take no time."""
+        shape = GPTConfig(vocab_size=32, sequence_length=8, num_layers=8, hidden_size=16, num_heads=2)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 1},
+        }
+        tokens = torch.zeros(1, shape.sequence_length, dtype=torch.long, device=device)
+        logger = logging.getLogger("shoal")
+        was_disabled, logger.disabled = logger.disabled, True
+        try:
+            with use_world(World(0, 1, 0, device, "none", None)):
+                engine = initialize(model=GPT(shape), config=config)[0]
+        finally:
+            logger.disabled = was_disabled
 
         def run() -> None:
-            model(given).sum().backward()
+            engine.backward(engine(tokens, tokens))
+            engine.step()
 
+        run()
         with _Count() as count:
             run()
-        return {"launch": timed(run) / count.num}
+        taken = timed(run)
+        engine.destroy()
+        return {"launch": taken / count.num}
 
     def reduce(values: torch.Tensor) -> torch.Tensor:
         return comm.all_reduce(values, label="calibrate").wait()
@@ -169,13 +213,49 @@ def _measurements(
     for dtype in _DTYPES[kind]:
         yield partial(product, dtype)
     yield from (memory, attention, launches, collective, copies, disk)
+    if kind == "cpu":
+        yield operators
+        if world.size > 1:
+            yield overlap
+
+
+def _operators(given: Sequence[torch.Tensor]) -> dict[str, tuple[int, Callable[[torch.Tensor], object]]]:
+    """Operators that a CPU computes more slowly than it moves their bytes: how many tensors they move, and a call."""
+    aten, shape = torch.ops.aten, [given[0].shape[-1]]
+    weight = torch.ones(shape)
+    mean, scale = (torch.ones(len(given[0]), 1) for _ in range(2))
+    norm, grads = partial(F.layer_norm, normalized_shape=shape, weight=weight, bias=weight), [True, True, True]
+    states = [[torch.ones_like(given[0])] for _ in range(4)]
+    step = partial(
+        torch._fused_adamw_, *states, [], [torch.ones(())],
+        lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    return {
+        "gelu": (2, partial(F.gelu, approximate="tanh")),
+        "gelu_backward": (3, lambda x: aten.gelu_backward(x, x, approximate="tanh")),
+        "silu": (2, F.silu),
+        "silu_backward": (3, lambda x: aten.silu_backward(x, x)),
+        "native_layer_norm": (2, norm),
+        "native_layer_norm_backward": (
+            3, lambda x: aten.native_layer_norm_backward(x, x, shape, mean, scale, weight, weight, grads),
+        ),
+        "_softmax": (2, partial(F.softmax, dim=-1)),
+        "_softmax_backward_data": (3, lambda x: aten._softmax_backward_data(x, x, -1, x.dtype)),
+        "_log_softmax": (2, partial(F.log_softmax, dim=-1)),
+        "_log_softmax_backward_data": (3, lambda x: aten._log_softmax_backward_data(x, x, -1, x.dtype)),
+        "cat": (4, lambda x: torch.cat((x, x))),
+        "_fused_adamw_": (7, lambda _: step()),
+        "strided": (2, lambda x: x.view(len(x), 2, -1, 64).transpose(0, 2).contiguous()),
+    }  # fmt: skip
 
 
 class _Count(TorchDispatchMode):
+    """Counts the operators that a dry run launches: views and allocations are none."""
+
     num = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num += 1
+        self.num += bool(effects_of(func).arguments)
         return func(*args, **(kwargs or {}))
 
 
@@ -202,7 +282,10 @@ def _filled(base: Figures, measured: dict[str, float], world: World, kind: str) 
     node["launch"] = float(f"{measured['launch']:.3g}")
     if is_cpu:  # one core computes one tile after another; the host waits for each kernel
         gpu["tiles"] = {"multiprocessors": 1, "prologue": 0}
-        gpu |= {"overlap": 1.0, "kernel": 0.0, "latency": 0.0}
+        gpu |= {"overlap": min(max(measured.get("overlap", 1.0), 1.0), 2.0), "kernel": 0.0, "latency": 0.0}
+        gpu["operators"] = {
+            name.split()[1]: float(f"{value:.4g}") for name, value in measured.items() if name.startswith("operator ")
+        }
         gpu |= {key: 0 for key in ("context", "workspace") if key in gpu}
         node["link"] = {**node["link"], "kind": "pcie"}
     what = platform.processor() or platform.machine() if is_cpu else Device(world.device).name

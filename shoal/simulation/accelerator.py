@@ -352,7 +352,7 @@ class SimulatedAccelerator:
         """An operation that is queued on ``stream`` now."""
         self.end_kernel()
         with self._lock:
-            if self.times is not None and stream is not self.host:
+            if self.times is not None and stream is not self.host and not name.startswith(_ALLOCATIONS):
                 self.times.add(self.host, "launch", self.times.launch())
             access = self._access(name, stream)
             if self.times is not None and cost is not None:

@@ -4,7 +4,8 @@ product      A GPU computes a product [batch, m, k] x [batch, k, n] in tiles, as
              multiprocessors: the last wave is as long as a full one, and each tile has a prologue, as long as
              ``prologue`` elements of k. Where tiles are few, k is split among multiprocessors.
 attention    likewise, in tiles of 128 queries, at a part of the rate that forward and backward reach
-others       ``latency``, and the bytes at the bandwidth of the memory
+others       ``latency``, and the bytes at the bandwidth of the memory, or at the one that the machine has for the
+             operator, or for operands with gaps
 
 Each is at least as long as moving its bytes, and as the shortest kernel.
 
@@ -43,6 +44,7 @@ class Kernel:
 
     Attributes: ``nbytes``: read and written in all. ``flops``: of its products, masked ones included. ``shape``: of a
     product [batch, m, n, k], of attention [batch x heads, queries, keys, head size]; empty: it has no shape here.
+    ``is_strided``: it reads a tensor whose elements do not follow each other in memory.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Kernel:
     flops: int = 0
     shape: tuple[int, ...] = ()
     is_causal: bool = False
+    is_strided: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -67,7 +70,8 @@ class Kernel:
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         flops = _flops(operator.overloadpacket, args, kwargs, result) if nbytes else 0
         if not flops:
-            return cls(name, tensors[0].dtype if tensors else torch.float32, nbytes)
+            is_strided = any(not each.is_contiguous() and 0 not in each.stride() for each in tensors)
+            return cls(name, tensors[0].dtype if tensors else torch.float32, nbytes, is_strided=is_strided)
         is_causal = "attention" in name and _is_causal(operator, args, kwargs)
         return cls(name, tensors[0].dtype, nbytes, flops, _shape(name, args, kwargs, result), is_causal)
 
@@ -101,7 +105,10 @@ def _is_causal(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def kernel_seconds(kernel: Kernel, gpu: GpuNode) -> float:
     """Of a kernel that runs alone."""
-    seconds = gpu.kernel_latency + kernel.nbytes / gpu.memory_bandwidth
+    bandwidth = gpu.operator_bandwidths.get(kernel.name, gpu.memory_bandwidth)
+    if kernel.is_strided:
+        bandwidth = min(bandwidth, gpu.operator_bandwidths.get("strided", bandwidth))
+    seconds = gpu.kernel_latency + kernel.nbytes / bandwidth
     if kernel.flops and kernel.is_attention:
         seconds = max(seconds, gpu.kernel_latency + _attention_seconds(kernel, gpu))
     elif kernel.flops and kernel.shape:

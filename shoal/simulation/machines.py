@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import yaml
@@ -36,7 +36,8 @@ class GpuNode:
     ``workspace_nbytes``: that PyTorch allocates for cuBLAS on each stream with products.
     ``host_bandwidth``: of all host memory of the node. ``launch_seconds``: that the host needs to queue one kernel,
     copy or collective. ``kernel_seconds``: that the shortest kernel takes; ``kernel_latency``: that each takes in
-    addition to its bytes or products.
+    addition to its bytes or products. ``operator_bandwidths``: by name, of operators slower than memory, and of
+    ``strided``: those that read tensors with gaps.
     """
 
     name: str
@@ -61,6 +62,7 @@ class GpuNode:
     kernel_seconds: float = 2e-6
     kernel_latency: float = 1.5e-6
     peak_flops: float = 0.0  # that the manufacturer gives for bf16, else fp16; MFU is the part of it that is reached
+    operator_bandwidths: Mapping[str, float] = field(default_factory=dict)
     is_cpu: bool = False  # a rank is a process that computes on the CPU: it waits for each operation
 
     def flops(self, dtype: torch.dtype) -> float:
@@ -145,6 +147,7 @@ class _GpuFigures(_Figures):
     workspace: int = Field(ge=0)
     kernel: float = Field(2e-6, ge=0)
     latency: float = Field(1.5e-6, ge=0)
+    operators: dict[str, Annotated[float, Field(gt=0)]] = {}
 
 
 class _NodeFigures(_Figures):
@@ -263,5 +266,6 @@ def _node_of(name: str, figures: Any, *, where: str) -> GpuNode:
         kernel_seconds=gpu.kernel,
         kernel_latency=gpu.latency,
         peak_flops=gpu.flops.peak,
+        operator_bandwidths=gpu.operators,
         is_cpu=gpu.generation == "cpu",
     )

@@ -41,6 +41,8 @@ from shoal.errors import CommError, RankFailedError, UsageError
 class FakeCommunicator(Backend):
     """``size`` ranks on ``axis``, of which only ``rank`` exists. With one rank every call does what it says."""
 
+    carries_values = False
+
     def __init__(self, axis: str, rank: int, size: int) -> None:
         super().__init__(axis, rank, size)
         self._sum = RankOrderedSum()

@@ -148,6 +148,7 @@ class Backend:
     """
 
     verbs: ClassVar[Verbs] = {}
+    carries_values: bool = True  # False: no rank gets values of another
 
     def __init__(self, axis: str, rank: int, size: int) -> None:
         self.axis = axis

@@ -198,6 +198,7 @@ class BudgetedRecompute:
         self._inputs: dict[str, int] = {}  # bytes that a recomputed block saves
         self._of_kind: dict[type[nn.Module], int] = {}  # bytes that a block saves that is not recomputed
         self.kept: frozenset[str] | None = None  # blocks that run as they are; None: not decided yet
+        self.saved: dict[str, tuple[int, int]] = {}  # by block: bytes of its inputs, and of all that it saves
 
     def install(self, model: nn.Module, names: Sequence[str] | None) -> RecomputedBlocks:
         """Run blocks of the model through this object, until ``remove()`` of the result.
@@ -238,6 +239,7 @@ class BudgetedRecompute:
         measured = comm.gather_objects(mine, label="activation budget")
         inputs = {name: max(each[name][0] for each in measured) for name in mine}
         whole = {name: max(each[name][1] for each in measured) for name in mine}
+        self.saved = {name: (inputs[name], whole[name]) for name in mine}
         self.kept = choose(inputs, whole, self._nbytes)
         num, left = len(mine), [name for name in mine if name not in self.kept]
         saved = sum(inputs[name] for name in left) + sum(whole[name] for name in self.kept)
@@ -271,8 +273,8 @@ def choose(inputs: Mapping[str, int], whole: Mapping[str, int], nbytes: int) -> 
 
 
 def _nbytes_of(values: Sequence[Any]) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(values)}
-    return sum(storages.values())
+    storages = {each._cdata: each for each in (tensor.untyped_storage() for tensor in _tensors(values))}
+    return sum(each.nbytes() for each in storages.values())
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:

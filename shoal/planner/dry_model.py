@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import cycle, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,25 @@ from shoal.config import Config, load
 from shoal.config.parallel import SCHEDULES
 from shoal.config.ranks import model_degrees
 from shoal.engine.entry import initialize
+from shoal.engine.parts.activations import SavedActivations
 from shoal.errors import ModelError
+from shoal.parallel.recompute_blocks import choose
 from shoal.pipeline.blocks import find_blocks, find_outside
 from shoal.pipeline.cut import cut_bounds
 from shoal.pipeline.schedule import build_schedule
 from shoal.pipeline.stage import StageModule
 from shoal.planner.model_of import Batch, as_builder, token_batch
-from shoal.planner.repeated_blocks import Repeats, RunGrid
+from shoal.planner.repeated_blocks import Repeats, RunGrid, RunKey
 from shoal.planner.short_training import take_step
 from shoal.simulation.dry_run import DryRun, PipelineDryRun, StepTime, dry_run, dry_run_pipeline
 from shoal.simulation.machines import GpuNode, machine_of
 from shoal.simulation.memory import MemoryPeak
+from shoal.simulation.modes import WithoutInitialValues
 from shoal.simulation.times import COMMUNICATION, STAGES
+from shoal.text import parse_bytes
 
-_NUM_WARM = 2  # the first step learns the order of the units, the second has the optimizer's state at its begin
+_NUM_WARM = 1  # step: it learns the order of the units, and makes the optimizer state
+_NO_BUDGET = 1 << 62  # bytes, with which no block is recomputed
 _FEW_MICRO = (2, 3)  # micro-batches: one after which gradients are reduced, one before it, and one more
 
 
@@ -118,19 +123,33 @@ def dry_run_model(
     fewer = _fewer(run, num_micro) if repeats else None
     if fewer is None:
         return run.steps([num_micro])[0]
-    grid, removal = fewer
-    steps: dict[tuple[int, int], PlannedStep] = {}
-    for blocks in dict.fromkeys(grid.blocks):
-        micro = tuple(dict.fromkeys(grid.micro))
-        made = run.steps(micro, None if removal is None else removal(grid.num_blocks - blocks))
-        steps |= {(blocks, num): step for num, step in zip(micro, made, strict=True)}
-    largest = steps[grid.blocks[1], grid.micro[1]]
+    grid, removal, num_recomputable = fewer
+    steps: dict[RunKey, PlannedStep] = {}
+    asked = settings.activation_checkpointing.memory_budget
+    budget = parse_bytes(asked) if isinstance(asked, str) else asked
+    budgets = (None,) if budget is None or grid.blocks[0] == grid.num_blocks else (0, _NO_BUDGET)
+    for at in budgets:
+        for blocks in dict.fromkeys(grid.blocks):
+            micro = tuple(dict.fromkeys(grid.micro))
+            made = run.steps(micro, None if removal is None else removal(grid.num_blocks - blocks), at)
+            steps |= {(blocks, num, at): step for num, step in zip(micro, made, strict=True)}
+    if budget is not None and len(budgets) > 1:
+        part = _part_kept(run.saved, num_recomputable, budget)
+        grid = replace(grid, budgets=dict(zip(budgets, (1 - part, part), strict=True)))
+    largest = steps[grid.largest]
     stages = tuple(
         grid.step({at: step.stages[number] for at, step in steps.items()}, run.node.gpu_nbytes)
         for number in range(len(largest.stages))
     )
     seconds = grid.extended({at: {("seconds",): step.seconds} for at, step in steps.items()})["seconds",]
     return replace(largest, stages=stages, seconds=stages[0].seconds if len(stages) == 1 else seconds)
+
+
+def _part_kept(saved: Sequence[tuple[int, int]], num_blocks: int, budget: int) -> float:
+    """The part of ``num_blocks`` blocks, each like one of ``saved`` in turn, that a budget lets run as they are."""
+    each = dict(enumerate(islice(cycle(saved), num_blocks)))
+    inputs, whole = ({str(at): pair[which] for at, pair in each.items()} for which in (0, 1))
+    return len(choose(inputs, whole, budget)) / num_blocks
 
 
 Removal = Callable[[nn.Module], list[str]]
@@ -142,6 +161,7 @@ class _ModelRun:
     batch: Callable[[int], Batch] | None
     loss: Callable[[Any], torch.Tensor] | None
     sequence: int | None
+    saved: Sequence[tuple[int, int]] = ()  # by block of the last run with a memory_budget, as ``BudgetedRecompute``'s
 
     def __init__(
         self,
@@ -155,11 +175,14 @@ class _ModelRun:
         self.degrees = model_degrees(settings)
         self.num_stages = self.degrees.get("pp", 1)
 
-    def steps(self, num_micro: Sequence[int], remove: Removal | None = None) -> list[PlannedStep]:
+    def steps(
+        self, num_micro: Sequence[int], remove: Removal | None = None, budget: int | None = None
+    ) -> list[PlannedStep]:
         """A step that has settled, of each of these numbers of micro-batches.
 
         Args:
             remove: blocks of the model; it returns where pipeline stages begin.
+            budget: in place of the config's ``memory_budget``.
         """
 
         def train(run: DryRun) -> None:
@@ -170,6 +193,8 @@ class _ModelRun:
             given = self._arguments(model)
             if starts:
                 config["pipeline"] = {**config.get("pipeline", {}), "split_points": starts}
+            if budget is not None:
+                config["activation_checkpointing"] = {**config["activation_checkpointing"], "memory_budget": budget}
             if num_micro[0] != self.settings.gradient_accumulation_steps:
                 config.pop("train_batch_size", None)
                 config["train_micro_batch_size_per_gpu"] = self.settings.train_micro_batch_size_per_gpu
@@ -180,6 +205,9 @@ class _ModelRun:
                 engine.set_train_batch_size(num * per_micro)
                 with run.step():
                     take_step(engine, repeat(given, num), self.loss)
+            activations = engine.part(SavedActivations)
+            if activations is not None and activations.budget is not None:
+                self.saved = tuple(activations.budget.saved.values())
             engine.destroy()
 
         if self.num_stages > 1:
@@ -205,8 +233,8 @@ class _ModelRun:
         return token_batch(model, num_rows, self.sequence, self.degrees.get("sp", 1) * self.degrees.get("cp", 1))
 
 
-def _fewer(run: _ModelRun, num_micro: int) -> tuple[RunGrid, Callable[[int], Removal] | None] | None:
-    """How many blocks and micro-batches to run, and what removes repetitions; None: all."""
+def _fewer(run: _ModelRun, num_micro: int) -> tuple[RunGrid, Callable[[int], Removal] | None, int] | None:
+    """How many blocks and micro-batches to run, what removes repetitions, and the number of blocks; None: all."""
     micro, fills = (num_micro, num_micro), run.num_stages > 1 and run.settings.pipeline.schedule == "gpipe"
     if run.num_stages > 1:
         low = run.num_stages + num_micro % run.num_stages
@@ -214,12 +242,12 @@ def _fewer(run: _ModelRun, num_micro: int) -> tuple[RunGrid, Callable[[int], Rem
         micro = (low, low + run.num_stages) if is_periodic and num_micro > low + run.num_stages else micro
     elif num_micro > _FEW_MICRO[1]:
         micro = _FEW_MICRO
-    with FakeTensorMode():
+    with FakeTensorMode(), WithoutInitialValues():
         model = run.build()
         bounds = _bounds(run, model, num_micro)
     found = None if bounds is None else Repeats.of(model)
     if found is None or bounds is None:
-        return (RunGrid((1, 1), micro, 1, num_micro, fills), None) if micro[0] != num_micro else None
+        return (RunGrid((1, 1), micro, 1, num_micro, fills), None, 0) if micro[0] != num_micro else None
     count = min(num for _, num in found.spans(bounds))
     low = 1 if run.num_stages > 1 else 3
     if run.settings.zero_optimization.stage == 3:  # units that are gathered ahead, or kept for their next use
@@ -233,7 +261,7 @@ def _fewer(run: _ModelRun, num_micro: int) -> tuple[RunGrid, Callable[[int], Rem
     def removal(num: int) -> Removal:
         return lambda model: found.remove(model, bounds, num)
 
-    return RunGrid(blocks, micro, count, num_micro, fills), removal
+    return RunGrid(blocks, micro, count, num_micro, fills), removal, bounds[-1]
 
 
 def _bounds(run: _ModelRun, model: nn.Module, num_micro: int) -> list[int] | None:
@@ -244,7 +272,7 @@ def _bounds(run: _ModelRun, model: nn.Module, num_micro: int) -> list[int] | Non
     except ModelError:
         return None
     names_a_block = re.search(rf"\b{re.escape(blocks.container)}\.\d", json.dumps(run.config))
-    if names_a_block or run.settings.activation_checkpointing.memory_budget or isinstance(model, StageModule):
+    if names_a_block or isinstance(model, StageModule):
         return None
     if run.num_stages == 1:
         return [0, len(blocks.names)]

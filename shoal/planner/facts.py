@@ -21,6 +21,7 @@ from shoal.pipeline.blocks import find_blocks
 from shoal.planner.model_of import loss_of, token_batch
 from shoal.simulation.dry_run import dry_run
 from shoal.simulation.machines import GpuNode
+from shoal.simulation.modes import WithoutInitialValues
 
 _MOST_KINDS = 6  # of blocks that alternate
 
@@ -81,7 +82,7 @@ def facts_of(build: Callable[[], nn.Module], sequence: int, machine: GpuNode) ->
     Raises: UsageError: its blocks differ in more than their first ones; it is no language model, or does not run
         without values.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), WithoutInitialValues():
         whole = build()
     found = find_blocks(whole)
     blocks = [whole.get_submodule(found.name(number)) for number in range(len(found.names))]
@@ -161,7 +162,9 @@ def _run(
         boundary = given.numel() * given.element_size()
 
     with dry_run(1, machine=machine) as run:
-        model = _in_bf16(build()).train()
+        with WithoutInitialValues():
+            model = build()
+        model = _in_bf16(model).train()
         keep_blocks(model, count)
         found = find_blocks(model)
         model.get_submodule(found.name(0)).register_forward_hook(note, with_kwargs=True)

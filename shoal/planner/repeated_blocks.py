@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import mean
 from typing import Any
@@ -29,6 +29,7 @@ _NUMBER_OF_BLOCK = re.compile(r"_?(layer|block|index|number|id)(_?(idx|index|id|
 _OF_MEMORY = ("allocated", "kind")
 
 Values = dict[tuple[Hashable, ...], float]
+RunKey = tuple[int, int, int | None]  # repetitions, micro-batches, memory_budget
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def _kind_of(block: nn.Module, number: int) -> object:
 class RunGrid:
     """The numbers of repetitions and of micro-batches that are run, and those that are asked for.
 
-    Attributes: ``fills``: memory grows with the micro-batches; else it is that of the most that are run.
+    Attributes: ``fills``: memory grows with the micro-batches; else it is that of the most that are run. ``budgets``:
+    of runs with each ``memory_budget``, the part of the blocks that does what it does there.
     """
 
     blocks: tuple[int, int]
@@ -107,23 +109,30 @@ class RunGrid:
     num_blocks: int
     num_micro: int
     fills: bool = False
+    budgets: Mapping[int | None, float] = field(default_factory=lambda: {None: 1.0})
 
-    def extended(self, runs: Mapping[tuple[int, int], Values]) -> Values:
-        """What all of them take. Args: ``runs``: by repetitions and micro-batches."""
+    @property
+    def largest(self) -> RunKey:
+        """The run of the most of each."""
+        return self.blocks[1], self.micro[1], next(iter(self.budgets))
+
+    def extended(self, runs: Mapping[RunKey, Values]) -> Values:
+        """What all of them take. Args: ``runs``: by repetitions, micro-batches and budget."""
         by_block = _shares(self.blocks, self.num_blocks)
         by_micro = _shares(self.micro, self.num_micro)
         of_memory = by_micro if self.fills else {self.micro[1]: 1.0}
         keys = dict.fromkeys(key for values in runs.values() for key in values)
         return {
             key: sum(
-                block_share * micro_share * runs[block, micro].get(key, 0.0)
+                part * block_share * micro_share * runs[block, micro, budget].get(key, 0.0)
+                for budget, part in self.budgets.items()
                 for block, block_share in by_block.items()
                 for micro, micro_share in (of_memory if key[0] in _OF_MEMORY else by_micro).items()
             )
             for key in keys
         }
 
-    def step(self, runs: Mapping[tuple[int, int], StepTime], capacity: int | None) -> StepTime:
+    def step(self, runs: Mapping[RunKey, StepTime], capacity: int | None) -> StepTime:
         """The step of all of them. Args: ``capacity``: bytes of the device."""
         values = self.extended({at: values_of(step) for at, step in runs.items()})
 
@@ -138,7 +147,7 @@ class RunGrid:
         by_kind[ROUNDING] = round(sum(by_kind.values()) * rounding / (1 - rounding))
         allocated = sum(by_kind.values())
         reserved = allocated + round(mean(peak.reserved - peak.allocated for peak in peaks))
-        largest = runs[self.blocks[1], self.micro[1]]
+        largest = runs[self.largest]
         peak = MemoryPeak(allocated, reserved, by_kind, at[0], at[1], outside=largest.memory.outside)
         peak = replace(peak, is_beyond=capacity is not None and peak.device_nbytes > capacity)
         kinds = of("by_kind")

@@ -66,6 +66,8 @@ class ChunkedTransfer:
 
     def broadcast(self, flat: torch.Tensor, label: str) -> None:
         """Set a 1-D tensor to rank 0's values. Communicates: broadcasts."""
+        if not self.comm.backend.carries_values:
+            return
         for start, chunk in self._broadcast(flat, 0, flat.dtype, label):
             flat[start : start + chunk.numel()].copy_(chunk)
 

@@ -99,6 +99,7 @@ class SimulatedCommunicator(Backend):
     ) -> None:
         super().__init__(backend.axis, backend.rank, backend.size)
         self.ranks = ranks
+        self.carries_values = backend.carries_values
         self._issues = issues
         self._backend, self._accelerator, self._stream = backend, accelerator, stream
 

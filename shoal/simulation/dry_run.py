@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from shoal.simulation.accelerator import SimulatedAccelerator
 from shoal.simulation.chakra import write_chakra
 from shoal.simulation.machines import GpuNode, machine_of
 from shoal.simulation.memory import DeviceMemory, MemoryPeak
-from shoal.simulation.modes import watching
+from shoal.simulation.modes import WithoutInitialValues, watching
 from shoal.simulation.times import (
     COMMUNICATION,
     COMPUTE,
@@ -113,9 +113,11 @@ class DryRun:
         peak = max(peaks.values(), key=lambda each: each.allocated)
         return StepTime(begin, end - begin, by_kind, busy[HOST], busy, received, peak, peaks)
 
-    def building(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def building(self) -> Iterator[None]:
         """What is made in the block is not on the device: a model that ``initialize`` then shards."""
-        return self._accelerator.paused()
+        with self._accelerator.paused(), WithoutInitialValues():
+            yield
 
     @property
     def out_of_memory(self) -> int | None:

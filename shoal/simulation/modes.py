@@ -106,10 +106,18 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self._watcher = watcher
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled; the wrapper would take a tenth of a dry run
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # an attribute of a subclass
             return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return self._run(func, types, args, kwargs)
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if any(kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # the subclass runs operators of plain tensors, which come here
         watcher = self._watcher
@@ -138,6 +146,15 @@ class _Readers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READERS and not self._watcher.is_paused:
             self._watcher.read_on_host(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class WithoutInitialValues(TorchFunctionMode):
+    """Inside the block ``torch.nn.init`` does nothing: for models that are built for their shapes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == torch.nn.init.__name__:
+            return args[0] if args else (kwargs or {})["tensor"]
         return func(*args, **(kwargs or {}))
 
 

@@ -62,13 +62,13 @@ class SavedActivations(Part):
             self.notes = self.recompute.notes()
         self.blocks: RecomputedBlocks | None = None
         asked = [*(section.modules or ()), *more]
-        self._budget: BudgetedRecompute | None = None
+        self.budget: BudgetedRecompute | None = None
         if section.memory_budget is not None:
             given = section.memory_budget
-            self._budget = BudgetedRecompute(
+            self.budget = BudgetedRecompute(
                 self.recompute, parse_bytes(given) or 0 if isinstance(given, str) else given
             )
-            self.blocks = self._budget.install(model, asked or None)
+            self.blocks = self.budget.install(model, asked or None)
         elif asked:
             wanted = asked if pp is None else _of_this_stage(model, asked, pp)
             if wanted or pp is None:
@@ -87,7 +87,7 @@ class SavedActivations(Part):
         if self._has_stepped:
             return
         self._has_stepped = True
-        note = self.recompute.unused_note() if self._budget is None else self._budget.decide(self._comm)
+        note = self.recompute.unused_note() if self.budget is None else self.budget.decide(self._comm)
         if note is not None:
             say_on_rank_0(self._comm.rank, note)
 

@@ -81,6 +81,13 @@ def test_the_stages_of_a_pipeline_have_fewer_blocks_or_micro_batches(num_layers:
     assert short.bubble > 0.05
 
 
+def test_a_part_of_the_blocks_is_recomputed_as_the_budget_allows() -> None:
+    made = config(1, activation_checkpointing={"memory_budget": 1_500_000}, **UNITS)
+    short, whole = (dry_run_model(counted([], 10), made, 8, repeats=each) for each in (True, False))
+    check(short, whole)
+    assert 1_500_000 < short.memory.by_kind["activation"] < 2_000_000  # what is outside of the blocks is not counted
+
+
 # which blocks repeat
 
 
@@ -120,7 +127,11 @@ def test_a_grid_extends_what_is_linear_in_both() -> None:
         return 3 + 2 * blocks + 5 * micro + 7 * blocks * micro
 
     grid = RunGrid((3, 5), (2, 3), 80, 64)
-    runs = {(n, m): {("busy", "compute"): figure(n, m), ("allocated", 0): figure(n, 0)} for n in (3, 5) for m in (2, 3)}
+    runs = {
+        (n, m, None): {("busy", "compute"): figure(n, m), ("allocated", 0): figure(n, 0)}
+        for n in (3, 5)
+        for m in (2, 3)
+    }
     made = grid.extended(runs)
     assert made["busy", "compute"] == pytest.approx(figure(80, 64))
     assert made["allocated", 0] == pytest.approx(figure(80, 0))

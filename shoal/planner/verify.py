@@ -46,6 +46,7 @@ def verify_model(
             attend_by_ranks(made)
         given = batch(num_rows) if batch is not None else token_batch(made, num_rows, sequence, parts)
         engine = initialize(model=made, config=dict(config))[0]
+        torch.manual_seed(engine.axes.data.rank)  # of dropout
         take_step(engine, repeat(given, num_micro), loss)
         engine.destroy()
 

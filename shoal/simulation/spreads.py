@@ -91,6 +91,27 @@ def kinds_of_results(call: OperatorCall, kinds: Sequence[Kind]) -> list[Kind]:
     return found if isinstance(found, list) else [found] * len(call.outs)
 
 
+def factor_of_results(call: OperatorCall, factors: Sequence[float | None]) -> float | None:
+    """What copies, sums and multiples have of the factors of the call's tensors (0: zeros); None: unknown."""
+    name = call.name.removeprefix("_foreach_")
+    if "copy" in name and call.written:
+        factors = factors[len(call.written) :]
+    factor, number = equal_factor(factors), call.argument(1, "other", call.kwargs.get("scalar"))
+    if factor is None:
+        return None
+    if name in ("mul", "div"):
+        is_number = isinstance(number, int | float)
+        return (factor * number if name == "mul" else factor / number) if is_number else None
+    is_sum = name == "add" and call.argument(2, "alpha", 1) == 1 and not isinstance(number, int | float)
+    return factor if is_sum or _RULES.get(name) in _KEEPS_FACTOR else None
+
+
+def equal_factor(factors: Sequence[float | None]) -> float | None:
+    """The one of tensors that are added up, or parts of one memory."""
+    known = {factor for factor in factors if factor != 0} or {0.0}
+    return known.pop() if len(known) == 1 else None
+
+
 Rule: TypeAlias = Callable[[OperatorCall, Sequence[Kind]], Kind | list[Kind]]
 
 
@@ -426,5 +447,6 @@ _RULES: dict[str, Rule] = {
     "embedding_dense_backward": _embedding_backward,
     **_named("gather scatter scatter_add index index_select index_put index_add index_copy slice_scatter", _indexed),
 }
+_KEEPS_FACTOR = (_view, _linear, _transpose, _select, _cat, _unsqueeze, _copy)
 _ZEROS = frozenset(_MAKES_ZEROS.split())
 _KEEPS_ZEROS = frozenset(f"{_VIEWS} {_LINEAR} mul add sum t transpose permute select unbind expand unsqueeze".split())

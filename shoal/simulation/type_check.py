@@ -31,11 +31,28 @@ from shoal.comm.fake import FakeStageCommunicator, FakeTransport
 from shoal.comm.protocol import Backend, Call, Communicator, Work
 from shoal.mesh import Mesh
 from shoal.simulation.modes import tensors_of
-from shoal.simulation.spreads import REPLICATED, VARIES, ZERO, Fault, Kind, call_of, kinds_of_results
+from shoal.simulation.random_draws import RandomDraw, draw_of, need_of, wrong_draws
+from shoal.simulation.spreads import (
+    REPLICATED,
+    VARIES,
+    ZERO,
+    Fault,
+    Kind,
+    OperatorCall,
+    call_of,
+    equal_factor,
+    factor_of_results,
+    kinds_of_results,
+)
 
 Kinds = tuple[Kind, ...]  # by digit
 _HERE = str(Path(__file__).parent.parent) + "/"
-_BETWEEN = (str(Path(torch.__file__).parent) + "/", _HERE + "simulation/", _HERE + "running/parameter_access.py")
+_BETWEEN = (
+    str(Path(torch.__file__).parent) + "/",
+    _HERE + "simulation/",
+    _HERE + "running/parameter_access.py",
+    _HERE + "parallel/selective.py",
+)
 _BASIC = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _SAMPLES = ("dp_replicate", "dp_shard")
 _DATA = (*_SAMPLES, "cp", "sp")
@@ -77,7 +94,12 @@ class _TypeRecord:
     kinds: Kinds
     version: int = 0
     parameter: str = ""  # of which this is a view or a copy
-    made_by: str = ""
+    scale: float | None = None  # of a gradient since it arrived, of a loss since it is one number; None: not known
+    draw: RandomDraw | None = None  # whose numbers these are
+
+    @property
+    def factor(self) -> float | None:
+        return 0.0 if all(kind is ZERO for kind in self.kinds) else self.scale
 
 
 class Types:
@@ -90,6 +112,13 @@ class Types:
         self.uses: dict[str, tuple[str, str]] = {}  # by parameter: the operator that reads it first, and its line
         self.num_operators = 0
         self.table: dict[str, list[str]] = {}  # by parameter: a cell for each digit
+        self.losses: list[tuple[float | None, str]] = []  # their factors, and lines
+        self.draws: list[RandomDraw] = []
+        self.is_drawing = False  # in a forward pass
+        self.told: dict[
+            tuple[object, ...], list[Any]
+        ] = {}  # to the other ranks of a communicator, by its ranks and label
+        self.first: Types | None = None  # of rank 0, where this is another rank
         self.is_stage = False  # of a pipeline
         self.has_failed = False  # an operator has refused tensors that are sharded
         self.messages: dict[object, list[Kinds]] = {}  # of pipeline stages, which share it
@@ -151,9 +180,16 @@ class Types:
             return written
         return _TypeRecord(self._given) if record is None else record
 
-    def set(self, tensor: torch.Tensor, kinds: Kinds) -> None:
+    def factor(self, tensor: torch.Tensor) -> float | None:
+        """The product of the host's numbers by which a gradient was multiplied since it arrived, or a loss.
+
+        0: zeros. None: not known.
+        """
+        return self._record(tensor).factor
+
+    def set(self, tensor: torch.Tensor, kinds: Kinds, factor: float | None = None) -> None:
         """Tell the kinds of a tensor that no operator made."""
-        self._records[tensor] = _TypeRecord(kinds, self._version)
+        self._records[tensor] = _TypeRecord(kinds, self._version, scale=factor)
 
     def set_parameter(self, parameter: nn.Parameter, name: str, kinds: Kinds) -> None:
         self._parameters[id(parameter)] = parameter, _TypeRecord(kinds, parameter=name)
@@ -230,16 +266,49 @@ class Types:
                 # Each rank's loss may be any function of its samples; a quotient of sums over a cut sequence is none.
                 if (self.digits[digit].axis not in _DATA or fault.is_quotient) and not _in_transport():
                     self.report(str(fault), [digit], str(func), self.place(), names)
+        factor = factor_of_results(call, [self.factor(tensor) for tensor in call.tensors])
+        if factor is None and call.outs and not call.outs[0].dim() and any(tensor.dim() for tensor in call.tensors):
+            factor = 1.0  # one number, made of several: a loss
+        draw = self._draw(func, call, records)
         passes_on = names[0] if len(names) == 1 and call.name in _PASSES_ON else ""
         for name in names if not passes_on else ():
             self.uses.setdefault(name, (str(func), self.place()))
         for out, kinds in zip(call.outs, zip(*columns, strict=True), strict=True):
             if any(out is each for each in call.written):
-                self.wrote(out, kinds)
+                self.wrote(out, kinds, factor, draw)
                 continue
             if self._memory and call.name not in _VIEWING:
                 self._memory.pop(storage_of(out), None)
-            self._records[out] = _TypeRecord(kinds, self._version, passes_on)
+            self._records[out] = _TypeRecord(kinds, self._version, passes_on, factor, draw)
+
+    def _draw(self, func: Any, call: OperatorCall, records: Sequence[_TypeRecord]) -> RandomDraw | None:
+        """The draw whose random numbers the results are; None: they are none, or have met other tensors."""
+        if not self.is_drawing:
+            return None
+        given = list(zip(call.tensors, records, strict=True))
+        draw = draw_of(func, call, self.place()) if call.outs else None
+        if draw is not None:
+            self.draws.append(draw)
+            is_of_shape = call.name.endswith("_like") or call.written
+            met = {} if is_of_shape else {id(draw): (draw, call.outs[0])}
+        else:
+            met = {id(record.draw): (record.draw, tensor) for tensor, record in given if record.draw is not None}
+        others = [(tensor, record.kinds) for tensor, record in given if record.draw is None and record.factor != 0]
+        if draw is not None and not met:
+            return draw
+        if not others or not met:
+            return next((each for each, _ in met.values()), None)
+        for each, numbers in met.values() if call.is_pointwise or draw is not None else ():
+            each.needs = tuple(
+                need_of(numbers, [(tensor, kinds[place]) for tensor, kinds in others], is_data=digit.axis in _DATA)
+                for place, digit in enumerate(self.digits)
+            )
+        return None
+
+    def compare_draws(self, other: Types, digit: int) -> None:
+        """Report random numbers that a rank with another coordinate must draw too, or must not."""
+        for what, draw in wrong_draws(self.draws, other.draws, digit):
+            self.report(what, [digit], draw.operator, draw.place)
 
     def failed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
         """An operator has refused its tensors: a fault of a plan, where a parameter is one of them."""
@@ -255,18 +324,21 @@ class Types:
                 self.report(what, [digit], str(func), self.place(), names)
                 self.has_failed = True
 
-    def wrote(self, tensor: torch.Tensor, kinds: Kinds) -> None:
+    def wrote(
+        self, tensor: torch.Tensor, kinds: Kinds, factor: float | None = None, draw: RandomDraw | None = None
+    ) -> None:
         """Values were written to a tensor; other tensors of its memory see them."""
         self._version += 1
         key = storage_of(tensor)
         flat: Kinds = tuple(VARIES if isinstance(kind, int) else kind for kind in kinds)
         before = self._memory.get(key)
-        if tensor.nbytes < tensor.untyped_storage().nbytes():
-            old = before.kinds if before is not None else (ZERO,) * len(kinds)
-            flat = tuple(_both(*pair) for pair in zip(old, flat, strict=True))
-        self._memory[key] = _TypeRecord(flat, self._version)
+        record = _TypeRecord(kinds, self._version, scale=factor, draw=draw)
+        if tensor.nbytes < tensor.untyped_storage().nbytes() and before is not None:
+            flat = tuple(_both(*pair) for pair in zip(before.kinds, flat, strict=True))
+            factor = equal_factor([before.factor, factor])
+        self._memory[key] = _TypeRecord(flat, self._version, scale=factor, draw=draw)
         if id(tensor) not in self._parameters:
-            self._records[tensor] = _TypeRecord(kinds, self._version)
+            self._records[tensor] = record
 
     def collective(self, call: Call, ranks: Sequence[int], axis: str) -> None:
         """A collective was issued: what its result will have."""
@@ -281,12 +353,15 @@ class Types:
         after: Kind = REPLICATED if call.verb in ("all_reduce", "all_gather", "broadcast", "exchange") else VARIES
         flat = [VARIES if isinstance(kind, int) else kind for kind in sent]
         kinds = tuple(after if digit in along else kind for digit, kind in enumerate(flat))
+        factor = self.factor(call.sent)
+        factor = None if factor is None else factor * call.scale
         if call.verb == "reduce_scatter" and call.accumulate:
             kinds = tuple(_both(*pair) for pair in zip(self.kinds(call.result), kinds, strict=True))
+            factor = equal_factor([self.factor(call.result), factor])
         if call.verb == "send":
             self.messages.setdefault((axis, ranks, call.label), []).append(sent)
         elif call.verb != "recv":
-            self.wrote(call.result, kinds)
+            self.wrote(call.result, kinds, factor)
 
     def received(self, call: Call, ranks: tuple[int, ...], axis: str) -> None:
         """A message has arrived: of the kinds that one with its label had when it was sent."""
@@ -312,7 +387,6 @@ class TypedBackend(Backend):
         super().__init__(backend.axis, backend.rank, backend.size)
         self.ranks = ranks
         self._backend, self._types = backend, types
-        self.gather_objects = backend.gather_objects  # type: ignore[method-assign]
         self.barrier = backend.barrier  # type: ignore[method-assign]
 
     def issue(self, call: Call) -> Work:
@@ -331,6 +405,16 @@ class TypedBackend(Backend):
         elif call.verb == "recv":
             types.received(call, self.ranks, self.axis)
         return work
+
+    def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
+        """What rank 0 has told is known to another rank of its communicators."""
+        values, told = list(self._backend.gather_objects(value, label=label)), self._types.told
+        before = told.setdefault((self.ranks, label), [])
+        first = self._types.first
+        if first is not None and len(first.told.get((self.ranks, label), ())) > len(before):
+            values[0] = first.told[self.ranks, label][len(before)]
+        before.append(value)
+        return values
 
     def divides(self, whole: torch.Tensor, part: torch.Tensor, dim: int, label: str) -> None:
         if self._types.digits:

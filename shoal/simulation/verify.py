@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
+from math import isclose
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shoal.comm.fake import FakeStageTransport, FakeTransport
+from shoal.comm.fake import FakeStages, FakeStageTransport, FakeTransport
 from shoal.comm.world import World, fake_process_group, use_world
-from shoal.errors import ModelError
+from shoal.errors import ModelError, ShoalError
 from shoal.simulation.dry_run import run_stages, stages_of
 from shoal.simulation.type_check import TypedTransport, TypeFinding, Types
 from shoal.text import counted, table
@@ -77,16 +78,50 @@ def verify(train: Callable[[], object], num_ranks: int, *, num_stages: int = 1) 
     """Run ``train()`` as one rank of ``num_ranks`` without values, and check the kinds of all tensors.
 
     ``train`` builds the model, initializes, takes one step and destroys the engine. With several pipeline stages it is
-    called once for each, in threads of which one runs at a time.
+    called once for each, in threads of which one runs at a time. It is called again where dropout or another draw of
+    random numbers has to be compared with that of another rank, and where the script scales the loss down.
 
     Raises: UsageError: stages that do not divide the ranks. What ``train`` raises.
     Memory: that of the model's objects; tensors have none.
     """
-    stages = stages_of(num_ranks, num_stages)
+    ranks = _step(train, num_ranks, num_stages)
+    for place, digit in enumerate(ranks[0].digits):
+        if any(draw.needs and draw.needs[place] for types in ranks for draw in types.draws):
+            for types, other in zip(ranks, _step(train, num_ranks, num_stages, ranks, digit.stride), strict=True):
+                types.compare_draws(other, place)
+    if any(factor and factor < 1.0 for types in ranks for factor, _ in types.losses):
+        with suppress(ShoalError):  # a configuration for one number of ranks
+            for types, other in zip(ranks, _step(train, 2 * num_ranks, num_stages), strict=True):
+                _compare_losses(types, other)
+    return TypeReport(ranks)
+
+
+def _compare_losses(types: Types, of_twice: Types) -> None:
+    """Report a loss that the script divides by a number that doubles with the ranks."""
+    axis = [place for place, digit in enumerate(types.digits) if digit.axis.startswith("dp")][-1:]
+    for (factor, place), (half, _) in zip(types.losses, of_twice.losses, strict=False):
+        if factor and half and isclose(factor, 2 * half):
+            what = (
+                f"the loss is multiplied by {factor:.4g}, by {half:.4g} on twice the ranks: the engine takes the mean"
+            )
+            types.report(f"{what} over the ranks too", axis, "", place)
+
+
+def _step(
+    train: Callable[[], object], num_ranks: int, num_stages: int, first: Sequence[Types] = (), rank_0: int = 0
+) -> list[Types]:
+    """``train()`` as one rank, from ``rank_0``, of each pipeline stage.
+
+    Args:
+        first: what rank 0 of each has recorded.
+    """
+    numbers = [rank + rank_0 for rank in stages_of(num_ranks, num_stages).ranks]
+    stages = FakeStages(numbers)
     every = {rank: Types() for rank in stages.ranks}
-    for types in every.values():
-        types.messages = every[stages.ranks[0]].messages
+    for number, types in enumerate(every.values()):
+        types.messages = every[rank_0].messages
         types.is_stage = num_stages > 1
+        types.first = first[number] if first else None
 
     def run(rank: int, transport: FakeTransport) -> None:
         types = every[rank]
@@ -99,9 +134,9 @@ def verify(train: Callable[[], object], num_ranks: int, *, num_stages: int = 1) 
                 if not types.has_failed:
                     raise
 
-    with fake_process_group(num_ranks, 0):
+    with fake_process_group(num_ranks, rank_0):
         if num_stages == 1:
-            run(0, FakeTransport(0))
+            run(rank_0, FakeTransport(rank_0))
         else:
             run_stages(stages, lambda rank: run(rank, FakeStageTransport(rank, num_ranks, stages)))
-    return TypeReport(list(every.values()))
+    return list(every.values())

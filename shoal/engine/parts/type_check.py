@@ -10,6 +10,7 @@ Along an axis a parameter is one of four things, each with what its gradient mus
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -35,13 +36,15 @@ class CheckTypes(Part):
 
     def __init__(self, types: Types) -> None:
         self._types = types
+        self._engine: Any = None
         self._hooks: list[Any] = []
         self._units: Sequence[Unit] = ()
+        self._names: dict[ParameterGroup, list[str]] = {}
         self._averaged: set[int] = set()  # digits over which losses are averaged
         self._apart: set[int] = set()
 
     def prepare(self, engine: Any) -> None:
-        types, axes, self._units = self._types, engine.axes, engine.sharded.units
+        types, axes, self._units, self._engine = self._types, engine.axes, engine.sharded.units, engine
         types.begin(axes.mesh)
         self._averaged = types.of_comm(axes.data)
         if axes.apart is not None:
@@ -59,6 +62,7 @@ class CheckTypes(Part):
                     part = _part(spec)
                     kinds = tuple(part if digit in split else REPLICATED for digit in range(len(types.digits)))
                     types.set_parameter(parameter, name, kinds)
+                    self._names.setdefault(group, []).append(name)
                     types.table[name] = ["frozen"] * len(kinds)
                     if group.is_trained and parameter.requires_grad:
                         summed = self._summed(group)
@@ -90,6 +94,32 @@ class CheckTypes(Part):
             fault = self._fault(digit, kind, split, summed)
             if fault:
                 types.report(fault, [digit], operator, place, (name,))
+        # What the row sums is a summand from here on, until a collective has summed it.
+        is_summand = {digit for digit in summed - self._apart if kinds[digit] is not ZERO}
+        is_summand -= {digit for digit in is_summand - self._averaged if kinds[digit] is REPLICATED}
+        types.set(gradient, tuple(PARTIAL if n in is_summand else kind for n, kind in enumerate(kinds)), 1.0)
+
+    def before_step(self) -> None:
+        """Every gradient is reduced: over all axes that its row names, and divided by the ranks of averaged ones."""
+        types = self._types
+        averaged = self._averaged - self._apart if getattr(self._engine, "gradient_average", True) else ()
+        mean = 1.0 / math.prod(types.digits[digit].size for digit in averaged)
+        for group in (group for unit in self._units for group in unit.trained):
+            gradient = group.gradient
+            if gradient.is_left_partial or gradient.is_sparse or not any(gradient.has_grad):
+                continue
+            values = gradient.owned()
+            kinds, factor = types.kinds(values), types.factor(values)
+            names = tuple(name for name, has in zip(self._names[group], gradient.has_grad, strict=True) if has)
+            missing = [digit for digit in self._summed(group) if kinds[digit] is PARTIAL]
+            types.report(
+                "its row sums the gradient, and no collective has before the step", missing, "", types.place(), names
+            )
+            if factor and not math.isclose(factor, mean, rel_tol=1e-3):
+                what = (
+                    f"the sum of the ranks' gradients is multiplied by {factor:.4g}, and their mean is {mean:.4g} of it"
+                )
+                types.report(what, sorted(self._averaged)[:1], "", types.place(), names)
 
     def _fault(self, digit: int, kind: Kind, split: set[int], summed: set[int]) -> str:
         if kind is ZERO or digit in self._apart:
@@ -113,10 +143,15 @@ class CheckTypes(Part):
         groups = [group for unit in self._units for group in unit.groups]
         self._types.of_parameters = {storage_of(group.buffer.full) for group in groups}
         self._types.mark_inputs(args[2:] if self._types.is_stage else [args, kwargs])
+        self._types.is_drawing = True
         return None
+
+    def after_forward(self, output: Any) -> None:
+        self._types.is_drawing = False
 
     def before_backward(self, loss: torch.Tensor) -> None:
         types = self._types
+        types.losses.append((types.factor(loss), types.place()))
         kinds = types.kinds(loss)
         wrong = [digit for digit, kind in enumerate(kinds) if digit not in self._averaged and kind is not REPLICATED]
         for digit in wrong:

@@ -24,7 +24,7 @@ from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError
 from shoal.parallel.tensor.attention import AttentionSplit, numel_of, split_heads
 from shoal.parallel.tensor.families import ACTIVATIONS, OUTPUT_PARAMETERS, base_of, is_conv1d
-from shoal.parallel.tensor.hooks import InputHook, SplitStack, has_dropout
+from shoal.parallel.tensor.hooks import InputHook, SplitStack, fork_between, has_dropout
 from shoal.parallel.tensor.layers import (
     ColumnParallelLinear,
     LayerSplit,
@@ -253,6 +253,11 @@ class _Splitter(Resolver):
         if strict:
             self._check_covered()
         self.prepared = [name for name, style in self.styles.items() if style.kind == "prepare_input"]
+        columns = [name for name, style in self.styles.items() if style.kind == "column"]
+        # What makes split activations without a prepared module around it, by the module that has it.
+        self.splitting: dict[str, list[str]] = {}
+        for name in (name for name in columns if not is_inside(name, self.prepared)):
+            self.splitting.setdefault(name.rpartition(".")[0], []).append(name)
         self.plain = TensorRegion(comm, wire=wire)
         self.stack_region = TensorRegion(comm, splits_sequence=True, wire=wire) if sequence else self.plain
         self.stacks = self._stacks() if sequence else []
@@ -274,6 +279,9 @@ class _Splitter(Resolver):
         for name in self.prepared:
             hook = InputHook(name, self.region_of(name), forks=self._forks(name), columns=self.columns.get(name))
             hook.register(self.modules[name])
+        for name, columns in self.splitting.items():
+            if self._forks(name):
+                fork_between(self.region_of(name).fork, self.modules[name], [self.modules[each] for each in columns])
         for stack in self.stacks:
             parents = [self.modules[parent] for parent in _parents(stack.name)]
             # Among several lists a tensor's length does not tell whose part it is: each has one module's outputs.
@@ -349,7 +357,7 @@ class _Splitter(Resolver):
             else None,
             own_input=ranges if kind == "row_split_input" else None,
             own_tokens=even_range(numel, comm.size, comm.rank) if kind == "vocab" else (0, 0),
-            forks=any(is_inside(name, [parent]) and self._forks(parent) for parent in self.prepared),
+            forks=any(is_inside(name, [each]) and self._forks(each) for each in (*self.prepared, *self.splitting)),
             overlaps=self.overlaps,
             keeps_logits=kind == "vocab_head" and not gathers,
             columns=columns,
@@ -411,7 +419,7 @@ class _Splitter(Resolver):
         return list(getattr(wrapper, submodule, nn.ModuleDict()).parameters())
 
     def _forks(self, name: str) -> bool:
-        """True if random numbers are drawn in a prepared module, on activations that are split nowhere else."""
+        """True if random numbers are drawn in a module, on activations that are split nowhere else."""
         return not self._has_split_sequence(name) and has_dropout(self.modules[name])
 
     def _check_covered(self) -> None:

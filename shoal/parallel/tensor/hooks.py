@@ -82,6 +82,21 @@ class InputHook(SharedByCopies):
             self._columns.end()
 
 
+def fork_between(fork: RngFork, module: nn.Module, columns: Sequence[nn.Module]) -> None:
+    """The ranks' random states differ from the first column to the first row parallel layer, or to the module's end."""
+
+    def begin(column: nn.Module, args: Any, output: Any) -> None:
+        if module.training:
+            fork.begin()
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        fork.end()
+
+    for column in columns:
+        column.register_forward_hook(untraced(begin))
+    module.register_forward_hook(untraced(end), always_call=True)
+
+
 class SplitStack(SharedByCopies):
     """A list of layers between which activations are split along the sequence.
 

@@ -59,10 +59,10 @@ class RngFork:
 
     def begin(self) -> None:
         """Draw a seed, the same on all ranks, and seed the device's default generator with it and the rank."""
-        drawn = torch.randint(2**48, ())
-        if is_fake(drawn):  # there are no elements to drop
+        if self._before is not None:
             return
-        seed = int(drawn.item())
+        drawn = torch.randint(2**48, ())
+        seed = torch.initial_seed() % 2**48 if is_fake(drawn) else int(drawn.item())
         self._before = current_state()
         set_current_state(state_of_seed(seed + _SEED_OFFSET + self._rank))
 

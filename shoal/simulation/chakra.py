@@ -2,9 +2,11 @@
 
 The file is GlobalMetadata, then a Node for each operation, each with its length before it. Nodes depend on the
 operation before them on their stream and on what their stream has waited for since. ASTRA-sim times communication
-itself and takes computation from ``duration_micros``. The groups of ranks are in PREFIX.groups.json, by number.
+itself and takes computation from ``duration_micros``; with its roofline, from ``num_ops`` and ``tensor_size``. The
+groups of ranks are in PREFIX.groups.json, by number.
 
-Source: schema/protobuf/et_def.proto of mlcommons/chakra; the encoding of Protocol Buffers.
+Source: schema/protobuf/et_def.proto of mlcommons/chakra; the encoding of Protocol Buffers; what ASTRA-sim reads:
+astra-sim/workload/Workload.cc and feeder_v3/et_feeder_node_attr.h of astra-sim/astra-sim.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from shoal.simulation.times import COMMUNICATION, HOST, UPDATE
 _VERSION = "0.0.4"
 _COMPUTE, _SEND, _RECEIVE, _COLLECTIVE = 4, 5, 6, 7  # NodeType
 _COLLECTIVES = {"all_reduce": 0, "all_gather": 2, "broadcast": 5, "all_to_all": 6, "reduce_scatter": 7, "exchange": 2}
-_INT32, _INT64, _BOOL, _STRING = 7, 9, 27, 29  # fields of AttributeProto
+_INT32, _INT64, _UINT64, _BOOL, _STRING = 7, 9, 13, 27, 29  # fields of AttributeProto
 
 
 def write_chakra(prefix: str | Path, operations: Sequence[TimedOperation], rank: int) -> Path:
@@ -42,8 +44,12 @@ def write_chakra(prefix: str | Path, operations: Sequence[TimedOperation], rank:
 
 
 def _group(ranks: tuple[int, ...]) -> int:
-    """The same number on all ranks."""
-    return zlib.crc32(",".join(map(str, ranks)).encode()) >> 1
+    return _positive_hash(",".join(map(str, ranks)))
+
+
+def _positive_hash(text: str) -> int:
+    """The same int32 on all ranks; 0 is ASTRA-sim's group of all ranks."""
+    return (zlib.crc32(text.encode()) >> 1) or 1
 
 
 def _node(number: int, operation: TimedOperation, waits: Sequence[int], rank: int) -> Iterator[bytes]:
@@ -61,11 +67,15 @@ def _node(number: int, operation: TimedOperation, waits: Sequence[int], rank: in
         yield _attribute("comm_type", _number(_INT64, _COLLECTIVES[verb]))
         yield _attribute("comm_size", _number(_INT64, operation.nbytes))
         yield _attribute("pg_name", _text(_STRING, str(_group(operation.ranks))))
-    elif kind != _COMPUTE:
+    elif kind == _COMPUTE:
+        yield _attribute("num_ops", _number(_INT64, operation.flops))
+        yield _attribute("tensor_size", _number(_UINT64, operation.nbytes))
+    else:
         peer = next(each for each in operation.ranks if each != rank)
         source, target = (rank, peer) if kind == _SEND else (peer, rank)
         yield _attribute("comm_size", _number(_INT64, operation.nbytes))
         yield _attribute("comm_src", _number(_INT32, source)) + _attribute("comm_dst", _number(_INT32, target))
+        yield _attribute("comm_tag", _number(_INT32, _positive_hash(operation.name.partition(" ")[2])))
 
 
 def _varint(value: int) -> bytes:

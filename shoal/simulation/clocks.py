@@ -19,7 +19,8 @@ class TimedOperation:
 
     Attributes: ``kind``: what it is a part of, for sums. ``before``: which ended when this one could start; None: it
     waited for nothing. ``waits``: the last of each other stream that its stream has waited for since the one before.
-    ``nbytes``, ``ranks``: of a collective, and who takes part.
+    ``nbytes``, ``ranks``: of a collective, and who takes part. ``flops``: of a kernel, whose ``nbytes`` it reads and
+    writes.
     """
 
     stream: SimulatedStream
@@ -31,6 +32,7 @@ class TimedOperation:
     waits: tuple[TimedOperation, ...] = ()
     nbytes: int = 0
     ranks: tuple[int, ...] = ()
+    flops: int = 0
 
 
 class Clock(dict["SimulatedStream", int]):

@@ -30,7 +30,7 @@ _TO_DEVICE, _TO_HOST = "bus to the device", "bus to the host"
 class Cost:
     """Of one operation. ``way``: what only one operation at a time can use; empty: its stream alone.
 
-    ``nbytes``, ``ranks``: of a collective.
+    ``nbytes``: of a collective or a kernel. ``ranks``: of a collective. ``flops``: of a kernel.
     """
 
     kind: str
@@ -38,6 +38,7 @@ class Cost:
     way: str = ""
     nbytes: int = 0
     ranks: tuple[int, ...] = ()
+    flops: int = 0
 
 
 class StreamTimes:
@@ -62,7 +63,8 @@ class StreamTimes:
         if cost.kind == COMPUTE and self.machine.overlap > 1:
             seconds = self._slowed(start, seconds)
         waits = self._waits(stream)
-        made = TimedOperation(stream, name, cost.kind, start, start + seconds, before, waits, cost.nbytes, cost.ranks)
+        end, of_cost = start + seconds, (cost.nbytes, cost.ranks, cost.flops)
+        made = TimedOperation(stream, name, cost.kind, start, end, before, waits, *of_cost)
         stream.clock.last = made
         self.operations.append(made)
         numbers, operations = self._queued.setdefault(stream, ([], []))
@@ -124,7 +126,7 @@ class StreamTimes:
         return self.kernel_cost(Kernel.of(operator, args, kwargs, result, nbytes))
 
     def kernel_cost(self, kernel: Kernel) -> Cost:
-        return Cost(COMPUTE, kernel_seconds(kernel, self.machine))
+        return Cost(COMPUTE, kernel_seconds(kernel, self.machine), nbytes=kernel.nbytes, flops=kernel.flops)
 
     def copy(self, nbytes: int, *, is_to_host: bool, is_pinned: bool) -> Cost:
         rate = self.machine.bus_bandwidth if is_pinned else self.machine.pageable_bandwidth

@@ -55,12 +55,12 @@ $(VENV)/.stamp: $(SETUP_INPUTS) | $(BIN)/python
 
 $(VENV)/.stamp-test: $(SETUP_INPUTS) | $(BIN)/python
 	@echo "installing Shoal and its tests' tools into $(VENV)"
-	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[test]'
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[test,kernels]'
 	@touch $(VENV)/.stamp $@
 
 $(VENV)/.stamp-lint: $(SETUP_INPUTS) | $(BIN)/python
 	@echo "installing Shoal, its tests' tools and the linters into $(VENV)"
-	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[test,lint]'
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[test,kernels,lint]'
 	@touch $(VENV)/.stamp $(VENV)/.stamp-test $@
 
 setup: $(VENV)/.stamp

@@ -25,12 +25,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from shoal.device import is_fake, numel_at_once
 from shoal.errors import ConfigError
+from shoal.kernels.use import has_kernels, one_kernel
 
 _CHUNK = 1 << 17  # elements that are encoded at once on a CPU
 _ROTATED = 32  # elements that a rotation mixes
@@ -141,6 +142,16 @@ class BlockFormat(ABC):
             torch.empty(num_rows, self._code_bytes(numel), dtype=torch.uint8, device=rows.device),
             torch.empty(num_rows, -(-numel // self.block), dtype=torch.float32, device=rows.device),
         )
+        if has_kernels(rows, codes):
+            _kernels().encode(self.name, self.block, rows, error, codes, scales)
+            return codes, scales
+        with one_kernel():
+            self._encode_pieces(rows, error, codes, scales)
+        return codes, scales
+
+    def _encode_pieces(
+        self, rows: torch.Tensor, error: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor
+    ) -> None:
         # One for all pieces: fresh memory costs as much as a pass.
         scratch = torch.empty(self._most_of(rows), device=rows.device)
         for piece in self._pieces(rows):
@@ -157,10 +168,16 @@ class BlockFormat(ABC):
                 values.sub_(arrived).view(torch.int32).bitwise_and_(is_finite)
                 if piece.is_padded:
                     piece.put(error, values)
-        return codes, scales
 
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         codes, scales = parts
+        if has_kernels(out, codes):
+            _kernels().decode(self.name, self.block, codes, scales, out)
+            return
+        with one_kernel():
+            self._decode_pieces(codes, scales, out)
+
+    def _decode_pieces(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         for piece in self._pieces(out):
             part, scale = piece.coded(codes, self.bits), piece.scaled(scales, self.block)
             is_direct = out.dtype is torch.float32 and not piece.is_padded
@@ -313,6 +330,13 @@ class OneBit(BlockFormat):
         signed = codes.view(torch.int8)
         signs = torch.cat([signed << (7 - place) for place in range(8)], dim=-1)  # negative where the bit is set
         out.copy_((signs >> 7) | 1).mul_(scales[..., None])
+
+
+def _kernels() -> Any:
+    """Imported when the first values are encoded on a GPU: Triton takes a second."""
+    from shoal.kernels import block_formats
+
+    return block_formats
 
 
 def power_of_two(numbers: torch.Tensor) -> torch.Tensor:

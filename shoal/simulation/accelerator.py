@@ -20,6 +20,7 @@ import torch
 
 from shoal.comm.fake import FakeStageCommunicator
 from shoal.comm.protocol import Backend
+from shoal.kernels.use import is_one_kernel
 from shoal.simulation.accesses import (
     Access,
     FreedBytes,
@@ -408,8 +409,8 @@ class SimulatedAccelerator:
             if not is_on_host and not is_scalar and made:
                 self._allocate(stream)
             if reads or writes or made:
-                if self._is_fused and stream is self.compute and is_fusible(operator):
-                    access = self._fuse(name, reads, writes, made)
+                if self._joins_kernel(operator, stream):
+                    access = self._fuse(name, stream, reads, writes, made)
                 else:
                     cost = partial(self._cost, operator, args, kwargs, result, reads, writes, made)
                     access = self.run(name, stream, reads, [*writes, *made], cost)
@@ -429,16 +430,29 @@ class SimulatedAccelerator:
                 self.notice_deaths()
                 self.host.join(stream.clock)
 
+    def _joins_kernel(self, operator: Any, stream: SimulatedStream) -> bool:
+        """True if the operator is a part of a kernel: of Shoal's, or of one that a compiler would make."""
+        if self.times is None:
+            return False
+        return is_one_kernel() or (self._is_fused and stream is self.compute and is_fusible(operator))
+
     def _fuse(
-        self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+        self,
+        name: str,
+        stream: SimulatedStream,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
     ) -> Access:
         """An operator is a part of the kernel under way, or begins one."""
+        if self._fusion is not None and self._fusion.stream is not stream:
+            self.end_kernel()
         if self._fusion is None:
             assert self.times is not None
             self.times.add(self.host, "launch", self.times.launch())
-            self._fusion = Fusion(self.compute)
+            self._fusion = Fusion(stream)
         self._fusion.add(reads, writes, made)
-        return self._access(name, self.compute)
+        return self._access(name, stream)
 
     @staticmethod
     def _note_allocations(memory: DeviceMemory, made: Sequence[torch.UntypedStorage], access: Access) -> None:

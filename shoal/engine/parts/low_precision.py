@@ -1,4 +1,4 @@
-"""``fp8``: linear layers that compute in few bits, in the steps that the schedule says.
+"""``fp8``: linear layers and stacked experts that compute in few bits, in the steps that the schedule says.
 
 The number of steps that are done decides, so a run that is resumed goes on as the one that was saved.
 """
@@ -12,7 +12,6 @@ from shoal.engine.accumulation import Counters
 from shoal.engine.log import say_on_rank_0
 from shoal.engine.parts.part import ForwardInputs, Part
 from shoal.engine.settings import Properties
-from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.low_precision.layers import Layers, LowPrecisionLayers, largest_embedding
 from shoal.parallel.low_precision.products import LowPrecisionProducts
 from shoal.parallel.low_precision.recipes import RECIPES
@@ -58,12 +57,10 @@ class LowPrecision(Part):
         since = f" from step {section.from_step} on" if section.from_step else ""
         until = f" until step {section.until_step}" if section.until_step is not None else ""
         left = [name for name in layers.linears if name not in chosen]
-        text = f"fp8: {counted(len(chosen), 'linear layer')} of {len(layers.linears)} in {section.recipe}{since}{until}"
+        text = f"fp8: {counted(len(chosen), 'layer')} of {len(layers.linears)} in {section.recipe}{since}{until}"
         notes = [f"{text}; as they are: {listed(left, 3)}." if left else f"{text}."]
         if refusal is not None:
             notes.append(f"fp8: products are emulated in fp32, with the same numbers and without the speed: {refusal}.")
-        if any(held.stack is not None for _, _, held in modules_with_experts(self._model)):
-            notes.append("fp8: experts whose weights are stacked compute as they are; the section is of linear layers.")
         return notes
 
     def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> ForwardInputs | None:

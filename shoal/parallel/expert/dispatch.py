@@ -110,7 +110,14 @@ def run_experts(
                 meanwhile()
             with copies.used(tensors):
                 parts.append(
-                    run(hidden, place, weights, held=ExpertsHeld(len(copies.experts)), overlap=1, meanwhile=None)
+                    run(
+                        hidden,
+                        place,
+                        weights,
+                        held=ExpertsHeld(len(copies.experts), products=held.products),
+                        overlap=1,
+                        meanwhile=None,
+                    )
                 )
 
         elsewhere = expert_index.masked_fill(place >= 0, -1)

@@ -23,7 +23,7 @@ from shoal.compiler import untraced
 from shoal.device import capability
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.expert.route import RowCounts
-from shoal.parallel.products import cast_for_autocast
+from shoal.parallel.products import Products, cast_for_autocast
 
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
@@ -35,7 +35,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Te
     Args:
         rows: [rows, in], sorted by expert.
         weight: [experts, in, out]; a transposed view of [experts, out, in] is not copied.
-        counts: the rows of each expert, as :func:`run_experts` gives them; they add up to ``rows``.
+        counts: the rows of each expert, as :func:`run_experts` gives them; they add up to ``rows``. They carry the
+            layer's products, of few bits where ``fp8`` is on.
         bias: [experts, out].
 
     Returns: [rows, out]. The gradient of an expert without rows is zero.
@@ -44,6 +45,9 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Te
     """
     rows, weight, *rest = cast_for_autocast(rows, weight, *([] if bias is None else [bias]))
     bias = rest[0] if rest else None
+    if isinstance(counts, RowCounts) and counts.products.is_on:
+        multiplied: Tensor = _InFewBits.apply(rows, weight, counts, counts.products.products)
+        return multiplied if bias is None else add_bias_of_experts(multiplied, bias, counts)
     function = _InOneKernel if _has_kernel(rows, weight) else _OneByOne
     out: Tensor = function.apply(rows, weight, bias, counts)
     return out
@@ -121,6 +125,33 @@ class _OneByOne(torch.autograd.Function):
             if of_bias is not None:
                 torch.sum(gradient[part], 0, out=of_bias[expert])
         return of_rows, of_weight, of_bias, None
+
+
+class _InFewBits(torch.autograd.Function):
+    """Each expert's part as one linear layer."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Sequence[int], products: Products) -> Tensor:
+        ctx.counts, ctx.products = counts, products
+        ctx.save_for_backward(rows, weight)
+        out = rows.new_empty(len(rows), weight.shape[2])
+        for expert, part in _ranges(counts):
+            out[part] = products.output(rows[part], weight[expert].t())
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        for_rows, for_weight, *_ = ctx.needs_input_grad
+        of_rows = torch.empty_like(rows) if for_rows else None
+        of_weight = torch.zeros_like(weight) if for_weight else None
+        for expert, part in _ranges(ctx.counts):
+            if of_rows is not None:
+                of_rows[part] = ctx.products.of_input(gradient[part], weight[expert].t())
+            if of_weight is not None:
+                of_weight[expert] = ctx.products.of_weight(gradient[part], rows[part]).t()
+        return of_rows, of_weight, None, None
 
 
 class _InOneKernel(torch.autograd.Function):

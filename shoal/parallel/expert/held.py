@@ -26,6 +26,7 @@ from shoal.device import is_fake, read_vector
 from shoal.errors import ConfigError, UsageError
 from shoal.parallel.expert.bias import ExpertLoad
 from shoal.parallel.expert.rebalance import ExpertCopies, ExpertsByRank
+from shoal.parallel.products import AS_THEY_ARE, LayerProducts
 from shoal.parallel.tensor.region import TensorRegion
 from shoal.streams import is_accelerator
 
@@ -199,6 +200,7 @@ class ExpertsHeld:
         hierarchy: two axes that ``comm`` is the product of: the ranks of a node, and those of one coordinate on the
             nodes. Rows are then sent in two steps; see ``dispatch.TwoStepRows``.
         wire: the format in which rows are sent along ``comm``; None: as they are.
+        products: how the matrices of stacked experts are multiplied.
         tensor: the tensor-parallel ranks.
         router_check: of the layer's router.
         load: counts this rank's tokens by expert; None: nothing asks for them.
@@ -214,6 +216,7 @@ class ExpertsHeld:
     owners: tuple[int, ...] = ()
     hierarchy: tuple[Communicator, Communicator] | None = None
     wire: WireFormat | None = None
+    products: LayerProducts = AS_THEY_ARE
     tensor: TensorRanks = TensorRanks()
     router_check: RouterCheck = field(default_factory=RouterCheck)
     load: ExpertLoad | None = None

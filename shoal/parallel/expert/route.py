@@ -26,6 +26,7 @@ from shoal.comm.protocol import Communicator
 from shoal.device import is_fake, read_vector
 from shoal.errors import UsageError
 from shoal.parallel.expert.held import ExpertsHeld
+from shoal.parallel.products import AS_THEY_ARE
 
 
 class RowCounts(Sequence[int]):
@@ -33,12 +34,16 @@ class RowCounts(Sequence[int]):
 
     Args:
         starts: the first row of each expert and the end of the last one, on the device; shape [experts + 1].
+
+    Attributes:
+        products: how the experts' matrices are multiplied.
     """
 
     def __init__(self, on_host: Sequence[int] | None = None, starts: Tensor | None = None) -> None:
         assert on_host is not None or starts is not None
         self._on_host = on_host
         self._starts = starts
+        self.products = AS_THEY_ARE
 
     @property
     def on_host(self) -> Sequence[int]:
@@ -160,10 +165,13 @@ def route(
                 do="give the router as many outputs as the layer has experts.",
                 code="expert-index",
             )
-    return [
+    routes = [
         _route(chunk, None if counts is None else counts[at], slots, rank, index.shape[1])
         for at, chunk in enumerate(sorted_chunks)
     ]
+    for each in routes:
+        each.counts.products = held.products
+    return routes
 
 
 def _by_expert(of_slots: Tensor, slots: _Slots) -> Tensor:

@@ -1,8 +1,9 @@
-"""Which linear layers of a model compute in few bits, and how they are made to do so.
+"""Which linear layers and stacked experts of a model compute in few bits, and how they are made to do so.
 
 A linear layer gets a ``forward`` of its own on the instance; a split layer of tensor parallelism reads the same object
-from its ``tensor_split``. Both ask it at each call whether the recipe is on. Weights are quantised when they are used:
-in forward, and in backward once more, so that nothing of a gathered weight outlives its use.
+from its ``tensor_split``, stacked experts from their ``experts_held``. All ask it at each call whether the recipe is
+on. Weights are quantised when they are used: in forward, and in backward once more, so that nothing of a gathered
+weight outlives its use.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ModelError
+from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.products import LayerProducts
 from shoal.parallel.tensor.families import is_conv1d
 from shoal.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
@@ -30,26 +32,28 @@ class LowPrecisionLayers:
     """The chosen layers of a model, until ``remove()``."""
 
     def __init__(self, layers: Mapping[str, nn.Module], products: LayerProducts) -> None:
-        self._before: list[tuple[nn.Module, Any, Any]] = []  # what the layer had, what it has
+        self._before: list[tuple[object, str, Any, Any]] = []  # an attribute: what it was, what it is
         for module in layers.values():
-            if (split := getattr(module, "tensor_split", None)) is not None:
-                module.tensor_split = ours = replace(split, products=products)
-                self._before.append((module, split, ours))
+            if (held := _stacked(module)) is not None:
+                self._set(held, "products", products)
+            elif (split := getattr(module, "tensor_split", None)) is not None:
+                self._set(module, "tensor_split", replace(split, products=products))
             else:
-                forward = MethodType(_forward_with(products), module)
-                self._before.append((module, vars(module).get("forward"), forward))
-                module.forward = forward
+                self._set(module, "forward", MethodType(_forward_with(products), module))
+
+    def _set(self, owner: Any, name: str, value: object) -> None:
+        self._before.append((owner, name, vars(owner).get(name), value))
+        setattr(owner, name, value)
 
     def remove(self) -> None:
         """Restore the layers as they were. Idempotent."""
-        for module, before, ours in self._before:
-            name = "forward" if isinstance(ours, MethodType) else "tensor_split"
-            if vars(module).get(name) is not ours:
+        for owner, name, before, ours in self._before:
+            if vars(owner).get(name) is not ours:
                 continue  # other code has wrapped it since
             if before is None:
-                delattr(module, name)
+                delattr(owner, name)
             else:
-                setattr(module, name, before)
+                setattr(owner, name, before)
         self._before.clear()
 
 
@@ -65,11 +69,11 @@ def _forward_with(products: LayerProducts) -> Callable[[Any, torch.Tensor], torc
 
 @dataclass(frozen=True)
 class Layers:
-    """The linear layers of a model, or of a rank's part of it.
+    """The linear layers and stacked experts of a model, or of a rank's part of it.
 
     Args:
-        linears: by name, True for one that is taken where the config names none: its weight has dims that are
-            multiples of 16, and is neither the head's nor that of an embedding.
+        linears: by name, True for one that is taken where the config names none: its weights have dims that are
+            multiples of 16, and are neither the head's nor that of an embedding.
         blocks: names, in the model's order.
     """
 
@@ -85,12 +89,16 @@ class Layers:
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
 
         def is_taken(module: nn.Module) -> bool:
+            if (held := _stacked(module)) is not None and held.stack is not None:
+                sizes = [p.unflatten(0, (-1, held.stack.rows)).shape[1:] for p in module.parameters()]
+                return all(length % _ALIGNED == 0 for size in sizes for length in size if length > 1)
             weight = module.weight
             assert isinstance(weight, torch.Tensor)
             is_head = id(weight) in embeddings or vocabulary in (weight.shape[0], getattr(module, "out_features", None))
             return not is_head and all(length % _ALIGNED == 0 for length in weight.shape)
 
-        linears = {name: is_taken(module) for name, module in model.named_modules() if _is_linear(module)}
+        modules = {n: m for n, m in model.named_modules() if _is_linear(m) or _stacked(m) is not None}
+        linears = {name: is_taken(module) for name, module in modules.items()}
         return cls(linears, tuple(blocks))
 
     @classmethod
@@ -153,6 +161,12 @@ class Layers:
                 )
             found.update(matches)
         return found
+
+
+def _stacked(module: nn.Module) -> ExpertsHeld | None:
+    """What stacked experts hold, from which their products are read; None: the module has none."""
+    held = getattr(module, "experts_held", None)
+    return held if isinstance(held, ExpertsHeld) and held.stack is not None else None
 
 
 def _is_linear(module: nn.Module) -> bool:

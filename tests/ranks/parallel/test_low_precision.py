@@ -19,8 +19,6 @@ from shoal.parallel.low_precision.products import LowPrecisionProducts
 from shoal.parallel.low_precision.recipes import RECIPES
 from shoal.parallel.products import LayerProducts, Products
 from tests.helpers.compiling import CountsGraphs, compiling
-from tests.helpers.composition import Run
-from tests.helpers.composition_runs import Model
 from tests.helpers.models import Checkpointed, Plain
 from tests.helpers.training import (
     Trained,
@@ -204,7 +202,7 @@ def test_a_switch_is_logged(ranks: Callable[..., Any], caplog: pytest.LogCapture
         ranks(1, steps_of, config(1, fp8=fp8(from_step=1, until_step=2, keep=["head"])), 4)
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("fp8")]
     assert said == [
-        "fp8: 7 linear layers of 8 in rowwise from step 1 on until step 2; as they are: head.",
+        "fp8: 7 layers of 8 in rowwise from step 1 on until step 2; as they are: head.",
         "fp8: on after step 1 (rowwise).",
         "fp8: off after step 2 (rowwise).",
     ]
@@ -330,15 +328,6 @@ def test_a_gradient_that_is_not_finite_skips_the_step(ranks: Callable[..., Any])
         return engine.skipped_steps, are_bit_equal(main_parameters(engine), before)
 
     assert ranks(2, skip) == [(1, True)] * 2
-
-
-def test_stacked_experts_that_stay_as_they_are_are_named(
-    ranks: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = {key: value for key, value in config(1, fp8=fp8()).items() if key != "units"}
-    with caplog.at_level("INFO", "shoal"):
-        ranks(1, lambda: start(lambda: Model(Run(experts=4)), settings).destroy())
-    assert any("experts whose weights are stacked compute as they are" in each.getMessage() for each in caplog.records)
 
 
 # Over ranks that split layers, and what compiles

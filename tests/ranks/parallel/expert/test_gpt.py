@@ -17,7 +17,11 @@ from shoal.config.parallel import ExpertParallel
 from shoal.errors import ModelError
 from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.apply import prepare_experts
+from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.stacked import ExpertFeedForward
+from shoal.parallel.low_precision.products import LowPrecisionProducts
+from shoal.parallel.low_precision.recipes import RECIPES
+from shoal.parallel.products import LayerProducts
 from tests.helpers.models import SEQUENCE, VOCABULARY
 from tests.helpers.training import BF16, GRADIENT_ORDERS, batch, config, make, sgd, start_with
 
@@ -35,9 +39,18 @@ def gpt() -> GPT:
 
 
 @functools.cache
-def alone(batches: int, micro: int = 1) -> Trained:
-    """One process on the batches of all ranks: the mean of their losses, with the routers' loss of each."""
+def alone(batches: int, micro: int = 1, recipe: str | None = None) -> Trained:
+    """One process on the batches of all ranks: the mean of their losses, with the routers' loss of each.
+
+    Args:
+        recipe: in which the experts compute; None: as they are.
+    """
     model = make(gpt)
+    if recipe is not None:
+        products = LayerProducts(LowPrecisionProducts(RECIPES[recipe]))
+        products.is_on = True
+        for _, _, held in modules_with_experts(model):
+            held.products = products
     optimizer = sgd(model.parameters())
     losses = []
     for step in range(STEPS):
@@ -149,10 +162,29 @@ def test_keys_of_how_gradients_are_reduced_train_stacked_experts_as_one_process(
     assert_trains_as_alone(2, stage, 2, parallel={"ep": ep}, zero_optimization=order)
 
 
-def assert_trains_as_alone(size: int, stage: int, micro: int, **sections: Any) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "parallel"),
+    [("rowwise", {"ep": 1}), ("tensorwise", {"ep": 1}), ("rowwise_with_gw_hp", {"ep": 2})],
+    ids=str,
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_experts_in_few_bits_train_as_those_of_one_process(stage: int, recipe: str, parallel: dict[str, int]) -> None:
+    """At ``ep`` 2 the tokens of both ranks share the scales of a weight's gradient, unless it has none."""
+    assert_trains_as_alone(2, stage, 2, recipe, parallel=parallel, fp8={"recipe": recipe, "modules": ["*.experts"]})
+    plain, ours = alone(2, 2)[1], alone(2, 2, recipe)[1]
+    assert max(float((plain[name] - value).abs().max()) for name, value in ours.items()) > 1e-4
+
+
+def test_experts_are_among_the_layers_that_are_taken_where_none_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "shoal")
+    spread(1, 1, parallel={"ep": 1}, fp8={"recipe": "rowwise", "keep": ["*.qkv", "*.out"]})
+    assert any(f"fp8: {NUM_LAYERS} layers of" in record.getMessage() for record in caplog.records)
+
+
+def assert_trains_as_alone(size: int, stage: int, micro: int, recipe: str | None = None, **sections: Any) -> None:
     parallel = sections["parallel"]
     batches = size // (parallel.get("tp", 1) * parallel.get("pp", 1))
-    losses, expected = alone(batches, micro)
+    losses, expected = alone(batches, micro, recipe)
     found = spread(size, stage, micro, **sections)
     own = found if "pp" not in parallel else found[:1]  # of a pipeline each rank has the mean of all
     for step in range(STEPS):

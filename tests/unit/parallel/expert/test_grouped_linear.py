@@ -13,6 +13,9 @@ from torch.nn import functional as F
 from shoal.parallel.expert import grouped
 from shoal.parallel.expert.grouped import grouped_linear
 from shoal.parallel.expert.route import RowCounts
+from shoal.parallel.low_precision.products import LowPrecisionProducts
+from shoal.parallel.low_precision.recipes import RECIPES
+from shoal.parallel.products import LayerProducts
 
 COUNTS = [3, 0, 7, 1, 0]
 IN, OUT = 4, 6
@@ -55,6 +58,27 @@ def test_outputs_and_gradients_are_those_of_a_linear_for_each_expert(
     torch.testing.assert_close(output, expected, rtol=rtol, atol=rtol)
     for found, right in zip(torch.autograd.grad(output, wanted, gradient), gradients, strict=True):
         torch.testing.assert_close(found, right, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "nvfp4"])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_in_few_bits_each_expert_computes_as_a_linear_layer_of_its_own(recipe: str, is_transposed: bool) -> None:
+    rows, weight, bias = leaves(is_transposed=is_transposed, widths=(32, 48))
+    used = weight.transpose(1, 2) if is_transposed else weight
+    products = LayerProducts(LowPrecisionProducts(RECIPES[recipe]))
+    products.is_on = True
+    parts = [products.linear(part, used[at].t(), bias[at]) for at, part in enumerate(rows.split(COUNTS))]
+    expected = torch.cat(parts)
+    gradient = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, (rows, weight, bias), gradient)
+    counts = RowCounts(COUNTS)
+    counts.products = products
+    output = grouped_linear(rows, used, counts, bias)
+    assert torch.equal(output, expected)
+    assert not torch.equal(output, grouped_linear(rows, used, COUNTS, bias))
+    found = torch.autograd.grad(output, (rows, weight, bias), gradient)
+    assert torch.equal(found[0], gradients[0]) and torch.equal(found[1], gradients[1])
+    torch.testing.assert_close(found[2], gradients[2], rtol=1e-6, atol=1e-6)
 
 
 def test_an_expert_without_rows_has_zero_gradients() -> None:

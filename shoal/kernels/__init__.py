@@ -1,0 +1,1 @@
+"""Triton kernels, each with torch operators that compute the same."""

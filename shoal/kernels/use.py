@@ -1,0 +1,58 @@
+"""Whether a kernel runs, and the operators that count as one where it would.
+
+    if has_kernels(rows):
+        block_formats.encode(...)
+    else:
+        with one_kernel():  # in a dry run of a GPU: one pass over memory
+            ...
+
+``TRITON_INTERPRET=1`` runs kernels on CPU tensors, slowly, once Triton is imported: tests of their numbers need no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+from shoal.device import is_fake
+
+_inside = threading.local()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def has_kernels(*tensors: torch.Tensor) -> bool:
+    """True if Triton runs kernels on all of these tensors."""
+    if not _has_triton() or any(is_fake(tensor) for tensor in tensors):
+        return False
+    return all(tensor.is_cuda for tensor in tensors) or _is_interpreted()
+
+
+def _is_interpreted() -> bool:
+    triton = sys.modules.get("triton")
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+@contextmanager
+def one_kernel() -> Iterator[None]:
+    """The operators inside compute what one kernel computes on a GPU."""
+    before = is_one_kernel()
+    _inside.is_one = True
+    try:
+        yield
+    finally:
+        _inside.is_one = before
+
+
+def is_one_kernel() -> bool:
+    """True inside ``one_kernel``, in this thread."""
+    return getattr(_inside, "is_one", False)

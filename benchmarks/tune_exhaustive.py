@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[int, int, int, int, dict[str, tuple[Any, ...]]]] = {
     "words": (8192, 2, 128, 4, STATE),
     "deep": (512, 16, 64, 2, AXES),
     "middle": (2048, 4, 256, 4, AXES),
-    "large": (1024, 2, 320, 5, AXES),
+    "large": (1024, 2, 320, 4, AXES),
 }
 
 

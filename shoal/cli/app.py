@@ -6,8 +6,10 @@ import inspect
 import json as json_text
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -22,6 +24,7 @@ from shoal.cli.plan import plan
 from shoal.cli.tune import tune
 from shoal.cli.usage import OrderedGroup, UsageCommand
 from shoal.cli.verify import verify
+from shoal.errors import UsageError
 
 app = typer.Typer(
     name="shoal",
@@ -40,6 +43,9 @@ app.command("tune", cls=UsageCommand)(tune)
 app.command("verify", cls=UsageCommand)(verify)
 app.command("convert", cls=UsageCommand)(convert)
 app.command("as-deepspeed", cls=UsageCommand)(as_deepspeed)
+
+
+AutotuningMode = StrEnum("AutotuningMode", "tune run")
 
 
 def _show_version(value: bool) -> None:
@@ -75,6 +81,14 @@ def run(
             help="`import deepspeed` imports Shoal, also in child processes. SCRIPT may be a launcher (accelerate).",
         ),
     ] = False,
+    autotuning: Annotated[
+        AutotuningMode | None,
+        typer.Option(
+            help="Run SCRIPT for some steps with one configuration after the other, as the section autotuning of the"
+            " file says that --deepspeed or --deepspeed_config names (tune), then train with the best (run). Implies"
+            " --as-deepspeed."
+        ),
+    ] = None,
     verbose: Annotated[bool, VERBOSE] = False,
     stop_seconds: Annotated[
         int,
@@ -82,25 +96,38 @@ def run(
     ] = 5,
 ) -> None:
     """Start a script on several local ranks, one process each."""
-    from shoal.launch import LocalJob, run_local
+    from shoal.cli.as_deepspeed import become_command, is_command, job_as_deepspeed
+    from shoal.launch import LocalJob, Outcome, run_local
     from shoal.launch.environment import LOG_LEVEL
     from shoal.launch.local import check_script, misplaced_ranks
 
     given = args or []
-    if as_deepspeed:
-        from shoal.cli.as_deepspeed import become_command, is_command, job_as_deepspeed
-
-        if not module and is_command(script):
-            become_command(script, given, ranks)
-        job = job_as_deepspeed(script, given, is_module=module, ranks=ranks or default_ranks())
-    else:
-        job = LocalJob([sys.executable, *(["-m"] if module else []), script, *given], ranks or default_ranks())
+    as_deepspeed = as_deepspeed or autotuning is not None
+    if as_deepspeed and not module and is_command(script):
+        if autotuning is not None:
+            raise UsageError(f"--autotuning for the command {script!r}.", do="name the script that trains.")
+        become_command(script, given, ranks)
+    num_ranks = ranks or default_ranks()
     check_script(script, is_module=module)
     if not module and (advice := misplaced_ranks(script, given)):
         print(advice, file=sys.stderr)
-    if verbose:
-        job = replace(job, environment={**job.environment, LOG_LEVEL: "debug"})
-    outcome = run_local(replace(job, stop_seconds=stop_seconds))
+
+    def start(words: Sequence[str]) -> Outcome:
+        if as_deepspeed:
+            job = job_as_deepspeed(script, words, is_module=module, ranks=num_ranks)
+        else:
+            job = LocalJob([sys.executable, *(["-m"] if module else []), script, *words], num_ranks)
+        if verbose:
+            job = replace(job, environment={**job.environment, LOG_LEVEL: "debug"})
+        return run_local(replace(job, stop_seconds=stop_seconds))
+
+    if autotuning is None:
+        outcome = start(given)
+    else:
+        from shoal.planner.autotuning import Script, autotune
+
+        command = ("shoal", "run", "--as-deepspeed", "--ranks", str(num_ranks), *(["-m"] if module else []), script)
+        outcome = autotune(Script(command, tuple(given), num_ranks, start), autotuning, partial(print, flush=True))
     if outcome.report:
         print(f"\n{outcome.report}", file=sys.stderr)
     raise typer.Exit(outcome.exit_code)

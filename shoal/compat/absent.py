@@ -19,7 +19,7 @@ SERVING = "use a server of models such as vLLM; or shoal.load_hf and generate() 
 KERNELS = "use torch.nn's layers, with torch.compile() or torch.nn.attention; no kernels are injected."
 _SPARSE = "use torch.nn.attention.flex_attention in the model."
 _COMPRESSION = "use torchao for quantization and pruning, before or after training."
-_PLANNING = "choose the stage by memory: all stages give the same numbers; shoal doctor shows what a config means."
+_PLANNING = "start the script by `shoal deepspeed --autotuning tune` or `shoal run --autotuning tune`."
 _ENCODED = "the engine encodes what it sends: name OneBitAdam, or formats in the section wire of the config."
 _DATA = "use a torch Sampler; engine.deepspeed_io(dataset, data_sampler=...) takes it."
 _DISK = "set zero_optimization.offload_optimizer.device to nvme; Shoal's disk tier reads and writes by itself."

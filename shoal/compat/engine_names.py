@@ -177,7 +177,9 @@ _INSTEAD = {
     "take engine.timers (with wall_clock_breakdown) or engine.memory_report()": (
         "engine_timers engine_timers_cache tput_timer print_forward_breakdown"
     ),
-    "autotuning is not built yet": "autotuning_model_info autotuning_model_info_path autotuning_profile_model_info",
+    "autotuning finds micro-batches by runs": (
+        "autotuning_model_info autotuning_model_info_path autotuning_profile_model_info"
+    ),
     "take engine.save_checkpoint(); checkpoint.async_save saves while training continues": "checkpoint_engine",
     "client_optimizer.defaults has them": "get_optimizer_configuration",
     "zero_optimization.offload_* and aio in engine.config have it": "swap_tensor_config",

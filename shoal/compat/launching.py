@@ -7,6 +7,7 @@
     --module, --no_python           the script is the name of a module; the script is a program
     --bind_cores_to_rank            bind each rank to its own cores (--bind_core_list: of these)
     --no_local_rank                 do not pass --local_rank=N to the script (LOCAL_RANK is set in any case)
+    --autotuning tune, run          search for the best configuration; then train with it
     --elastic_training              start all ranks anew when one fails; with --no_ssh also when machines come or go
 
     localhost slots=4               a hostfile: one machine a line
@@ -31,8 +32,9 @@ from shoal.compat import machines
 from shoal.compat.absent import not_built
 from shoal.compat.environment import file_of_variables, for_local_children, showing, visible_devices
 from shoal.errors import ConfigError, ShoalError
-from shoal.launch import LocalJob, RemoteJob, run_local, run_remote
+from shoal.launch import LocalJob, Outcome, RemoteJob, run_local, run_remote
 from shoal.launch.local import check_script
+from shoal.planner.autotuning import Script, autotune
 
 DEEPSPEED_ENVIRONMENT_NAME = file_of_variables()
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -40,7 +42,6 @@ HERE = ("localhost", "127.0.0.1")
 
 # Flags that ask for something that is not there, and what to do instead.
 NOT_THERE = {
-    "autotuning": "leave it out.",
     "enable_each_rank_log": "leave it out: every line of the output starts with its rank.",
     "force_multi": "leave it out: one machine needs no ssh.",
     "venv_script": "activate the environment first.",
@@ -88,8 +89,13 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--bind_core_list", default=None, help="CPUs to use for --bind_cores_to_rank, such as 0-3,8-11")
     add("--save_pid", action="store_true", help="write PID.deepspeed to the folder for temporary files while ranks run")
     add("--force_multi", action="store_true", help=argparse.SUPPRESS)
-    for flag in ("venv_script", "autotuning"):
-        add(f"--{flag}", default=None, help=argparse.SUPPRESS)
+    add("--venv_script", default=None, help=argparse.SUPPRESS)
+    add(
+        "--autotuning",
+        default="",
+        choices=["tune", "run"],
+        help="run the script for some steps with one configuration after the other; run: then train with the best",
+    )
     add("--enable_each_rank_log", default="None", help=argparse.SUPPRESS)
     add("user_script", help="a Python file, a module (--module) or a program (--no_python)")
     add("user_args", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -107,10 +113,33 @@ def main(args: Sequence[str] | None = None) -> None:
     if not options.no_python:
         check_script(options.user_script, is_module=options.module)
     with _pid_file() if options.save_pid else nullcontext():
-        outcome = run_remote(job) if isinstance(job, RemoteJob) else run_local(job)
+        if options.autotuning:
+            script = _script(options, job, sys.argv[1:] if args is None else args)
+            outcome = autotune(script, options.autotuning, lambda text: sys.stdout.write(f"{text}\n"))
+        else:
+            outcome = run_remote(job) if isinstance(job, RemoteJob) else run_local(job)
     if outcome.report:
         sys.stderr.write(f"\n{outcome.report}\n")
     sys.exit(outcome.exit_code)
+
+
+def _script(options: argparse.Namespace, job: LocalJob | RemoteJob, words: Sequence[str]) -> Script:
+    """What ``--autotuning`` runs: the command ``words`` with other arguments of the script.
+
+    Raises: NotBuiltError: the ranks are on several machines, or are restarted when they fail.
+    """
+    if not isinstance(job, LocalJob) or job.place is not None or job.elastic is not None:
+        raise not_built("--autotuning on several machines or with --elastic_training", "search on one machine.")
+    launcher = list(words[: len(words) - len(options.user_args)])
+    at = next(index for index, word in enumerate(launcher) if word.startswith("--autotuning"))
+    del launcher[at : at + (1 if "=" in launcher[at] else 2)]
+
+    def start(arguments: Sequence[str]) -> Outcome:
+        made = job_of(argparse.Namespace(**{**vars(options), "user_args": list(arguments)}))
+        assert isinstance(made, LocalJob)
+        return run_local(made)
+
+    return Script(("shoal", "deepspeed", *launcher), tuple(options.user_args), job.num_ranks, start)
 
 
 @contextmanager

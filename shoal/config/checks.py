@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import Any
 
+from shoal.config.autotuning import autotuning_problems
 from shoal.config.batch import MICRO, STEPS, TRAIN
 from shoal.config.elastic import elastic_problems
 from shoal.config.normalise import Normalised
@@ -91,6 +92,7 @@ def check_together(config: Schema, reading: Normalised) -> Iterator[Problem]:
             yield Problem("offload", what, "leave one of them out.")
         if section.device == "nvme" and not section.nvme_path:
             yield Problem(f"zero_optimization.{name}.nvme_path", "missing, but the device is nvme.", "name a folder.")
+    yield from autotuning_problems(config.autotuning)
     yield from pipeline_problems(config.pipeline)
     yield from expert_problems(config.expert_parallel)
     if config.curriculum_learning.enabled:

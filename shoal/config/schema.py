@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
+from shoal.config.autotuning import Autotuning
 from shoal.config.base import Auto, Dtype, Section, key, section
 from shoal.config.optimizer import Optimizer, Scheduler
 from shoal.config.parallel import ExpertParallel, Parallel, Pipeline, TensorParallel
@@ -464,6 +465,7 @@ class Schema(Section):
     comms_logger: CommsLogger = section(CommsLogger, "times of collectives")
     flops_profiler: FlopsProfilerSection = section(FlopsProfilerSection, "operations of one step, by module")
     checkpoint: Checkpoint = section(Checkpoint, "saving and loading")
+    autotuning: Autotuning = section(Autotuning, "a search for the fastest stage and micro-batch")
     elasticity: Elasticity = section(Elasticity, "a batch size that many world sizes share")
     curriculum_learning: CurriculumLearning = section(CurriculumLearning, "short sequences first")
     progressive_layer_drop: ProgressiveLayerDropSection = section(

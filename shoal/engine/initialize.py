@@ -43,6 +43,7 @@ from shoal.engine.parts.activations import SavedActivations
 from shoal.engine.parts.clipping import CheckClipping
 from shoal.engine.parts.curriculum import Curriculum
 from shoal.engine.parts.error_feedback import ErrorFeedback
+from shoal.engine.parts.experiment import ExperimentSteps
 from shoal.engine.parts.experts import ExpertBalance
 from shoal.engine.parts.inputs import FirstInputs
 from shoal.engine.parts.local_steps import LocalSteps
@@ -317,6 +318,8 @@ def _parts(
         yield LocalSteps(sharding, properties)
     if properties.config.checkpoint.save_on_signal:
         yield SaveOnSignal()
+    if properties.config.autotuning.enabled:
+        yield ExperimentSteps(properties.config.autotuning)
 
 
 def _experts_of(model: nn.Module, world: World) -> tuple[int, bool]:

@@ -33,6 +33,7 @@ from shoal.launch.output import RankOutput
 
 CHILD = Path(__file__).with_name("child.py")
 _MEETING_SECONDS = 900  # until all machines of a job are there
+_TRACEBACK = "Traceback (most recent call last):"
 _MOST_PLACES = 2  # of a job that was interrupted, as a report shows them
 _LAST_CALL_SECONDS = 10  # for more machines, once there are as many as an elastic job needs
 
@@ -103,6 +104,12 @@ class Outcome:
 
     exit_code: int
     report: str = ""
+
+    @property
+    def brief(self) -> str:
+        """The report in a line: who failed, and the error; of a traceback its last line."""
+        lines = [line.strip() for line in self.report.splitlines() if line.strip()]
+        return " ".join([*lines[:1], *(lines[-1:] if lines[1:2] == [_TRACEBACK] else lines[1:2])])
 
 
 def run_local(job: LocalJob) -> Outcome:

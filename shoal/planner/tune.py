@@ -37,7 +37,7 @@ from shoal.planner.trial import attend_by_ranks
 from shoal.text import format_bytes, table
 
 _WARM_UP = 2  # steps that are not measured: the order of the units is learnt, state is made
-_HOPEFUL, _CERTAIN = 1.0, 2.0  # deviations below a corrected time: the next one to run, and one that cannot win
+_HOPEFUL, _CERTAIN = 0.25, 2.0  # deviations below a corrected time: the next one to run, and one that cannot win
 _RESULT, _CONFIG, _JOB = "result.json", "config.json", "job.json"
 
 
@@ -174,8 +174,7 @@ def _measure(
     program = (sys.executable, "-m", "shoal.planner.tune", str(here / _JOB))
     outcome = run_local(LocalJob(program, num_ranks, environment={"SHOAL_LOG_LEVEL": "WARNING"}))
     if outcome.exit_code:
-        lines = [line for line in outcome.report.splitlines() if line.strip()]
-        (here / _RESULT).write_text(json.dumps({"error": " ".join(lines[:2])}))
+        (here / _RESULT).write_text(json.dumps({"error": outcome.brief}))
     return replace(found, **json.loads((here / _RESULT).read_text()))
 
 

@@ -14,7 +14,17 @@ from shoal.compat import launching
 from shoal.compat.environment import exported
 from shoal.compat.launching import parse_hostfile, parse_inclusion_exclusion, parse_resource_filter
 from shoal.errors import ConfigError, NotBuiltError
-from shoal.launch import BoundCores, Elastic, LocalJob, Place, RemoteJob, cpu_list, divide_cores, physical_cores
+from shoal.launch import (
+    BoundCores,
+    Elastic,
+    LocalJob,
+    Outcome,
+    Place,
+    RemoteJob,
+    cpu_list,
+    divide_cores,
+    physical_cores,
+)
 
 PYTHON = (sys.executable, "-u", "-m", "shoal.compat.deepspeed")
 
@@ -111,7 +121,6 @@ def test_a_hostfile_of_this_machine_alone_counts_its_slots(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--autotuning", "run"],
         ["--force_multi"],
         ["--venv_script", "x"],
         ["--enable_each_rank_log", "logs"],
@@ -121,6 +130,26 @@ def test_a_hostfile_of_this_machine_alone_counts_its_slots(tmp_path: Path) -> No
 def test_flags_of_what_is_not_there_are_refused_by_name(flags: list[str]) -> None:
     with pytest.raises(NotBuiltError, match=flags[0]):
         job(*flags, "a.py")
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_autotuning_runs_the_same_command_with_other_arguments_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, scripts = [], []
+    monkeypatch.setattr(launching, "run_local", lambda job: jobs.append(job) or Outcome(0))
+    monkeypatch.setattr(launching, "autotune", lambda script, mode, say: scripts.append((script, mode)) or Outcome(3))
+    monkeypatch.setattr(launching, "check_script", lambda *args, **options: None)
+    with pytest.raises(SystemExit, match="3"):
+        launching.main(["--num_gpus", "3", "--autotuning", "run", "a.py", "--deepspeed", "ds.json"])
+    ((script, mode),) = scripts
+    assert mode == "run" and not jobs
+    assert script.command == ("shoal", "deepspeed", "--num_gpus", "3", "a.py")
+    assert script.arguments == ("--deepspeed", "ds.json") and script.num_ranks == 3
+    script.start(("--deepspeed", "other.json"))
+    assert jobs[0].num_ranks == 3 and jobs[0].program[-3:] == ["a.py", "--deepspeed", "other.json"]
+    with pytest.raises(NotBuiltError, match="on several machines"):
+        launching.main(["--elastic_training", "--autotuning=tune", "a.py", "--deepspeed", "ds.json"])
+    with pytest.raises(SystemExit):
+        launching.parse_args(["--autotuning", "try", "a.py"])
 
 
 @pytest.mark.usefixtures("no_devices")

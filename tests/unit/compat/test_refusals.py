@@ -17,7 +17,6 @@ QUANTIZED = {"weight_quantization": {"shared_parameters": {"enabled": True}, "di
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"elasticity": {**ELASTIC, "num_gpus_per_node": 2}}, r"model_parallel_size: 2 .*model-parallel ranks"),
     ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, r": data efficiency"),
-    ({"autotuning": {"enabled": True}}, r": autotuning"),
     ({"hybrid_engine": {"enabled": True}}, r": generation while training"),
     ({"compile": {"deepcompile": True}}, ": DeepCompile"),
     ({"compression_training": QUANTIZED}, r": compression"),

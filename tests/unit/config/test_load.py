@@ -110,7 +110,7 @@ def test_all_problems_come_at_once() -> None:
             "fp16": {"enabled": "yes", "hysteresis ": 1},
             "gradient_clipping": 1.0,
             "optimizer": {"type": "Adam", "params": {"lrr": 1, "lr": "x", "max_grad_norm": 1.5}},
-            "autotuning": {"enabled": True, "fast": False},
+            "data_efficiency": {"enabled": True},
         }
     )
     assert found == {
@@ -132,7 +132,7 @@ def test_all_problems_come_at_once() -> None:
         "optimizer.params.max_grad_norm": (
             "1.5, but gradient_clipping is 1, and gradients are clipped once. leave it out."
         ),
-        "autotuning.enabled": "true asks for a part that is not built yet: autotuning. leave it out for now.",
+        "data_efficiency.enabled": "true asks for a part that is not built yet: data efficiency. leave it out for now.",
     }
 
 

@@ -13,7 +13,6 @@ import argparse
 import hashlib
 import json
 import logging
-import pickle
 import statistics
 import sys
 import time
@@ -105,12 +104,13 @@ def tape_of(run: Run, layers: int) -> Tape:
 def tapes_of(run: Run, folder: Path) -> tuple[Tape, Tape]:
     """Of two and three layers; one and two in a pipeline."""
     key = hashlib.sha256(json.dumps([VERSION, asdict(run.inputs)], sort_keys=True).encode()).hexdigest()[:16]
-    path = folder / f"{key}.pickle"
+    path = folder / f"{key}.json"
     if not path.exists():
         first = 1 if run.stages_run > 1 else 2
         made = tape_of(run, first), tape_of(run, first + 1)
-        path.write_bytes(pickle.dumps(made))
-    return pickle.loads(path.read_bytes())  # noqa: S301  (written above)
+        path.write_text(json.dumps([tape.as_json() for tape in made]))
+    few, more = map(Tape.from_json, json.loads(path.read_text()))
+    return few, more
 
 
 def predicted(run: Run, tapes: tuple[Tape, Tape], machine: GpuNode) -> float:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest import mock
 
+import torch
+
 from shoal.simulation import clocks, dry_run, times
 from shoal.simulation.clocks import Clock, TimedOperation
+from shoal.simulation.kernels import Kernel
 from shoal.simulation.machines import GpuNode
+from shoal.simulation.memory import MemoryPeak
 from shoal.simulation.times import Cost, StreamTimes
 
 
@@ -51,10 +55,34 @@ class Tape:
         self.events.append(("mark", self.clock(run._accelerator.compute.clock), name))
 
     def finish(self, runs: Sequence[Any]) -> None:
-        """Forget what pickle cannot keep."""
+        """The run has ended."""
         self.num_ranks = runs[0].world.size
         self.peaks = [run.steps[-1].memory for run in runs]
         self._clocks, self._numbers, self._sent = {}, {}, {}
+
+    def as_json(self) -> dict[str, Any]:
+        peaks = [asdict(peak) for peak in self.peaks]
+        calls = [[name, [_plain(each) for each in args], dict(kwargs)] for name, args, kwargs in self.calls]
+        numbers = {"num_ranks": self.num_ranks, "num_times": self.num_times, "num_micro": self.num_micro}
+        return {**numbers, "events": self.events, "calls": calls, "peaks": peaks}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> Tape:
+        calls = [(name, tuple(map(_of_plain, args)), tuple(kwargs.items())) for name, args, kwargs in saved["calls"]]
+        return cls(**{**saved, "calls": calls, "peaks": [MemoryPeak(**peak) for peak in saved["peaks"]]})
+
+
+def _plain(argument: Any) -> Any:
+    """Of a call, for JSON."""
+    if isinstance(argument, Kernel):
+        return {**asdict(argument), "dtype": str(argument.dtype).removeprefix("torch.")}
+    return argument
+
+
+def _of_plain(argument: Any) -> Any:
+    if isinstance(argument, dict):
+        return Kernel(**{**argument, "dtype": getattr(torch, argument["dtype"]), "shape": tuple(argument["shape"])})
+    return tuple(argument) if isinstance(argument, list) else argument
 
 
 class _RecordedTimes(StreamTimes):

@@ -71,8 +71,14 @@ class HostHeap:
 
     def give_back(self) -> None:
         """Return whole unused pages to the kernel."""
-        _library().malloc_trim(0)
+        trim()
         self._resident = 0
+
+
+def trim() -> None:
+    """Return whole unused pages of the heap to the kernel."""
+    if (library := _library()) is not None:
+        library.malloc_trim(0)
 
 
 def keep_freed() -> None:

@@ -43,6 +43,11 @@ class Simulation(Streams, Protocol):
         """Host memory for all ranks; None: what there really is."""
         ...
 
+    @property
+    def is_cpu(self) -> bool:
+        """True if the rank computes on the CPU: there are no streams, and all memory is the host's."""
+        ...
+
     def is_host(self, tensor: torch.Tensor) -> bool: ...
 
     def add_host_memory(self, tensor: torch.Tensor, *, is_pinned: bool) -> None: ...
@@ -99,6 +104,12 @@ def simulation() -> Simulation | None:
     return _OF_THREAD.simulation
 
 
+def _simulated_device() -> Simulation | None:
+    """The simulation of this thread, where it has streams and memory of its own."""
+    made = _OF_THREAD.simulation
+    return None if made is None or made.is_cpu else made
+
+
 @contextmanager
 def simulated(accelerator: Simulation) -> Iterator[None]:
     """Inside the block, the CPU is ``accelerator`` for this thread."""
@@ -111,19 +122,19 @@ def simulated(accelerator: Simulation) -> Iterator[None]:
 
 def is_accelerator(device: torch.device) -> bool:
     """True if ``device`` has streams, and memory other than the host's."""
-    return device.type != "cpu" or _OF_THREAD.simulation is not None
+    return device.type != "cpu" or _simulated_device() is not None
 
 
 def streams_of(device: torch.device) -> Streams | None:
     """None: the device is a CPU."""
-    return TorchStreams(device) if device.type != "cpu" else _OF_THREAD.simulation
+    return TorchStreams(device) if device.type != "cpu" else _simulated_device()
 
 
 def is_in_host_memory(tensor: torch.Tensor) -> bool:
     """True if the tensor is in the host's memory, and not in an accelerator's."""
     if tensor.device.type != "cpu":
         return False
-    return _OF_THREAD.simulation is None or _OF_THREAD.simulation.is_host(tensor)
+    return (device := _simulated_device()) is None or device.is_host(tensor)
 
 
 def host_memory(tensor: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:

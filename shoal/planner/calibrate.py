@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from rich.progress import track
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.comm.protocol import Communicator
@@ -31,6 +32,7 @@ from shoal.comm.world import World, current_world, use_world
 from shoal.device import Device, num_accelerators
 from shoal.engine.entry import initialize
 from shoal.errors import UsageError
+from shoal.host_heap import resident_nbytes, trim
 from shoal.launch import LocalJob, run_local
 from shoal.memory.host import host_available_nbytes
 from shoal.mesh import Mesh
@@ -83,6 +85,8 @@ def measure(world: World, seconds: float = 1.0, largest: int = _LARGE, *, shows:
     for step in track(list(steps), "measuring", disable=not shows):
         comm.barrier(label="calibrate")
         figures.update(step())
+    if kind == "cpu":
+        figures["process"] = process_nbytes(min(1024, largest >> 12))
     names = sorted(figures)
     values = torch.tensor([figures[name] for name in names], dtype=torch.float64, device=world.device)
     comm.all_reduce(values, scale=1.0 / world.size, label="calibrate").wait()
@@ -248,6 +252,19 @@ def _operators(given: Sequence[torch.Tensor]) -> dict[str, tuple[int, Callable[[
     }  # fmt: skip
 
 
+def process_nbytes(side: int = 1024) -> int:
+    """Resident bytes of a CPU rank without a model, its code and what the library of products keeps included.
+
+    Args:
+        side: of the products after which this is measured.
+    """
+    layers = nn.Sequential(nn.Linear(side, 4 * side), nn.LayerNorm(4 * side), nn.GELU(), nn.Linear(4 * side, side))
+    layers(torch.zeros(side, side, requires_grad=True)).sum().backward()
+    del layers
+    trim()
+    return resident_nbytes()
+
+
 class _Count(TorchDispatchMode):
     """Counts the operators that a dry run launches: views and allocations are none."""
 
@@ -285,7 +302,7 @@ def _filled(base: Figures, measured: dict[str, float], world: World, kind: str) 
         gpu["operators"] = {
             name.split()[1]: float(f"{value:.4g}") for name, value in measured.items() if name.startswith("operator ")
         }
-        gpu |= {key: 0 for key in ("context", "workspace") if key in gpu}
+        gpu |= {"context": int(measured["process"]), "workspace": 0}
         node["link"] = {**node["link"], "kind": "pcie"}
     what = platform.processor() or platform.machine() if is_cpu else Device(world.device).name
     made = {"source": f"measured by shoal calibrate: {world.size} ranks, {what}", "gpu": gpu, "node": node}

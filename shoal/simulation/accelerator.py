@@ -99,6 +99,10 @@ class SimulatedAccelerator:
     def host_nbytes(self) -> int | None:
         return None if self.times is None else self.times.host_nbytes
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.times is not None and self.times.machine.is_cpu
+
     # streams: see ``shoal.streams``
 
     def _new_stream(self, name: str) -> SimulatedStream:
@@ -178,7 +182,7 @@ class SimulatedAccelerator:
     def connect(self, communicator: object, op: str, ranks: tuple[int, ...]) -> None:
         """A communicator of these ranks is used for ``op``: NCCL allocates the buffers that it needs for that."""
         ops = self._connected.setdefault(communicator, set())
-        if self.times is None or self._memory_of_device is None or self.times.machine.is_cpu or op in ops:
+        if self.times is None or self._memory_of_device is None or self.is_cpu or op in ops:
             return
         node, before = self.times.machine, set(ops)
         ops.add(op)
@@ -251,7 +255,9 @@ class SimulatedAccelerator:
         storage = tensor.untyped_storage()
         tracked = self._storages.get(storage._cdata)
         if tracked is None or tracked.ref.expired():
-            if self.host is not self._main_host:
+            if self.is_cpu:
+                is_host = False
+            elif self.host is not self._main_host:
                 is_host = True
             elif not tensor.dim() and not is_host:
                 is_host = None
@@ -263,6 +269,8 @@ class SimulatedAccelerator:
             return self._storage_of(tensor).is_host is True
 
     def add_host_memory(self, tensor: torch.Tensor, *, is_pinned: bool) -> None:
+        if self.is_cpu:
+            return
         with self._lock:
             tracked = self._storage_of(tensor, is_host=True)
             tracked.is_host, tracked.is_pinned, tracked.stream = True, is_pinned, None
@@ -325,6 +333,8 @@ class SimulatedAccelerator:
 
     def label(self, tensor: torch.Tensor, name: str, kind: str = "", *, is_weak: bool = False) -> None:
         """Name the memory. ``is_weak``: unless it has a name."""
+        if kind:
+            self.end_kernel()  # which allocates what it made
         with self._lock:
             tracked = self._storage_of(tensor)
             tracked.name = tracked.name if is_weak and tracked.name else name
@@ -358,7 +368,7 @@ class SimulatedAccelerator:
             access = self._access(name, stream)
             if self.times is not None and cost is not None:
                 self.times.add(stream, name, cost(self.times))
-                if self.times.machine.is_cpu:
+                if self.is_cpu:
                     self.host.join(stream.clock)
             written = {id(tensor) for tensor in writes}
             for tensor in reads:
@@ -496,6 +506,8 @@ class SimulatedAccelerator:
         return times.on_host(nbytes, is_main=self.host is self._main_host)
 
     def _is_host_work(self, touched: Sequence[tuple[torch.Tensor, TrackedStorage]]) -> bool:
+        if self.is_cpu:
+            return False
         if not touched:
             return self.host is not self._main_host
         return all(storage.is_host is not False for _, storage in touched)

@@ -20,7 +20,7 @@ from shoal.text import format_bytes, table
 
 ACTIVATION, WORKSPACE, OPTIMIZER_STATE, GATHERED = "activation", "workspace", "optimizer state", "gathered"
 ROUNDING = "rounding"  # of the allocator
-CUBLAS, CONTEXT, NCCL = "cuBLAS", "CUDA context", "NCCL"
+CUBLAS, CONTEXT, NCCL, PROCESS = "cuBLAS", "CUDA context", "NCCL", "process"
 
 
 @dataclass(eq=False)
@@ -83,15 +83,16 @@ class DeviceMemory:
 
     Args:
         capacity: bytes of the device; None: no limit.
-        context_nbytes: of them, those of the CUDA context.
+        context_nbytes: of them, those of the CUDA context; of a CPU rank, those of its process without a model.
+        is_cpu: it is the memory of a process that computes on the CPU.
 
     Attributes: ``outside``: bytes that are not PyTorch's, by kind. ``now``: the time for ``history``.
     """
 
-    def __init__(self, capacity: int | None = None, context_nbytes: int = 0) -> None:
-        self.allocator = CachingAllocator(capacity)
+    def __init__(self, capacity: int | None = None, context_nbytes: int = 0, *, is_cpu: bool = False) -> None:
+        self.allocator = ProcessAllocator(capacity) if is_cpu else CachingAllocator(capacity)
         self.outside: dict[str, int] = {}
-        self.add_outside(CONTEXT, context_nbytes)
+        self.add_outside(PROCESS if is_cpu else CONTEXT, context_nbytes)
         self._live: dict[Hashable, Allocation] = {}
         self._references: dict[Hashable, weakref.ref[torch.UntypedStorage]] = {}
         self._events: list[tuple[Allocation, bool]] = []  # since the step began; True: it was allocated
@@ -305,6 +306,25 @@ class CachingAllocator:
     def _remove(self, block: MemoryBlock) -> None:
         free = self._free[block.pool]
         del free[bisect_left(free, block)]
+
+
+@dataclass
+class ProcessAllocator(CachingAllocator):
+    """The memory of a process that computes on the CPU: the C library returns to the kernel what is freed.
+
+    With ``host_heap`` it stays with the process instead; how much that is depends on small blocks that lie between.
+    """
+
+    def allocate(self, nbytes: int, stream: object) -> MemoryBlock:
+        size = -(-nbytes // _MIN_BLOCK) * _MIN_BLOCK
+        self.allocated += size
+        self.reserved = self.allocated
+        self.has_failed = self.has_failed or (self.capacity is not None and self.allocated > self.capacity)
+        return MemoryBlock(size, 0, (stream, False))
+
+    def free(self, block: MemoryBlock) -> None:
+        self.allocated -= block.nbytes
+        self.reserved = self.allocated
 
 
 def _segment_size(size: int) -> int:

@@ -354,7 +354,7 @@ def test_a_model_on_the_meta_device_is_dry_run_as_another(is_made_before: bool) 
     run = third_step(8, 128, make=(lambda: before) if is_made_before else made, stage=3)
     expected = third_step(8, 128, stage=3).steps[-1]
     assert run.steps[-1].memory.by_kind == expected.memory.by_kind
-    assert run.steps[-1].seconds == expected.seconds
+    assert run.steps[-1].seconds == pytest.approx(expected.seconds, rel=1e-9)  # a later begin rounds differently
 
 
 def test_tensor_parallel_ranks_with_split_sequences_are_dry_run() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -53,6 +53,8 @@ class Simulation(Streams, Protocol):
     def add_host_memory(self, tensor: torch.Tensor, *, is_pinned: bool) -> None: ...
 
     def label(self, tensor: torch.Tensor, name: str, kind: str) -> None: ...
+
+    def optimizer_step(self) -> AbstractContextManager[None]: ...
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None: ...
 
@@ -157,6 +159,13 @@ def name_memory(tensor: torch.Tensor, name: str, kind: str = "") -> torch.Tensor
     if _OF_THREAD.simulation is not None:
         _OF_THREAD.simulation.label(tensor, name, kind)
     return tensor
+
+
+@contextmanager
+def optimizer_step() -> Iterator[None]:
+    """Inside the block, memory is allocated for the optimizer's step: what of it stays is optimizer state."""
+    with nullcontext() if _OF_THREAD.simulation is None else _OF_THREAD.simulation.optimizer_step():
+        yield
 
 
 def resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:

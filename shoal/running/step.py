@@ -27,7 +27,7 @@ from shoal.sharding.encoded_state import StateFormat
 from shoal.sharding.param_group import ParameterGroup, ParameterRange, decoded, is_elementwise
 from shoal.sharding.placement import Tier
 from shoal.sharding.unit import Unit
-from shoal.streams import name_memory
+from shoal.streams import name_memory, optimizer_step
 
 HOST_RANGE_NUMEL = 16 * 1024 * 1024  # of state that is updated on the host: one call's overhead is negligible
 BATCH_NUMEL = 64 * 1024 * 1024  # that an accelerator updates in one call
@@ -207,6 +207,7 @@ class ShardedStep:
             group["params"] = params
         self._user_groups = []
 
+    @optimizer_step()
     def update(self, units: Sequence[Unit], gradient_scale: float, has_grad: HasGrad) -> list[Gather]:
         """Between ``begin`` and ``end``: ``step_unit`` of every unit. Args, Returns: as there.
 
@@ -226,6 +227,7 @@ class ShardedStep:
                 batch.append(group)
         return works + self._step_batch(batch, gradient_scale, has_grad)
 
+    @optimizer_step()
     def step_unit(self, unit: Unit, gradient_scale: float, has_grad: HasGrad) -> list[Gather]:
         """Update one unit's range, and start to bring its replicas up to date; on the host, start to update it.
 
@@ -272,6 +274,7 @@ class ShardedStep:
             group.buffer.storage.unpin()
         return _update_replicas(group) if group.updates is None else []
 
+    @optimizer_step()
     def finish(self, units: Sequence[Unit]) -> list[Gather]:
         """After ``update``: wait for updates on the host, and start to bring replicas of their ranges up to date.
 

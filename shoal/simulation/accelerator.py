@@ -48,7 +48,6 @@ _ALLOCATIONS = ("aten.empty", "aten.new_empty")
 _OVERWRITES = ("aten.copy_", "aten.zero_", "aten.fill_", "aten.uniform_", "aten.normal_", "aten._foreach_copy_")
 _READ_IN_PART = ("aten.embedding.", "aten.gather.", "aten.index", "aten.nll_loss_forward.", "aten.nll_loss_backward.")
 _MASK = "aten.bernoulli_.float"  # draws what a dropout keeps, on a GPU a byte for each element
-_STEP = "/shoal/running/step.py"  # calls the optimizer
 _DEATHS_EVERY = 4096  # operations, where orders are not what is asked for
 _is_dead = torch.UntypedStorage._expired  # asked for every storage before every operation: without calls between
 
@@ -58,6 +57,7 @@ class _Thread(threading.local):
         self.host: SimulatedStream | None = None
         self.entered: list[SimulatedStream] = []
         self.num_pauses = 0
+        self.kind = ACTIVATION  # of what is allocated
 
 
 class SimulatedAccelerator:
@@ -249,6 +249,16 @@ class SimulatedAccelerator:
         return self._thread.num_pauses > 0
 
     # memory
+
+    @contextmanager
+    def optimizer_step(self) -> Iterator[None]:
+        self.end_kernel()
+        before, self._thread.kind = self._thread.kind, WORKSPACE
+        try:
+            yield
+            self.end_kernel()
+        finally:
+            self._thread.kind = before
 
     def _storage_of(self, tensor: torch.Tensor, *, is_host: bool | None = False) -> TrackedStorage:
         """The storage's accesses; one that was not seen before is ``is_host`` (on another thread always)."""
@@ -464,11 +474,9 @@ class SimulatedAccelerator:
         self._fusion.add(reads, writes, made)
         return self._access(name, stream)
 
-    @staticmethod
-    def _note_allocations(memory: DeviceMemory, made: Sequence[torch.UntypedStorage], access: Access) -> None:
-        kind = WORKSPACE if _STEP in access.place else ACTIVATION
+    def _note_allocations(self, memory: DeviceMemory, made: Sequence[torch.UntypedStorage], access: Access) -> None:
         for storage in {each._cdata: each for each in made}.values():
-            memory.allocate(storage, storage.nbytes(), access.stream, kind)
+            memory.allocate(storage, storage.nbytes(), access.stream, self._thread.kind)
         memory.note_peak(access.name, access.place)
 
     def _cost(

@@ -9,32 +9,22 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.cli import planned
 from shoal.errors import UsageError
 
 
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A Hugging Face folder or config.json, a size of `shoal train` (124m, 6.7b, ...), or module:function,"
-            " a function without arguments that returns the model."
-        ),
-    ] = None,
+    model: Annotated[str | None, planned.MODEL] = None,
     gpus: Annotated[int, typer.Option("--gpus", "-n", min=1, help="Number of GPUs.")] = 8,
     machine: Annotated[str, typer.Option(help="GPU and node: h100, a100-80g@25gbe, ..., or a YAML file.")] = "h100",
-    sequence: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 4096,
-    global_batch: Annotated[int, typer.Option(min=1, help="Rows of a step, over all GPUs.")] = 512,
+    sequence: planned.Sequence = 4096,
+    global_batch: planned.GlobalBatch = 512,
     config: Annotated[
         Path | None, typer.Option(help="Judge this configuration instead of searching for one.", exists=True)
     ] = None,
-    base: Annotated[
-        Path | None,
-        typer.Option(help="Configuration with keys that each proposal keeps (optimizer, wire).", exists=True),
-    ] = None,
-    space: Annotated[
-        list[str] | None, typer.Option(help="Values of an axis to try: tp=8,16; may be given several times.")
-    ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Configurations that are run dry, at most.")] = 6,
+    base: planned.Base = None,
+    space: planned.Space = None,
+    trials: planned.Trials = 6,
     price: Annotated[float | None, typer.Option(min=0, help="Price of a GPU hour, for the cost of tokens.")] = None,
     explain: Annotated[str | None, typer.Option(help='Say why not: "tp=4", or "tp=4 micro=2".')] = None,
     diff: Annotated[
@@ -44,9 +34,6 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Plan the parallelism, sharding and batch of a model on a cluster, without a GPU."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from shoal.planner import report
     from shoal.planner import search as searching
 
@@ -55,28 +42,14 @@ def plan(
         return
     if model is None:
         raise UsageError("no model was named.", do="name a model, or two files with --diff.")
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("planning", total=None)
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        given: dict[str, Any] = {"machine": machine, "sequence": sequence, "progress": show}
+    with planned.planning() as (show, _):
         if config is not None:
-            made = searching.judge(model, gpus, config=json.loads(config.read_text(encoding="utf-8")), **given)
+            read = json.loads(config.read_text(encoding="utf-8"))
+            made = searching.judge(model, gpus, config=read, machine=machine, sequence=sequence, progress=show)
         else:
-            kept = {} if base is None else json.loads(base.read_text(encoding="utf-8"))
-            axes = searching.parse_space(space or [])
-            made = searching.plan(
-                model,
-                gpus,
-                global_batch=global_batch,
-                config=kept,
-                space=axes,
-                num_trials=trials,
-                num_processes=os.cpu_count() or 1,
-                **given,
-            )
+            asked = planned.searched(sequence, global_batch, base, space, trials)
+            processes = os.cpu_count() or 1
+            made = searching.plan(model, gpus, machine=machine, num_processes=processes, progress=show, **asked)
     if explain is not None:
         print(searching.explain(made, explain))
     elif as_json:

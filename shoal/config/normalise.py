@@ -275,6 +275,9 @@ def _is_flat(name: str) -> bool:
 def _suggestion(name: str, model: type[Section], path: str) -> str:
     if name in NEVER_EXISTED:
         return f"{NEVER_EXISTED[name]}."
+    meant = [key.name for key in keys_of(model).values() if key.description.startswith((f"{name}-", f"{name} "))]
+    if path and len(meant) == 1:
+        return f"did you mean {meant[0]!r}?"
     elsewhere = _places()
     is_typo = path.endswith(".params") or nearest(name, names_of(model), cutoff=0.85)
     if name.strip() in elsewhere and not is_typo:

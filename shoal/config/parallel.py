@@ -22,7 +22,7 @@ class Parallel(Section):
 
     pp: Degree = key("auto", "pipeline stages")
     dp_replicate: Degree = key("auto", "groups of ranks that each store all shards")
-    dp_shard: Degree = key("auto", "ranks of one group, over which state is sharded")
+    dp_shard: Degree = key("auto", "data-parallel ranks of one group, over which state is sharded")
     cp: Degree = key("auto", "context-parallel ranks: parts of a sequence, with ring attention")
     sp: Degree = key("auto", "sequence-parallel ranks: parts of a sequence, with Ulysses' all-to-all over heads")
     tp: Degree = key("auto", "tensor-parallel ranks: parts of each layer")

@@ -5,7 +5,8 @@
     sequence       per block and micro-batch: 8 all-to-alls (Ulysses); cp: keys and values, cp - 1 times, thrice
     experts        per block and micro-batch: 4 all-to-alls of the rows that the router sends
     data           stage 1: once a step; 2: gradients per micro-batch; 3: parameters twice, too; behind the compute
-    pipeline       (pp - 1) / virtual micro-batches are waited for: the bubble is that over num_micro plus that
+    pipeline       (pp - 1) / virtual micro-batches are waited for, with ZB-H1 a third of that
+    recomputation  by budget: as many blocks as must, so that what the others save fits
     memory         ``GroupMemory``'s bytes per element; rows in flight x what a block saves; logits; staging
 
 Source: ZeRO (arXiv:1910.02054), table 1; Korthikanti et al. (arXiv:2205.05198); Narayanan et al. (arXiv:2104.04473).
@@ -13,12 +14,13 @@ Source: ZeRO (arXiv:1910.02054), table 1; Korthikanti et al. (arXiv:2205.05198);
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.mesh import Mesh
 from shoal.planner.facts import ModelFacts
 from shoal.planner.space import Candidate, PlanRequest
 from shoal.simulation.collective_times import collective_seconds
+from shoal.text import parse_bytes
 
 _PARAMETER, _MAIN = 2, 4  # bytes of an element: bf16 and fp32
 _STATES = 8  # Adam's two
@@ -57,6 +59,15 @@ class ClosedForms:
         """What a candidate takes."""
         return _Formulas(one, self).guess()
 
+    def within(self, one: Candidate, nbytes: float) -> Candidate | None:
+        """A candidate with recomputation by budget, with the budget of a step of so many bytes; None: there is none."""
+        found = _Formulas(replace(one, recompute="blocks"), self).budget(nbytes)
+        return (
+            None
+            if found is None
+            else replace(one, recompute="budget", budget=f"{found >> 20}MiB" if found >> 30 else f"{found >> 10}KiB")
+        )
+
     def collective(self, op: str, nbytes: int, mesh: Mesh, axis: str) -> float:
         """Seconds of a collective along an axis, of rank 0."""
         key = (op, nbytes, mesh, axis)
@@ -80,13 +91,34 @@ class _Formulas:
         self.block_numel = facts.block.numel // one.tp
         self.expert_numel = facts.block.expert_numel // one.ep
         self.shards = self.mesh.size("fsdp")
+        self.recomputed = self._part_recomputed()
+
+    def _part_recomputed(self) -> float:
+        """The part of the blocks that is recomputed."""
+        if self.one.recompute != "budget":
+            return float(self.one.recompute == "blocks")
+        saved, inputs = (self.scale * each for each in (self.facts.block.saved, self.facts.boundary))
+        budget = parse_bytes(self.one.budget) or 0
+        if budget >= self.blocks * saved:
+            return 0.0
+        return 1 - max(int((budget - self.blocks * inputs - saved) / (saved - inputs)), 0) / self.blocks
+
+    def budget(self, nbytes: float) -> int | None:
+        """The ``memory_budget`` of a step of so many bytes; None: too few to keep a block, or enough for all."""
+        saved, inputs = (self.scale * each for each in (self.facts.block.saved, self.facts.boundary))
+        # The last blocks are kept, and freed before the first one is recomputed.
+        spare = nbytes - sum(self._memory().values()) + saved
+        # To keep all but one saves nothing by the engine's rule: that one's are there while it is recomputed.
+        kept = min(spare // max(saved - inputs, 1), self.blocks - 2)
+        if kept < 1 or spare > self.blocks * saved:
+            return None
+        return int(self.blocks * inputs + saved + (kept + 0.5) * (saved - inputs))
 
     def guess(self) -> Guess:
         one, num_micro, facts = self.one, self.num_micro, self.facts
         forward, backward = facts.block.forward * self.scale, facts.block.backward * self.scale
         tensor = self._layer_seconds()
-        if one.recompute == "blocks":
-            backward, tensor = backward + forward, 1.5 * tensor
+        backward, tensor = backward + self.recomputed * forward, (1 + self.recomputed / 2) * tensor
         backward += (self.block_numel + self.expert_numel) * _ACCUMULATE / self.node.memory_bandwidth
         gather, reduce = self._data_seconds(self.block_numel, self.expert_numel)
         gather_outer, reduce_outer = self._data_seconds(facts.outer.numel // one.tp, 0)
@@ -98,7 +130,7 @@ class _Formulas:
         outer = (facts.outer.forward + facts.outer.backward) * self.scale
         steady = num_micro * (self.blocks * of_block + outer)
         compute = num_micro * (self.blocks * (forward + backward) + outer) + self._update_seconds()
-        bubble = (one.pp - 1) / one.virtual * self.blocks * of_block
+        bubble = (one.pp - 1) / one.virtual * self.blocks * of_block * waiting(one)
         exposed = steady + self._update_seconds() - compute + gather_outer + reduce_outer
         if not is_per_micro:
             hidden = 0.0 if is_reduced_per_micro or one.pp > 1 else self.blocks * backward
@@ -180,17 +212,35 @@ class _Formulas:
             kinds["gathered"] = _PARAMETER * (max(2 * unit, outer) if self.blocks > 1 else unit)
         if is_gradient_sharded:
             kinds["buffers in flight"] = _PARAMETER * (2 * unit + outer)
-        saved = facts.block.saved if one.recompute == "none" else facts.boundary
-        num_in_flight = in_flight(one.pp, one.virtual, self.num_micro) if is_first else 1.0
+        saved = facts.block.saved * (1 - self.recomputed) + facts.boundary * self.recomputed
+        num_in_flight = in_flight(one, self.num_micro, is_last=not is_first)
         activation = saved * self.blocks * num_in_flight * self.scale
-        if one.recompute == "blocks":
-            activation += facts.block.saved * self.scale
-        kinds["activation"] = int(activation + (facts.peak * self.scale if is_last else 0))
+        if is_last and one.schedule == "zb_h1":
+            activation += (num_in_flight - 1) * facts.outer.saved * self.scale
+        again = facts.block.saved * self.scale if one.recompute == "blocks" else 0
+        kinds["activation"] = int(activation + again + (facts.peak * self.scale if is_last else 0))
+        kinds["cuBLAS"] = self.node.workspace_nbytes
         return kinds
 
 
-def in_flight(num_stages: int, virtual: int, num_micro: int) -> float:
-    """Micro-batches that the first rank of a pipeline has in memory, of all its stages together, at most."""
-    if num_stages == 1:
-        return 1.0
-    return min(num_stages + (num_stages - 1) / virtual if virtual > 1 else num_stages, float(num_micro))
+def in_flight(one: Candidate, num_micro: int, *, is_last: bool = False) -> float:
+    """Micro-batches of which the first or last rank of a pipeline has activations, of all its stages together, at most.
+
+    Those whose backward for weights is to come count: it needs as many bytes, of inputs and of gradients of outputs.
+    """
+    further = (one.pp - 1) / one.virtual
+    most = one.pp + further if one.virtual > 1 else one.pp
+    if one.schedule == "zb_h1":
+        most = one.pp
+    elif is_last:
+        most = one.pp - further
+    return min(most, float(num_micro)) if one.pp > 1 else 1.0
+
+
+def waiting(one: Candidate) -> float:
+    """The part of a micro-batch's time that a further pipeline stage adds to the bubble.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), table 2: of ZB-H1, forward and backward
+    for inputs, less backward for weights, where these three take the same time.
+    """
+    return 1 / 3 if one.schedule == "zb_h1" and one.recompute == "none" else 1.0

@@ -36,7 +36,7 @@ from shoal.simulation.dry_run import DryRun, PipelineDryRun, StepTime, dry_run, 
 from shoal.simulation.machines import GpuNode, machine_of
 from shoal.simulation.memory import MemoryPeak
 from shoal.simulation.modes import WithoutInitialValues
-from shoal.simulation.times import COMMUNICATION, STAGES
+from shoal.simulation.times import COLLECTIVE_WAYS, COMMUNICATION, STAGES
 from shoal.text import parse_bytes
 
 _NUM_WARM = 1  # step: it learns the order of the units, and makes the optimizer state
@@ -77,6 +77,11 @@ class PlannedStep:
         """Bytes by collective, each of the rank that receives most."""
         ops = dict.fromkeys(op for step in self.stages for op in step.received)
         return {op: max(step.received.get(op, 0) for step in self.stages) for op in ops}
+
+    @property
+    def links(self) -> dict[str, int]:
+        """Bytes by link, each of the rank that receives most over it."""
+        return {way: max(step.links.get(way, 0) for step in self.stages) for way in COLLECTIVE_WAYS}
 
     @property
     def exposed_communication(self) -> float:

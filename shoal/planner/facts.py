@@ -19,11 +19,10 @@ from shoal.flop_formulas import MATRIX
 from shoal.parallel.saved_tensors import counting_saved
 from shoal.pipeline.blocks import find_blocks
 from shoal.planner.model_of import loss_of, token_batch
+from shoal.planner.repeated_blocks import Repeats
 from shoal.simulation.dry_run import dry_run
 from shoal.simulation.machines import GpuNode
 from shoal.simulation.modes import WithoutInitialValues
-
-_MOST_KINDS = 6  # of blocks that alternate
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,16 @@ def facts_of(build: Callable[[], nn.Module], sequence: int, machine: GpuNode) ->
     with torch.device("meta"), WithoutInitialValues():
         whole = build()
     found = find_blocks(whole)
-    blocks = [whole.get_submodule(found.name(number)) for number in range(len(found.names))]
-    prefix, period = _period([_signature(block, number, whole) for number, block in enumerate(blocks)])
-    kind, total = type(blocks[-1]).__name__, len(blocks)
+    repeats, total, last = Repeats.of(whole), len(found.names), whole.get_submodule(found.name(len(found.names) - 1))
+    prefix, period, kind = repeats.first, repeats.period, type(last).__name__
+    if repeats.count < 2 or repeats.first + repeats.count * period != total:
+        raise UsageError(
+            f"the {total} blocks of the model do not repeat: `plan` reckons with a block and all its like.",
+            do="compare configurations by shoal.dry_run, which runs every block.",
+            code="plan-model",
+        )
     config: Any = getattr(whole, "config", None)
-    experts = [p for name, p in blocks[-1].named_parameters() if ".experts." in f".{name}" and p.dim() > 1]
+    experts = [p for name, p in last.named_parameters() if ".experts." in f".{name}" and p.dim() > 1]
     one, two = (_run(build, prefix + count * period, sequence, machine) for count in (1, 2))
     numel, expert_numel, *rest = ((after - before) / period for before, after in zip(one[0], two[0], strict=True))
     flops, forward, backward, saved = rest
@@ -124,30 +128,6 @@ def keep_blocks(model: nn.Module, count: int) -> None:
     container = model.get_submodule(found.container)
     for name in found.names[count:]:
         del container._modules[name]
-
-
-def _signature(block: nn.Module, number: int, model: nn.Module) -> object:
-    kinds = getattr(getattr(model, "config", None), "layer_types", None) or ()
-    return (
-        tuple(type(module) for module in block.modules()),
-        kinds[number] if number < len(kinds) else "",
-        tuple(tuple(parameter.shape) for parameter in block.parameters()),
-    )
-
-
-def _period(signatures: list[object]) -> tuple[int, int]:
-    """How many first blocks are unlike the rest, and after how many the rest repeats."""
-    total = len(signatures)
-    for prefix in range(min(total, _MOST_KINDS)):
-        for period in range(1, _MOST_KINDS + 1):
-            rest = signatures[prefix:]
-            if len(rest) % period == 0 and len(rest) >= 2 * period and rest[period:] == rest[:-period]:
-                return prefix, period
-    raise UsageError(
-        f"the {total} blocks of the model do not repeat: `plan` reckons with a block and all its like.",
-        do="compare configurations by shoal.dry_run, which runs every block.",
-        code="plan-model",
-    )
 
 
 def _run(

@@ -158,6 +158,7 @@ class RunGrid:
             host_seconds=values["host_seconds",],
             busy=of("busy"),
             received={op: round(nbytes) for op, nbytes in of("received").items()},
+            links={way: round(nbytes) for way, nbytes in of("links").items()},
             memory=peak,
             peaks={at: peak},
         )
@@ -174,7 +175,7 @@ def _shares(run: tuple[int, int], wanted: int) -> dict[int, float]:
 def values_of(step: StepTime) -> Values:
     """The figures of a step that are extended, without the allocator's."""
     values: Values = {("host_seconds",): step.host_seconds}
-    for name in ("by_kind", "busy", "received"):
+    for name in ("by_kind", "busy", "received", "links"):
         values |= {(name, key): float(value) for key, value in getattr(step, name).items()}
     for at, peak in step.peaks.items():
         kinds = {kind: float(nbytes) for kind, nbytes in peak.by_kind.items() if kind != ROUNDING}

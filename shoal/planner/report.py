@@ -75,6 +75,9 @@ def text(plan: ClusterPlan, price: float | None = None) -> str:
         "  received by a GPU: "
         + (", ".join(f"{op} {format_bytes(size)}" for op, size in _largest(best.received or {})) or "nothing"),
     ]
+    lines.append(
+        "  of that over each link: " + ", ".join(f"{way} {format_bytes(n)}" for way, n in (best.links or {}).items())
+    )
     if price is not None:
         lines.append(f"  {figures['cost_per_billion_tokens']:,.2f} for a billion tokens, at {price} for a GPU hour")
     if best.candidate.sp * best.candidate.cp > 1:
@@ -100,7 +103,7 @@ def diff(first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, 
             rows.append(
                 [label, write(one[key]), write(other[key]), f"{other[key] / one[key] - 1:+.0%}" if one[key] else ""]
             )
-    for group, label in (("memory", "memory: {}"), ("received", "received: {}")):
+    for group, label in (("memory", "memory: {}"), ("received", "received: {}"), ("links", "link: {}")):
         kinds = dict.fromkeys([*(one.get(group) or {}), *(other.get(group) or {})])
         for kind in kinds:
             sizes = [(each.get(group) or {}).get(kind, 0) for each in (one, other)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from shoal.config import load
+from shoal.config.parallel import INTERLEAVED
 from shoal.config.ranks import mesh_of
 from shoal.errors import UsageError
 from shoal.planner.closed_forms import USABLE, ClosedForms, Guess
@@ -23,6 +24,8 @@ from shoal.planner.trial import Trial, run_trial
 from shoal.simulation.machines import GpuNode, machine_of
 from shoal.text import format_bytes
 
+_FILLED = 0.97  # of the memory that can be used, that a budget fills by the formulas
+_SURE = 0.85  # of a formula's seconds, that a dry run takes at least
 _WORST = 2.0  # times the best formula's seconds: what is slower is not run dry
 _LONG = 16_384  # tokens of a row from which on it is split over ranks without being asked
 
@@ -83,30 +86,31 @@ def plan(
     """
     tell = progress or (lambda what, done, total: None)
     tell("measuring a block", 0, num_trials + 1)
-    build, request, facts = prepare(model, num_ranks, machine, sequence, global_batch, config, space)
-    ranked, rejected, tightest = search(request, facts)
-    if tightest is None:
-        raise impossible(request, rejected)
-    chosen: list[tuple[Guess, Candidate]] = []
-    for guess, one in diverse(ranked):
-        if why := refused(one.config(request, facts), num_ranks):
-            rejected[why] = rejected.get(why, 0) + 1
-        elif len(chosen) < num_trials:
-            chosen.append((guess, one))
-        else:
-            break
+    num_at_once = min(num_processes, num_trials) if isinstance(model, str) else 1
     trials: list[Trial] = []
-    if isinstance(model, str) and min(num_processes, len(chosen)) > 1:
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(num_processes, len(chosen)), mp_context=spawn) as pool:
-            jobs = [pool.submit(_run_named, model, guess, one, request, facts) for guess, one in chosen]
-            for job in as_completed(jobs):
-                trials.append(job.result())
-                tell("running dry", len(trials) + 1, len(chosen) + 1)
-    else:
-        for guess, one in chosen:
-            tell(f"running {one}", len(trials) + 1, len(chosen) + 1)
-            trials.append(run_trial(one, guess, build, request, facts))
+    running: set[Future[Trial]] = set()
+    with _Here() if num_at_once == 1 else _processes(num_at_once) as pool:
+        _, request, facts = prepare(model, num_ranks, machine, sequence, global_batch, config, space)
+        ranked, rejected, tightest = search(request, facts)
+        if tightest is None:
+            raise impossible(request, rejected)
+        chosen: list[tuple[Guess, Candidate]] = []
+        for guess, one in diverse(ranked):
+            if why := refused(one.config(request, facts), num_ranks):
+                rejected[why] = rejected.get(why, 0) + 1
+            elif len(chosen) < num_trials:
+                chosen.append((guess, one))
+            else:
+                break
+        total = len(chosen) + 1
+        while chosen or running:
+            while chosen and len(running) < num_at_once:
+                guess, one = chosen.pop(0)
+                if not _cannot_win(guess, trials, request):
+                    tell(f"running {one}", len(trials) + 1, total)
+                    running.add(pool.submit(_run, model, guess, one, request, facts))
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            trials += [job.result() for job in done]
     trials.sort(key=lambda trial: (not trial.fits(request), bool(trial.error), trial.seconds))
     made = ClusterPlan(request, facts, tuple(trials), tuple(ranked), rejected, tightest)
     return made if made.best is not None else replace(made, advice=tuple(_advice(made)))
@@ -138,8 +142,41 @@ def _fixed(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     return {axis: (value,) for axis, value in said.items() if isinstance(value, int)}
 
 
-def _run_named(model: str, guess: Guess, one: Candidate, request: PlanRequest, facts: ModelFacts) -> Trial:
-    return run_trial(one, guess, as_builder(model, request.sequence), request, facts)
+class _Here(Executor):
+    """Runs what is submitted at once."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        made: Future[Any] = Future()
+        made.set_result(call(*args, **kwargs))
+        return made
+
+
+def _processes(num: int) -> ProcessPoolExecutor:
+    """A pool of processes, which import what they need while this one goes on."""
+    pool = ProcessPoolExecutor(num, mp_context=multiprocessing.get_context("spawn"))
+    for _ in range(num):
+        pool.submit(as_builder, "", None)
+    return pool
+
+
+def _cannot_win(guess: Guess, trials: Sequence[Trial], request: PlanRequest) -> bool:
+    """True if a configuration is slower than the fastest that was run, even if its formula is as far off as any."""
+    fitting = [trial.seconds for trial in trials if trial.fits(request)]
+    return bool(fitting) and _SURE * guess.seconds > min(fitting)
+
+
+def _run(
+    model: str | Callable[[], nn.Module], guess: Guess, one: Candidate, request: PlanRequest, facts: ModelFacts
+) -> Trial:
+    """A dry run; a second one where a budget was too large by the first."""
+    build, capacity = as_builder(model, request.sequence), request.machine.gpu_nbytes
+    trial = run_trial(one, guess, build, request, facts)
+    if one.recompute == "budget" and capacity is not None and not trial.error and not trial.fits(request):
+        forms = ClosedForms(request, facts)
+        less = forms.within(one, guess.nbytes - (trial.nbytes - _FILLED * USABLE * capacity))
+        if less is not None:
+            return run_trial(less, forms.guess(less), build, request, facts)
+    return trial
 
 
 def judge(
@@ -157,13 +194,17 @@ def judge(
     zero, mesh = settings.zero_optimization, mesh_of(settings, num_ranks)
     offloads = [section.device != "none" for section in (zero.offload_param, zero.offload_optimizer)]
     checkpointing, pipeline = settings.activation_checkpointing, settings.pipeline
+    is_recomputed = checkpointing.modules is not None or pipeline.activation_checkpoint_interval > 0
+    budget, single = checkpointing.memory_budget, {name: each for each, name in INTERLEAVED.items()}
     one = Candidate(
         **{axis: getattr(mesh, axis) for axis in ("pp", "tp", "sp", "cp", "ep")},
         virtual=pipeline.virtual_stages,
+        schedule="1f1b" if mesh.pp == 1 else single.get(pipeline.schedule, pipeline.schedule),
         stage=zero.stage,
         shards="all" if mesh.dp_replicate == 1 else "node",
         micro=settings.train_micro_batch_size_per_gpu,
-        recompute="none" if checkpointing.modules is None and not pipeline.activation_checkpoint_interval else "blocks",
+        recompute="budget" if budget is not None else "blocks" if is_recomputed else "none",
+        budget=f"{budget >> 10}KiB" if isinstance(budget, int) else budget or "",
         offload="all" if offloads[0] else "optimizer" if offloads[1] else "none",
     )
     request = PlanRequest(num_ranks, node, sequence, int(settings.train_batch_size), dict(config))
@@ -214,7 +255,10 @@ def search(
             rejected[why] += 1
             continue
         fits = False
-        for one in with_savings(possible, request):
+        for saving in with_savings(possible, request):
+            one = forms.within(saving, _FILLED * usable) if saving.recompute == "budget" else saving
+            if one is None:
+                continue
             guess = forms.guess(one)
             if tightest is None or guess.nbytes < tightest[0].nbytes:
                 tightest = (guess, one)

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from shoal.config import load
+from shoal.config.parallel import INTERLEAVED
 from shoal.errors import ShoalError, UsageError
 from shoal.mesh import Mesh
 from shoal.planner.facts import ModelFacts
@@ -19,6 +20,7 @@ from shoal.simulation.machines import GpuNode
 SPACE: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2, 4, 8, 16),
     "virtual": (1, 2, 4),
+    "schedule": ("1f1b", "zb_h1"),
     "tp": (1, 2, 4, 8),
     "sp": (1, 2, 4, 8),
     "cp": (1, 2, 4, 8),
@@ -26,7 +28,7 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "stage": (1, 2, 3),
     "shards": ("all", "node"),
     "micro": (1, 2, 4, 8, 16, 32),
-    "recompute": ("none", "blocks"),
+    "recompute": ("none", "budget", "blocks"),
     "offload": ("none", "optimizer", "all"),
 }
 
@@ -57,13 +59,15 @@ class PlanRequest:
 class Candidate:
     """A configuration by its axes.
 
-    Attributes: ``virtual``: pipeline stages of a rank. ``shards``: state is sharded over "all" data-parallel ranks or
-    those of a "node". ``micro``: rows of a micro-batch. ``recompute``: "none" or all "blocks". ``offload``: "none", the
-    "optimizer", or "all": parameters, too.
+    Attributes: ``virtual``: pipeline stages of a rank. ``schedule``: of one stage on a rank; of several its interleaved
+    form. ``shards``: state is sharded over "all" data-parallel ranks or those of a "node". ``micro``: rows of a
+    micro-batch. ``recompute``: "none", all "blocks", or as many as a memory "budget" needs, which is ``budget``, such
+    as "12288MiB". ``offload``: "none", the "optimizer", or "all": parameters, too.
     """
 
     pp: int = 1
     virtual: int = 1
+    schedule: str = "1f1b"
     tp: int = 1
     sp: int = 1
     cp: int = 1
@@ -72,6 +76,7 @@ class Candidate:
     shards: str = "all"
     micro: int = 1
     recompute: str = "none"
+    budget: str = ""
     offload: str = "none"
 
     @property
@@ -115,10 +120,11 @@ class Candidate:
         if parallel:
             made["parallel"] = {**parallel, **made.get("parallel", {})}
         if self.pp > 1:
-            schedule = "1f1b" if self.virtual == 1 else "interleaved_1f1b"
+            schedule = self.schedule if self.virtual == 1 else INTERLEAVED[self.schedule]
             made["pipeline"] = {"schedule": schedule, "virtual_stages": self.virtual, "partition": "uniform"}
-        if self.recompute == "blocks":
-            made["activation_checkpointing"] = {"modules": [facts.block_class]}
+        if self.recompute != "none":
+            section = {**made.get("activation_checkpointing", {}), "modules": [facts.block_class]}
+            made["activation_checkpointing"] = section | ({"memory_budget": self.budget} if self.budget else {})
         return made
 
     def __str__(self) -> str:
@@ -128,8 +134,8 @@ class Candidate:
 
 def candidates(request: PlanRequest, facts: ModelFacts) -> Iterator[tuple[Candidate, str]]:
     """Every combination but those of recomputation and offload, and why it is impossible; "": it is possible."""
-    axes = [each.name for each in fields(Candidate) if each.name not in ("recompute", "offload")]
-    degrees = ("pp", "virtual", "tp", "sp", "cp", "ep")
+    axes = [each.name for each in fields(Candidate) if each.name not in ("recompute", "budget", "offload")]
+    degrees = ("pp", "virtual", "schedule", "tp", "sp", "cp", "ep")
     for values in product(*(request.values(axis) for axis in degrees)):
         whole = Candidate(**dict(zip(degrees, values, strict=True)))
         if why := _degrees_problem(whole, request, facts):
@@ -141,8 +147,10 @@ def candidates(request: PlanRequest, facts: ModelFacts) -> Iterator[tuple[Candid
 
 
 def with_savings(possible: Candidate, request: PlanRequest) -> Iterator[Candidate]:
-    """The candidate with each offload and recomputation, the ones that cost least time first."""
+    """The candidate with each offload and recomputation, the ones that cost least time first. A budget is not set."""
     for offload, recompute in product(request.values("offload"), request.values("recompute")):
+        if recompute == "budget" and possible.pp > 1:  # which the engine refuses
+            continue
         if not (offload == "all" and possible.stage != 3) and not (offload != "none" and possible.stage == 0):
             yield replace(possible, recompute=recompute, offload=offload)
 
@@ -154,6 +162,8 @@ def _degrees_problem(one: Candidate, request: PlanRequest, facts: ModelFacts) ->
         return f"{one.model_ranks} model-parallel ranks do not divide {request.num_ranks} ranks"
     if one.virtual > 1 and one.pp == 1:
         return "virtual stages need pipeline stages"
+    if one.schedule != "1f1b" and one.pp == 1:
+        return "another schedule than 1f1b needs pipeline stages"
     if one.tp * one.sp > node and "tp" not in request.space:
         return f"tp x sp = {one.tp * one.sp} exceeds the {node} GPUs of a node"
     if facts.num_blocks % (stages * facts.period) or (stages > 1 and facts.prefix):

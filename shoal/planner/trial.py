@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from shoal.errors import ShoalError
 from shoal.models import GPT
-from shoal.planner.closed_forms import USABLE, Guess, in_flight
+from shoal.planner.closed_forms import USABLE, Guess, in_flight, waiting
 from shoal.planner.dry_model import dry_run_model
 from shoal.planner.facts import ModelFacts, keep_blocks
 from shoal.planner.space import Candidate, PlanRequest
@@ -31,8 +31,9 @@ INTERVALS = {"seconds": (0.89, 1.38), "memory": (0.97, 1.09)}
 class Trial:
     """A dry run of a candidate. Times are seconds of a step, sizes bytes of the rank that has most.
 
-    Attributes: ``memory``: by kind, at the peak. ``received``: by collective. ``exposed``: waiting for communication,
-    ``bubble``: for other pipeline stages; of the stage that computes longest. ``error``: why it did not run.
+    Attributes: ``memory``: by kind, at the peak. ``received``: by collective; ``links``: by link. ``exposed``: waiting
+    for communication, ``bubble``: for other pipeline stages; of the stage that computes longest. ``error``: why it did
+    not run.
     """
 
     candidate: Candidate
@@ -44,6 +45,7 @@ class Trial:
     bubble: float = 0.0
     memory: dict[str, int] | None = None
     received: dict[str, int] | None = None
+    links: dict[str, int] | None = None
     error: str = ""
 
     @property
@@ -83,6 +85,7 @@ class Trial:
             "capacity": request.machine.gpu_nbytes,
             "fits": self.fits(request),
             "received": self.received,
+            "links": self.links,
             "closed_form": {"seconds": self.guess.seconds, "memory": self.guess.memory},
         }
         if price is not None:
@@ -128,13 +131,16 @@ def run_trial(
     num_micro = candidate.num_micro(request)
     first, busiest = step.stages[0], max(step.stages, key=lambda stage: stage.by_kind[COMPUTE])
     further = (candidate.pp - num_stages) / candidate.virtual
-    added = further * (first.by_kind[COMPUTE] + first.by_kind[COMMUNICATION]) / num_micro
+    added = further * waiting(candidate) * (first.by_kind[COMPUTE] + first.by_kind[COMMUNICATION]) / num_micro
     memories = [dict(stage.memory.by_kind) for stage in step.stages]
-    more = in_flight(candidate.pp, candidate.virtual, num_micro) - in_flight(num_stages, candidate.virtual, num_micro)
     saved = facts.block.saved if candidate.recompute == "none" else facts.boundary
     scale = candidate.micro / (candidate.tp * candidate.sp * candidate.cp)
-    more_nbytes = int(more * saved * scale * facts.num_blocks // candidate.pp)
-    memories[0]["activation"] = memories[0].get("activation", 0) + more_nbytes
+    for at, outside in ((0, 0), (-1, facts.outer.saved * (candidate.schedule == "zb_h1"))) if further else ():
+        several, two = (
+            in_flight(each, num_micro, is_last=at == -1) for each in (candidate, replace(candidate, pp=num_stages))
+        )
+        more = (several - two) * scale * (saved * facts.num_blocks // candidate.pp + outside)
+        memories[at]["activation"] = memories[at].get("activation", 0) + int(more)
     return Trial(
         candidate,
         config,
@@ -145,6 +151,7 @@ def run_trial(
         bubble=busiest.by_kind[STAGES] + added,
         memory=max(memories, key=lambda kinds: sum(kinds.values())),
         received=step.received,
+        links=step.links,
     )
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 _MICRO, _GIGA = 1e-6, 1e9
 RING, TREE = "ring", "tree"
@@ -72,7 +73,8 @@ class _Ring:
     in_node: int  # ranks of the node that has the fewest of them
 
     @classmethod
-    def of(cls, ranks: Sequence[int], gpus_per_node: int) -> _Ring:
+    @lru_cache(maxsize=256)
+    def of(cls, ranks: tuple[int, ...], gpus_per_node: int) -> _Ring:
         nodes: dict[int, int] = {}
         for rank in ranks:
             nodes[rank // gpus_per_node] = nodes.get(rank // gpus_per_node, 0) + 1
@@ -86,7 +88,7 @@ def collective_seconds(op: str, nbytes: int, ranks: Sequence[int], gpus_per_node
         op: as the recorder names it.
         nbytes: of the whole tensor: all ranks' parts of an all-gather, what each rank brings to the others.
     """
-    ring = _Ring.of(ranks, gpus_per_node)
+    ring = _Ring.of(tuple(ranks), gpus_per_node)
     if len(ranks) == 1:
         return 0.0
     if op in ("send", "recv", "all_to_all"):
@@ -98,6 +100,26 @@ def collective_seconds(op: str, nbytes: int, ranks: Sequence[int], gpus_per_node
         for protocol in (LL, LL128, SIMPLE)
         if protocol != LL128 or links.kind == NVLINK
     )
+
+
+def link_nbytes(op: str, nbytes: int, ranks: Sequence[int], gpus_per_node: int) -> tuple[float, float]:
+    """Bytes that a rank receives over the links inside its node, and over the network.
+
+    A ring enters each node once, and each of the node's ranks carries its part of that.
+
+    Args: as of ``collective_seconds``.
+    """
+    ring = _Ring.of(tuple(ranks), gpus_per_node)
+    if op in ("send", "recv"):
+        received, remote = float(nbytes if op == "recv" else 0), float(ring.num_nodes > 1)
+    elif op == "broadcast":
+        received, remote = float(nbytes), float(ring.num_nodes > 1) / ring.in_node
+    else:
+        received = (2 if op == "all_reduce" else 1) * nbytes * (ring.size - 1) / ring.size
+        remote = (ring.num_nodes > 1) / ring.in_node
+        if op == "all_to_all":
+            remote = (ring.size - ring.in_node) / max(ring.size - 1, 1)
+    return received * (1 - remote), received * remote
 
 
 def _direct_seconds(op: str, nbytes: int, ring: _Ring, links: Links) -> float:

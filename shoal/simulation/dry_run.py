@@ -27,10 +27,12 @@ from shoal.comm.world import World, fake_process_group, fake_stage_world, fake_w
 from shoal.errors import UsageError
 from shoal.simulation.accelerator import SimulatedAccelerator
 from shoal.simulation.chakra import write_chakra
+from shoal.simulation.collective_times import link_nbytes
 from shoal.simulation.machines import GpuNode, machine_of
 from shoal.simulation.memory import DeviceMemory, MemoryPeak
 from shoal.simulation.modes import WithoutInitialValues, watching
 from shoal.simulation.times import (
+    COLLECTIVE_WAYS,
     COMMUNICATION,
     COMPUTE,
     COPY,
@@ -54,7 +56,8 @@ class StepTime:
 
     Attributes: ``begin``: seconds since the dry run began. ``seconds``: on the compute stream. ``by_kind``: what these
     are: "compute" is its own work, everything else is what it waits for. ``host_seconds``: that the host needs to queue
-    the step's work. ``busy``: what all streams do in this time. ``received``: bytes by collective. ``memory``: the most
+    the step's work. ``busy``: what all streams do in this time. ``received``: bytes by collective; ``links``:
+    those of ``received`` that are data, by "NVLink" (any link inside a node) and "the network". ``memory``: the most
     that the device had. ``peaks``: the most at each place, by operation and line.
     """
 
@@ -64,6 +67,7 @@ class StepTime:
     host_seconds: float
     busy: dict[str, float]
     received: dict[str, int]
+    links: dict[str, int]
     memory: MemoryPeak
     peaks: dict[tuple[str, str], MemoryPeak] = field(repr=False, compare=False)
 
@@ -108,10 +112,28 @@ class DryRun:
         received: dict[str, int] = {}
         for entry in entries:
             received[entry.op] = received.get(entry.op, 0) + entry.nbytes
+        links = dict.fromkeys(COLLECTIVE_WAYS, 0.0)
+        for operation in operations[first:]:
+            if operation.ranks:
+                verb, per_node = operation.name.partition(" ")[0], self.machine.gpus_per_node
+                for way, nbytes in zip(
+                    links, link_nbytes(verb, operation.nbytes, operation.ranks, per_node), strict=True
+                ):
+                    links[way] += nbytes
         by_kind = exposed(operations, self._accelerator.compute, begin, end)
         peaks = self._memory.peaks()
         peak = max(peaks.values(), key=lambda each: each.allocated)
-        return StepTime(begin, end - begin, by_kind, busy[HOST], busy, received, peak, peaks)
+        return StepTime(
+            begin,
+            end - begin,
+            by_kind,
+            busy[HOST],
+            busy,
+            received,
+            {way: round(nbytes) for way, nbytes in links.items()},
+            peak,
+            peaks,
+        )
 
     @contextmanager
     def building(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ import shoal
 from shoal.errors import UsageError
 from shoal.models import GPT, GPTConfig
 from shoal.planner.dry_model import dry_run_model
+from shoal.simulation.collective_times import link_nbytes
 from shoal.simulation.times import COMMUNICATION, STAGES
 
 SHAPE = GPTConfig(vocab_size=512, sequence_length=64, num_layers=4, hidden_size=64, num_heads=4)
@@ -85,3 +86,14 @@ def test_a_model_of_another_kind_has_its_batches_and_loss_from_the_caller() -> N
         run(batch=batch)
     with pytest.raises(UsageError, match="rows of 63 tokens cannot be divided among 2 ranks"):
         dry_run_model(gpt, config(parallel={"sp": 2}), 2, sequence=63)
+
+
+def test_bytes_are_told_by_link_a_ring_enters_each_node_once() -> None:
+    step = dry_run_model(gpt, config(1), 16)  # two nodes of 8
+    received = step.received["all_gather"] + step.received["reduce_scatter"]
+    assert step.links["the network"] == pytest.approx(received / 8, rel=0.01)
+    assert sum(step.links.values()) == pytest.approx(sum(step.received.values()), rel=0.001)
+    assert link_nbytes("all_gather", 1600, range(16), 8) == (1312.5, 187.5)
+    assert link_nbytes("all_to_all", 1600, range(16), 8) == (700, 800)
+    assert link_nbytes("all_reduce", 1600, (0, 8), 8) == (0, 1600)
+    assert link_nbytes("recv", 1600, (0, 1), 8) == (1600, 0)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shoal.cli.app import app
+from shoal.config.parallel import INTERLEAVED
 from shoal.errors import UsageError
 from shoal.models import GPT, GPTConfig
+from shoal.pipeline.schedule import build_schedule
 from shoal.planner import report
-from shoal.planner.closed_forms import ClosedForms
+from shoal.planner.closed_forms import ClosedForms, in_flight
 from shoal.planner.dry_model import dry_run_model
 from shoal.planner.facts import ModelFacts, facts_of
-from shoal.planner.search import ClusterPlan, explain, judge, plan
+from shoal.planner.search import ClusterPlan, explain, judge, plan, search
 from shoal.planner.space import Candidate, PlanRequest, candidates, parse_filter, refused
 from shoal.planner.trial import Trial, run_trial
 from shoal.simulation.machines import machine_of
@@ -115,6 +118,87 @@ def test_the_formulas_give_memory_and_time_of_the_dry_run(axes: dict[str, Any], 
     assert trial.guess.nbytes == pytest.approx(trial.nbytes, rel=0.15)
     assert trial.guess.compute == pytest.approx(trial.compute, rel=max(seconds, 0.1))
     assert trial.guess.seconds == pytest.approx(trial.seconds, rel=seconds)
+
+
+def tried(shape: GPTConfig, one: Candidate, *, ranks: int = 8, batch: int = 8) -> Trial:
+    asked, known = of_shape(shape, ranks, batch)
+    trial = run_trial(one, ClosedForms(asked, known).guess(one), lambda: GPT(shape), asked, known)
+    assert not trial.error
+    return trial
+
+
+@cache
+def of_shape(shape: GPTConfig, ranks: int = 8, batch: int = 8) -> tuple[PlanRequest, ModelFacts]:
+    known = facts_of(lambda: GPT(shape), shape.sequence_length, H100)
+    return replace(request(ranks, batch), sequence=shape.sequence_length), known
+
+
+DEEP = replace(SHAPE, num_layers=8, hidden_size=1024, sequence_length=1024)
+
+
+def test_a_memory_budget_is_filled_with_blocks_that_are_not_recomputed() -> None:
+    asked, known = of_shape(DEEP)
+    forms, one = ClosedForms(asked, known), Candidate(stage=1)
+    most, least = (forms.guess(replace(one, recompute=each)).nbytes for each in ("none", "blocks"))
+    allowed = (most + least) // 2
+    within = forms.within(one, allowed)
+    assert within is not None and within.recompute == "budget"
+    trial = tried(DEEP, within)
+    saved_by_one = known.block.saved - known.boundary
+    assert allowed - saved_by_one < trial.guess.nbytes <= allowed
+    assert trial.memory is not None
+    assert trial.guess.memory["activation"] == pytest.approx(trial.memory["activation"], rel=0.03)
+    assert trial.guess.nbytes == pytest.approx(trial.nbytes, rel=0.1)
+    assert trial.seconds == pytest.approx(trial.guess.seconds, rel=0.15)
+    tight = replace(asked, machine=replace(H100, gpu_nbytes=allowed), space={"offload": ("none",), "micro": (1,)})
+    ranked, _, _ = search(tight, known)
+    assert any(one.recompute == "budget" and one.stage == 1 and one.tp == 1 for _, one in ranked)
+    assert forms.within(one, 2 * most) is None  # no block has to be recomputed
+    assert forms.within(one, least // 2) is None
+
+
+@pytest.mark.parametrize(
+    "one", [Candidate(pp=2), Candidate(pp=2, schedule="zb_h1"), Candidate(pp=2, virtual=2)], ids=str
+)
+def test_the_formulas_know_what_a_pipeline_has_in_memory_and_waits_for(one: Candidate) -> None:
+    trial = tried(replace(DEEP, num_layers=4, sequence_length=2048), one, ranks=2)
+    assert trial.guess.nbytes == pytest.approx(trial.nbytes, rel=0.15)
+    assert trial.guess.seconds == pytest.approx(trial.seconds, rel=0.05)
+    assert trial.guess.bubble == pytest.approx(trial.bubble, abs=0.03 * trial.seconds)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "virtual"), [("1f1b", 4, 1), ("1f1b", 4, 4), ("1f1b", 8, 2), ("zb_h1", 4, 1)]
+)
+def test_as_many_micro_batches_are_in_flight_as_the_schedule_has(schedule: str, pp: int, virtual: int) -> None:
+    name = INTERLEAVED[schedule] if virtual > 1 else schedule
+    for rank, order in enumerate(build_schedule(name, pp, 3 * pp, virtual_stages=virtual).actions):
+        if rank in (0, pp - 1):
+            steps = [{"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in order]
+            one = Candidate(pp=pp, virtual=virtual, schedule=schedule)
+            assert in_flight(one, 3 * pp, is_last=rank > 0) == max(accumulate(steps)) / virtual
+
+
+def test_long_rows_are_split_by_the_formulas_as_in_the_dry_run() -> None:
+    trial = tried(replace(SHAPE, sequence_length=32_768), Candidate(stage=3, sp=2, cp=2))
+    assert trial.guess.nbytes == pytest.approx(trial.nbytes, rel=0.1)
+    assert trial.guess.seconds == pytest.approx(trial.seconds, rel=0.1)
+
+
+def test_experts_are_divided_by_the_formulas_as_in_the_dry_run() -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.MixtralConfig(
+        vocab_size=512, hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_local_experts=8
+    )
+    known = facts_of(lambda: transformers.MixtralForCausalLM(shape), SHAPE.sequence_length, H100)
+    one = Candidate(stage=1, ep=4)
+    trial = run_trial(
+        one, ClosedForms(request(), known).guess(one), lambda: transformers.MixtralForCausalLM(shape), request(), known
+    )
+    assert trial.memory is not None and not trial.error
+    for kind in ("parameter", "gradient", "master", "optimizer state"):
+        assert trial.guess.memory[kind] == pytest.approx(trial.memory[kind], rel=0.02), kind
+    assert trial.guess.nbytes == pytest.approx(trial.nbytes, rel=0.15)
 
 
 def test_the_formulas_rank_as_the_dry_run_does() -> None:

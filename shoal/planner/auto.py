@@ -87,6 +87,7 @@ def _plan(
         raise ConfigError("the model is in pipeline stages, which a plan at start does not cover.")
     space: dict[str, tuple[Any, ...]] = {axis: (getattr(mesh, axis),) for axis in ("pp", "tp", "sp", "cp", "ep")}
     space |= {"micro": (micro,), "recompute": ("none",), "offload": ("none",), "virtual": (1,), "stage": (stage,)}
+    space["schedule"] = ("1f1b",)
     space |= {"shards": ("all",) if mesh.dp_replicate == 1 else ("node",)}
     if PARALLEL not in keys:
         said = {"tp_sequence_parallel": False, "tp_loss_parallel": False, **fixed.get("parallel", {})}

@@ -79,7 +79,7 @@ def kinds_of_results(call: OperatorCall, kinds: Sequence[Kind]) -> list[Kind]:
     if call.name in _ZEROS or (call.name in ("full", "fill", "new_full") and call.args[-1] == 0):
         return [ZERO] * len(call.outs)
     if all(kind is ZERO for kind in kinds) and kinds:
-        return [ZERO if call.name in _KEEPS_ZEROS else REPLICATED] * len(call.outs)
+        return [ZERO if call.name.removeprefix("_foreach_") in _KEEPS_ZEROS else REPLICATED] * len(call.outs)
     if all(kind in (REPLICATED, ZERO) for kind in kinds):
         return [REPLICATED] * len(call.outs)
     if call.name.startswith("_foreach_"):
@@ -449,4 +449,6 @@ _RULES: dict[str, Rule] = {
 }
 _KEEPS_FACTOR = (_view, _linear, _transpose, _select, _cat, _unsqueeze, _copy)
 _ZEROS = frozenset(_MAKES_ZEROS.split())
-_KEEPS_ZEROS = frozenset(f"{_VIEWS} {_LINEAR} mul add sum t transpose permute select unbind expand unsqueeze".split())
+_KEEPS_ZEROS = frozenset(
+    f"{_VIEWS} {_LINEAR} copy mul add sum t transpose permute select unbind expand unsqueeze".split()
+)

@@ -316,7 +316,8 @@ class Types:
         names = tuple(dict.fromkeys(record.parameter for _, record in records if record.parameter))
         for digit in range(len(self.digits)):
             kinds = [record.kinds[digit] for _, record in records]
-            if names and any(isinstance(kind, int) for kind in kinds):
+            num_parts = sum(isinstance(kind, int) for kind in kinds)
+            if num_parts and (names or num_parts < len(kinds)):
                 given = ", ".join(
                     f"{word(kind)} {tuple(tensor.shape)}" for kind, (tensor, _) in zip(kinds, records, strict=True)
                 )

@@ -41,6 +41,7 @@ from shoal.running.parameter_owner import OWNERS
 from shoal.running.sharded_at_init import ShardedAtInit
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import read_part
+from shoal.text import counted, listed
 
 logger = logging.getLogger("shoal")
 
@@ -216,6 +217,7 @@ def _matched(
         narrow.append((home, stored.dtype))
     is_elsewhere = _experts_elsewhere(model)
     unexpected = [name for name in weights.tensors if name not in used and not is_elsewhere(name)]
+    kept, left_out = list(missing), list(unexpected)
     missing = _unignored(missing, whole, "_keys_to_ignore_on_load_missing")
     unexpected = _unignored(unexpected, whole, "_keys_to_ignore_on_load_unexpected")
     if isinstance(model, StageModule):
@@ -224,6 +226,7 @@ def _matched(
         every = comm.gather_objects([missing, shapes, left], label="load_hf: names")
         missing, shapes = (list(dict.fromkeys(n for each in every for n in each[kind])) for kind in (0, 1))
         unexpected = [name for name in left if all(name in each[2] for each in every)]
+        kept, left_out = missing, unexpected
     lines = _listed("shapes differ", shapes)
     skipped = _listed("missing in the folder", missing) + _listed("not in the model", unexpected)
     if strict:
@@ -239,6 +242,11 @@ def _matched(
         )
     for home, dtype in narrow:
         _check_dtype(home, dtype, weights.url)
+    if current_world().rank == 0:
+        done = (f"loaded {counted(len(matches), 'tensor')} of {type(whole).__name__} from {weights.url}",)
+        done += (f"{len(kept)} of the model keep their values: {listed(kept)}",) if kept else ()
+        done += (f"{len(left_out)} of the folder are left out: {listed(left_out)}",) if left_out else ()
+        logger.info("%s.", "; ".join(done))
     return matches
 
 

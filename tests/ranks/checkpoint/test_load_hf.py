@@ -326,7 +326,7 @@ def test_all_differences_are_listed_and_nothing_is_changed(tmp_path: Path) -> No
         ]
 
 
-def test_without_strict_names_may_differ_and_shapes_may_not(tmp_path: Path) -> None:
+def test_without_strict_names_may_differ_and_shapes_may_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = make(Plain, seed=7)
     tensors = weights_of(source)
     del tensors["norm.bias"]
@@ -334,7 +334,12 @@ def test_without_strict_names_may_differ_and_shapes_may_not(tmp_path: Path) -> N
     write(tmp_path / "m", tensors)
     model = make(Plain)
     nn.init.constant_(model.norm.bias, 3.0)
-    load_hf(model, tmp_path / "m", strict=False)
+    with caplog.at_level("INFO", logger="shoal"):
+        load_hf(model, tmp_path / "m", strict=False)
+    assert caplog.messages[-1] == (
+        f"loaded {len(tensors) - 1} tensors of Plain from {tmp_path / 'm'};"
+        " 1 of the model keep their values: norm.bias; 1 of the folder are left out: extra.weight."
+    )
     assert torch.equal(model.norm.weight, source.norm.weight)
     assert model.norm.bias.tolist() == [3.0] * HIDDEN
     tensors["norm.weight"] = torch.ones(HIDDEN + 1)

@@ -243,9 +243,9 @@ def _matched(
     for home, dtype in narrow:
         _check_dtype(home, dtype, weights.url)
     if current_world().rank == 0:
-        done = (f"loaded {counted(len(matches), 'tensor')} of {type(whole).__name__} from {weights.url}",)
-        done += (f"{len(kept)} of the model keep their values: {listed(kept)}",) if kept else ()
-        done += (f"{len(left_out)} of the folder are left out: {listed(left_out)}",) if left_out else ()
+        done = [f"loaded {counted(len(matches), 'tensor')} of {type(whole).__name__} from {weights.url}"]
+        done += [f"{len(kept)} of the model keep their values: {listed(kept)}"] if kept else []
+        done += [f"{len(left_out)} of the folder are left out: {listed(left_out)}"] if left_out else []
         logger.info("%s.", "; ".join(done))
     return matches
 

@@ -98,9 +98,7 @@ def main() -> None:
     parser.add_argument("--machine", help="the file of shoal calibrate")
     parser.add_argument("--out", help="folder for what was measured; a second run goes on there")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="list by CPU time of the ranks: other programs run, too"
-    )
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time of the ranks: other programs run, too")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "LIST"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -124,7 +122,8 @@ def main() -> None:
             config=BASE,
             space=MODELS[name][-1],
             num_trials=runs,
-            steps=STEPS,
+            steps=2 * STEPS,
+            counts_cpu=given.cpu_time,
         )
         chosen = tuned.best.name if tuned.best is not None else ""
         cells = [name, len(times), len(tuned.measured), best, f"{times[best]:.4f}", chosen, f"{times[chosen]:.4f}"]

@@ -113,7 +113,10 @@ class Autotuner:
     def __init__(self, script: Script, say: Callable[[str], object]) -> None:
         self.script, self.say = script, say
         self.values: dict[str, Any] = open_source(script.file)[0].value
-        given = self.values.get("autotuning", {})
+        self.zero: dict[str, Any] = self._checked("zero_optimization", {}, dict)
+        for key in (STEPS, TRAIN):
+            self._checked(key, "auto", int, str)
+        given = self._checked("autotuning", {}, dict)
         if given.get("enabled") is False:
             raise ConfigError(
                 "autotuning.enabled is false, but --autotuning asks for it.",
@@ -168,10 +171,22 @@ class Autotuner:
 
     # what is tried
 
+    def _checked(self, key: str, default: Any, *kinds: type) -> Any:
+        """The file's value. Raises: ConfigError: one from which no configuration can be made."""
+        value = self.values.get(key, default)
+        if not isinstance(value, kinds):
+            words = {int: "a number", str: '"auto"', dict: "an object"}
+            raise ConfigError(
+                f"{key} = {json.dumps(value)}, of which --autotuning makes no configurations.",
+                do=f"write {' or '.join(words[kind] for kind in kinds)}.",
+                code="autotuning-config",
+            )
+        return value
+
     @property
     def stages(self) -> list[Any]:
         """Those of the file, or all."""
-        stage = self.values.get("zero_optimization", {}).get("stage", "all")
+        stage = self.zero.get("stage", "all")
         return [0, 1, 2, 3] if stage == "all" else stage if isinstance(stage, list) else [stage]
 
     @property
@@ -226,8 +241,7 @@ class Autotuner:
         steps = given if isinstance(given, int) else self._argument(STEPS) or 1
         least = -(-self.section.min_train_batch_size // (micro * self.dp))
         steps = max(steps, least) if self.rows is None else self.rows // micro
-        own = self.values.get("zero_optimization", {}).items()
-        first = {key: value[0] if isinstance(value, list) and value else value for key, value in own}
+        first = {key: value[0] if isinstance(value, list) and value else value for key, value in self.zero.items()}
         section = self.section.model_dump(include={"start_profile_step", "end_profile_step", "metric"})
         sizes = {MICRO: micro, STEPS: steps, TRAIN: micro * steps * self.dp}
         zero = {**first, "stage": stage, **zero}
@@ -241,15 +255,12 @@ class Autotuner:
             return self.best(stage)
         last = 0.0
         size: int | None = sizes[0]
-        while size is not None:
+        while size is not None and not self._is_full(stage):
             done = self._experiment(stage, size, {})
-            if (
-                not done.score
-                and size == sizes[0]
-                and size > (least := self.section.min_train_micro_batch_size_per_gpu)
-            ):
+            least = self.section.min_train_micro_batch_size_per_gpu
+            if not done.score and size == sizes[0] and size > least:
                 self._try(stage, [(least, {})])
-            if done.score < _GAIN * last or not done.score:
+            if not done.score or done.score < _GAIN * last:
                 break
             last = done.score
             larger = [each for each in sizes if each > size]
@@ -269,26 +280,28 @@ class Autotuner:
 
     def _try_keys(self, best: Experiment) -> None:
         """Each combination of the lists, with the best micro-batch."""
-        own = self.values.get("zero_optimization", {})
-        lists = {key: tuple(value) for key, value in own.items() if isinstance(value, list) and key != "stage"}
-        lists |= {key: values for key, values in KEYS.get(best.stage, {}).items() if key not in own}
+        lists = {key: tuple(value) for key, value in self.zero.items() if isinstance(value, list) and key != "stage"}
+        lists |= {key: values for key, values in KEYS.get(best.stage, {}).items() if key not in self.zero}
         made = [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
         if self.section.tuner_type == "random":
             random.Random(0).shuffle(made)
         if self.section.tuner_type == "model_based":
-            self._try(best.stage, ((best.micro, keys) for keys in self._by_model(made)))
+            self._try(best.stage, ((best.micro, keys) for keys in self._by_model(made, best)))
         else:
             self._try(best.stage, ((best.micro, keys) for keys in made))
 
-    def _by_model(self, left: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _by_model(self, left: list[dict[str, Any]], best: Experiment) -> Iterator[dict[str, Any]]:
         """The combination that is fastest by those measured so far, one after the other."""
         ran: list[tuple[Mapping[str, Any], float, float]] = []
         while left:
             guesses = corrected([(keys, 1.0) for keys in left], ran)
             keys = left.pop(min(range(len(left)), key=lambda index: guesses[index].at_best(1.0)))
             yield keys
-            if self.done[-1].score:
-                ran.append((keys, 1.0, 1.0 / self.done[-1].score))
+            config = self._config(best.stage, best.micro, keys)
+            ran += [(keys, 1.0, 1.0 / each.score) for each in self.done if each.config == config and each.score]
+
+    def _is_full(self, stage: Any) -> bool:
+        return len([each for each in self.done if each.stage == stage]) >= self.section.tuner_num_trials
 
     def _try(self, stage: Any, tries: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
         """One after the other, until the stage has as many experiments as it may, or so many without gain."""
@@ -297,7 +310,7 @@ class Autotuner:
             best = self.best(stage)
             if any(each.stage == stage and each.error and each.micro < micro for each in self.done):
                 continue
-            if len([each for each in self.done if each.stage == stage]) >= self.section.tuner_num_trials:
+            if self._is_full(stage):
                 return
             done = self._experiment(stage, micro, zero)
             without = 0 if best is None or done.score > best.score else without + 1

@@ -102,6 +102,7 @@ def tune(
     space: Mapping[str, tuple[Any, ...]] | None = None,
     num_trials: int = 6,
     steps: int = 6,
+    counts_cpu: bool = False,
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Tuned:
@@ -110,6 +111,7 @@ def tune(
     Args: as of ``shoal.plan``. ``machine``: this one, such as the file that ``shoal calibrate`` writes.
         folder: for the results, and for ``config.json``.
         num_trials: configurations that are run at most. ``steps``: that are measured of each, after two others.
+        counts_cpu: measure the processor's time of a rank, for CPU ranks on a computer that others use, too.
         say: called with a line for each run.
 
     Raises: UsageError: no configuration is possible.
@@ -128,7 +130,7 @@ def tune(
         if refused(made, num_ranks):
             continue
         tell(f"running {one}", len(measured), num_trials)
-        measured.append(_measure(one, planned, made, folder, model, num_ranks, sequence, steps))
+        measured.append(_measure(one, planned, made, folder, model, num_ranks, sequence, steps, counts_cpu))
         last = measured[-1]
         took = f"{last.seconds:.4g} s a step, planned {last.planned:.4g}" if last.seconds else f"failed: {last.error}"
         say(f"{last.name}: {took}{', measured before' if last.is_kept else ''}")
@@ -160,10 +162,12 @@ def _measure(
     num_ranks: int,
     sequence: int,
     steps: int,
+    counts_cpu: bool,
 ) -> Measured:
     name = str(one)
     here = folder / name.replace(" ", "_")
     job = {"model": model, "ranks": num_ranks, "sequence": sequence, "steps": steps, "config": config}
+    job["counts_cpu"] = counts_cpu
     job["has_parts"] = one.sp * one.cp > 1
     found = Measured(one, config, planned)
     if (here / _RESULT).is_file() and json.loads((here / _JOB).read_text()) == job:
@@ -210,7 +214,14 @@ def step_times(
 def _train(path: Path) -> None:
     """One rank of one measurement; rank 0 writes the result."""
     job = json.loads(path.read_text())
-    taken, peak = step_times(job["model"], job["config"], job["sequence"], job["steps"], has_parts=job["has_parts"])
+    taken, peak = step_times(
+        job["model"],
+        job["config"],
+        job["sequence"],
+        job["steps"],
+        has_parts=job["has_parts"],
+        clock=time.process_time if job["counts_cpu"] else time.perf_counter,
+    )
     if current_world().rank == 0:
         path.with_name(_RESULT).write_text(json.dumps({"seconds": median(taken), "peak": peak}))
 

@@ -174,6 +174,7 @@ def test_a_stages_experiments_end_by_number_and_without_gain(ranks: Ranks) -> No
     assert len(ranks.tried(file(tuner_num_trials=4))) == 4
     assert len(ranks.tried(file(tuner_early_stopping=3))) == 4  # 2, 4 (the first bucket), and two more
     assert len(ranks.tried(file())) == 6
+    assert len(ranks.tried({"zero_optimization": {"stage": 1}, "autotuning": {"tuner_num_trials": 2}})) == 2
 
 
 def test_latency_and_flops_are_metrics_too(ranks: Ranks) -> None:
@@ -209,6 +210,8 @@ def test_a_signal_ends_the_search(tmp_path: Path) -> None:
         ({"autotuning": {"metric": "latency"}}, "have to have the same number of samples"),
         ({"autotuning": {"metric": "speed"}}, '"speed" is not one of'),
         ({"autotuning": {"arg_mappings": {"rows": "--rows"}}}, "no configuration that is tried has a key rows"),
+        ({STEPS: [1, 2]}, r"gradient_accumulation_steps = \[1, 2\], of which --autotuning makes no"),
+        ({"zero_optimization": True}, "write an object"),
         ({TRAIN: 7}, "a global batch of 7 for 2 data-parallel ranks"),
         ({TRAIN: 32, "autotuning": {"max_train_batch_size": 16}}, "max_train_batch_size = 16"),
         ({MICRO: [4], "autotuning": {"max_train_batch_size": 4}}, "no micro-batch is possible from 1 to 1024, and 2"),

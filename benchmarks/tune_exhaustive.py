@@ -3,7 +3,8 @@
 python -m benchmarks.tune_exhaustive --machine here.yaml      # without --machine, this computer is measured first
 
 Every configuration of a list takes steps on two CPU ranks, round after round, so that a slow minute hits all alike; its
-time is the median of all steps. Then `tune` is given the same list, and a fifth as many runs.
+time is the median of all steps. Then `tune` is given the same list, and a fifth as many runs. What it chooses and the
+three fastest of the list are timed once more together: the fastest of many noisy times is too fast.
 """
 
 from __future__ import annotations
@@ -80,11 +81,10 @@ def worker(name: str, listed: Path, clock: Callable[[], float]) -> None:
                 listed.with_suffix(".times").write_text(json.dumps(times))
 
 
-def exhaustive(name: str, folder: Path, machine: Any, *, counts_cpu: bool = False) -> dict[str, float]:
-    """Seconds of a step of every configuration; kept in the folder."""
-    listed = folder / f"{name}.json"
+def timed(name: str, configs: dict[str, Any], listed: Path, *, counts_cpu: bool) -> dict[str, float]:
+    """Seconds of a step of each configuration; kept next to the list."""
     if not (times := listed.with_suffix(".times")).is_file():
-        listed.write_text(json.dumps(list_of(name, machine)))
+        listed.write_text(json.dumps(configs))
         program = [sys.executable, "-m", "benchmarks.tune_exhaustive", "--worker", name, str(listed)]
         program += ["--cpu-time"] if counts_cpu else []
         if (outcome := run_local(LocalJob(program, RANKS))).exit_code:
@@ -110,8 +110,9 @@ def main() -> None:
     file = given.machine or calibrate(folder / "here.yaml", RANKS)
     print("| model | listed | runs | best of the list | s | tune's | s | slower |\n|" + "---|" * 8, flush=True)
     for name in given.models:
-        times = exhaustive(name, folder, machine_of(file), counts_cpu=given.cpu_time)
-        best, runs = min(times, key=times.__getitem__), len(times) // 5
+        configs = list_of(name, machine_of(file))
+        times = timed(name, configs, folder / f"{name}.json", counts_cpu=given.cpu_time)
+        runs = len(times) // 5
         tuned = tune(
             f"benchmarks.tune_exhaustive:{name}",
             RANKS,
@@ -125,8 +126,12 @@ def main() -> None:
             steps=2 * STEPS,
             counts_cpu=given.cpu_time,
         )
-        chosen = tuned.best.name if tuned.best is not None else ""
-        cells = [name, len(times), len(tuned.measured), best, f"{times[best]:.4f}", chosen, f"{times[chosen]:.4f}"]
+        assert tuned.best is not None
+        chosen, first = tuned.best.name, sorted(times, key=times.__getitem__)[:3]
+        last = {key: configs[key] for key in {*first, chosen}}
+        times = timed(name, last, folder / f"{name}-last.json", counts_cpu=given.cpu_time)
+        best = min(times, key=times.__getitem__)
+        cells = [name, len(configs), runs, best, f"{times[best]:.4f}", chosen, f"{times[chosen]:.4f}"]
         print(f"| {' | '.join(map(str, cells))} | {times[chosen] / times[best] - 1:+.1%} |", flush=True)
 
 

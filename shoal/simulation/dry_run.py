@@ -365,7 +365,7 @@ def _check_not_nested() -> None:
 
 @contextmanager
 def _simulated_rank(world: World, machine: GpuNode, is_fused: bool) -> Iterator[DryRun]:
-    times = StreamTimes(machine, world.size)
+    times = StreamTimes(machine.compiled() if is_fused else machine, world.size)
     memory = DeviceMemory(machine.gpu_nbytes, machine.context_nbytes, is_cpu=machine.is_cpu)
     accelerator = SimulatedAccelerator(times, memory, is_fused=is_fused)
     with FakeTensorMode(allow_non_fake_inputs=True), simulated(accelerator), watching(accelerator):

@@ -24,6 +24,7 @@ from shoal.simulation.collective_times import Links
 
 _FILE = Path(__file__).with_name("machines.yaml")
 _NETWORK = re.compile(r"(?:(\d+)x)?(\d+)g(?:b|be)?", re.IGNORECASE)
+_COMPILED_LAUNCH = 10e-6
 _PORT_REACHED = 0.9  # of a port that the network of a name says
 
 
@@ -58,12 +59,16 @@ class GpuNode:
     disk_bandwidth: float
     host_nbytes: int
     gpus_per_node: int
-    launch_seconds: float = 10e-6
+    launch_seconds: float = _COMPILED_LAUNCH
     kernel_seconds: float = 2e-6
     kernel_latency: float = 1.5e-6
     peak_flops: float = 0.0  # that the manufacturer gives for bf16, else fp16; MFU is the part of it that is reached
     operator_bandwidths: Mapping[str, float] = field(default_factory=dict)
     is_cpu: bool = False  # a rank is a process that computes on the CPU: it waits for each operation
+
+    def compiled(self) -> GpuNode:
+        """With a host that queues what torch.compile made: its wrappers run hardly any Python."""
+        return replace(self, launch_seconds=min(self.launch_seconds, _COMPILED_LAUNCH))
 
     def flops(self, dtype: torch.dtype) -> float:
         """Floating-point operations of matrix products per second; of a dtype without a figure those of fp32."""
@@ -157,7 +162,7 @@ class _NodeFigures(_Figures):
     bus: _BusFigures
     host: _HostFigures
     disk: float = Field(gt=0)
-    launch: float = Field(10e-6, ge=0)
+    launch: float = Field(_COMPILED_LAUNCH, ge=0)
 
 
 class _MachineFigures(_Figures):

@@ -154,6 +154,11 @@ TP_PLAN = {
     "head": "vocab_head",
 }
 
+PLAIN_TP_PLAN = {key: value for key, value in TP_PLAN.items() if "feed_forward" not in key} | {
+    "blocks.*.feed_forward.up": "column",
+    "blocks.*.feed_forward.down": "row",
+}
+
 
 def build(shape: Shape) -> GPT:
     """The model. Its blocks are ``Block``s of Shoal's GPT with other parts."""
@@ -168,6 +173,7 @@ def build(shape: Shape) -> GPT:
             block.attention_norm = nn.RMSNorm(shape.hidden)  # type: ignore[assignment]
             block.feed_forward_norm = nn.RMSNorm(shape.hidden)  # type: ignore[assignment]
         else:
-            block.attention = PlainAttention(shape)  # type: ignore[assignment]
+            attention = PlainAttention(shape) if shape.kv_heads == shape.heads else GroupedAttention(shape)
+            block.attention = cast(nn.Module, attention)  # type: ignore[assignment]
             block.feed_forward = PlainFeedForward(shape)
     return model

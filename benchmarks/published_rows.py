@@ -100,6 +100,7 @@ LLAMA = {  # kv heads, feed-forward, vocabulary; model_dims.csv
 def _machine(gpu: str) -> str | None:
     for start, name in (
         ("A100-40", "a100-40g"), ("A100", "a100-80g"), ("H100", "h100"), ("V100 (DGX-2, 16", "v100-32g"),
+        ("MI300X", "mi300x"), ("B200", "b200"), ("H200", "h200"), ("GB200", "gb200"),
     ):  # fmt: skip
         if gpu.startswith(start):
             return name
@@ -205,11 +206,15 @@ def _llama(row: dict[str, str]) -> Measured | str:
             return f"{what}: experts"
     if "offload" in row["activation_recompute"]:
         return f"{what}: activations offloaded by a policy of its own"
-    if row["precision"].lower() not in ("bf16",):
+    precision = re.fullmatch(
+        r"bf16|float8(?: (tensorwise|rowwise_with_gw_hp|rowwise))?( \+ f8 all-gather|, bf16 all-gather)?",
+        row["precision"].lower(),
+    )
+    if precision is None:
         return f"{what}: precision {row['precision'].split(' ')[0].split('(')[0]}"
-    if _machine(row["gpu"]) is None:
+    if _machine(row["gpu"]) is None or "limited" in row["gpu"]:
         return f"{what}: {row['gpu']}"
-    if "async TP;" in row["note"] and "vanilla" not in row["note"]:
+    if "async TP;" in row["note"] or "AsyncTP" in row["note"]:
         return f"{what}: asynchronous tensor parallelism by symmetric memory"
     if _number(row, "cp") > 1:
         return f"{what}: context parallel"
@@ -231,12 +236,14 @@ def _llama(row: dict[str, str]) -> Measured | str:
     is_titan = "torch" in row["source"]
     run = Run(
         shape, _machine(row["gpu"]) or "", tp, pp, dp, 3 if row["zero_stage"].startswith("3") else 1, micro,
-        batch // (dp * micro), "products" if recompute.startswith("selective") else recompute, "bfloat16",
+        batch // (dp * micro), "products" if recompute.startswith("selective") else recompute,
+        "bfloat16" if precision[0] == "bf16" else f"float8 {precision[1] or 'tensorwise'}",
         int((re.search(r"VP=(\d+)", row["note"]) or [0, 1])[1]), tp > 1, True,
     )  # fmt: skip
     if pp > 1 and run.stage > 1:
         return f"{what}: ZeRO-3 in a pipeline"
     name = f"{row['model']} s{sequence} tp{tp} pp{pp} dp{dp} b{micro} m{run.num_micro} {recompute} {run.machine}"
+    name += f" {run.dtype}" if "float8" in run.dtype else ""
     value, study = float(row["value"]), "torchtitan" if is_titan else "Megatron-Bridge"
     if is_memory:
         return Measured(study, name, run, memory=value * _MEMORY[row["unit"]])
@@ -258,7 +265,25 @@ def _autotuning(row: dict[str, str]) -> Measured | str:
     return Measured("DeepSpeed autotuning", name, run, micro * dp / float(row["value"]))
 
 
+def _megatron_ci(row: dict[str, str]) -> Measured | str:
+    if row["metric"] != "iter_time":
+        return ""
+    if not row["model"].startswith("gpt3_7b"):
+        return "Megatron-LM CI: 12 layers of 512, which the host of a CI machine takes most of the time for"
+    shape = _gpt(row, kv_heads=8, dropout=0.1, tied=False)
+    tp, pp, dp, micro = (_number(row, key) for key in ("tp", "pp", "dp", "micro_batch"))
+    num = _number(row, "global_batch") // (dp * micro)
+    virtual = 8 if pp > 1 else 1  # a layer for each virtual stage, as its model_config.yaml says
+    run = Run(
+        shape, _machine(row["gpu"]) or "", tp, pp, dp, 1, micro, num, virtual_stages=virtual, is_fused=True
+    )  # fmt: skip
+    return Measured(
+        "Megatron-LM CI", f"7B tp{tp} pp{pp} dp{dp} b{micro} m{num} {run.machine}", run, float(row["value"])
+    )
+
+
 _READERS = {
+    "Megatron-LM CI golden values": _megatron_ci,
     "MosaicML llm-foundry benchmarks": _mosaic,
     "vTrain ground truth single-node": _vtrain,
     "Narayanan SC21 Table 1": _megatron,
@@ -271,6 +296,7 @@ _READERS = {
     "torchtitan 2024 A100 page": _llama,
     "torchtitan 2024 405B": _llama,
     "torchao training page": _llama,
+    "torchao training page B200": _llama,
     "torchtitan auto_perf_maxing PR 3975": _llama,
     "torchtitan auto_perf_maxing PR 3943": _llama,
     "Megatron-Bridge perf summary": _llama,

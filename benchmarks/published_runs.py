@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import shoal
-from benchmarks.published_models import TP_PLAN, build
+from benchmarks.published_models import PLAIN_TP_PLAN, TP_PLAN, build
 from benchmarks.published_rows import Measured, Run, read
 from benchmarks.published_tape import Tape, recording, replayed
 from shoal.simulation.machines import GpuNode, machine_of
@@ -45,8 +45,10 @@ def engine_config(run: Run, num_micro: int) -> dict[str, object]:
     }
     if run.dtype != "float32":
         config["fp16" if run.dtype == "float16" else "bf16"] = {"enabled": True}
-    if run.tp > 1 and run.shape.family == "llama":
-        config["parallel"]["tp_plan"] = TP_PLAN  # type: ignore[index]
+    if run.dtype.startswith("float8"):
+        config["fp8"] = {"recipe": run.dtype.split()[1]}
+    if run.tp > 1 and run.shape.kv_heads < run.shape.heads:
+        config["parallel"]["tp_plan"] = TP_PLAN if run.shape.family == "llama" else PLAIN_TP_PLAN  # type: ignore[index]
     if run.recompute == "full":
         config["activation_checkpointing"] = {"modules": ["Block"]}
     elif run.recompute == "products":
@@ -58,7 +60,7 @@ def engine_config(run: Run, num_micro: int) -> dict[str, object]:
 
 def machine_for(run: Run) -> GpuNode:
     """Of a run's GPUs; V100s are those of a DGX-2."""
-    machine = machine_of(run.machine)
+    machine = machine_of(run.machine).compiled() if run.is_fused else machine_of(run.machine)
     return replace(machine, gpus_per_node=16) if run.machine == "v100-32g" else machine
 
 
@@ -116,15 +118,15 @@ def tapes_of(run: Run, folder: Path) -> tuple[Tape, Tape]:
 def predicted(run: Run, tapes: tuple[Tape, Tape], machine: GpuNode) -> float:
     """Seconds of a step of all layers, stages and micro-batches."""
     first = 1 if run.stages_run > 1 else 2
-    micro, rest = zip(*(replayed(tape, machine) for tape in tapes), strict=True)
+    micros, rest, hosts = zip(*(replayed(tape, machine) for tape in tapes), strict=True)
 
     def of_all(values: Sequence[float]) -> float:
         return values[0] + (values[1] - values[0]) * (run.shape.layers / run.pp - first)
 
+    micro = max(of_all(micros), of_all(hosts))
     if run.pp == 1:
-        return run.num_micro * of_all(micro) + of_all(rest)
-    slots = run.num_micro + (run.pp - 1) / run.virtual_stages
-    return slots * of_all(micro) + of_all(rest)
+        return run.num_micro * micro + of_all(rest)
+    return (run.num_micro + (run.pp - 1) / run.virtual_stages) * micro + of_all(rest)
 
 
 def predicted_memory(run: Run, tapes: tuple[Tape, Tape]) -> float:

@@ -175,17 +175,20 @@ class _Stream:
         self.name, self.clock = "", _Clock({self: 0})
 
 
-def replayed(tape: Tape, machine: GpuNode) -> tuple[float, float]:
-    """Seconds of a micro-batch, and of the rest of the last step."""
+def replayed(tape: Tape, machine: GpuNode) -> tuple[float, float, float]:
+    """Seconds of a micro-batch, of the rest of the last step, and that the host needs to queue a micro-batch."""
     stages = [StreamTimes(machine, tape.num_ranks) for _ in range(tape.num_times)]
     costs = [getattr(stages[0], name)(*args, **dict(kwargs)) for name, args, kwargs in tape.calls]
     streams: dict[int, Any] = defaultdict(_Stream)
     marks: dict[str, list[float]] = defaultdict(list)
+    host, hosts = 0.0, [0.0]  # of the last stage, when steps begin and at the end of micro-batches
     messages: dict[int, TimedOperation] = {}
     for event in tape.events:
         what, mine = event[0], streams[event[1]]
         if what == "add":
             timed = stages[event[4]]
+            if event[4] == tape.num_times - 1 and costs[event[2]].kind == times.HOST:
+                host += costs[event[2]].seconds
             timed.add(mine, "", costs[event[2]])
             if event[3]:
                 messages[event[3] - 1] = timed.operations[-1]
@@ -201,10 +204,12 @@ def replayed(tape: Tape, machine: GpuNode) -> tuple[float, float]:
                 stages[event[3]].add(mine, "", Cost(times.STAGES, sent.start - mine.clock.seconds))
         else:
             marks[event[2]].append(mine.clock.seconds)
+            if event[2] != "end":
+                hosts.append(host)
     last = tape.num_times  # of the marks "begin" and "end": one of each stage
     begin, end, micro = min(marks["begin"][-last:]), max(marks["end"][-last:]), marks["micro"]
     if last == 1:
         first = micro[-1] - begin
-        return first, end - begin - tape.num_micro * first
+        return first, end - begin - tape.num_micro * first, hosts[-1] - hosts[-2]
     slot = micro[-1] - micro[-2]
-    return slot, end - begin - slot * (tape.num_micro + last - 1)
+    return slot, end - begin - slot * (tape.num_micro + last - 1), hosts[-1] - hosts[-2]

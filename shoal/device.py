@@ -120,6 +120,10 @@ class Device:
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
     @property
+    def num_multiprocessors(self) -> int:
+        return int(torch.cuda.get_device_properties(self.torch_device).multi_processor_count)
+
+    @property
     def capability(self) -> int:
         """NVIDIA's compute capability, its major number: 8 of an A100, 9 of an H100."""
         return int(torch.cuda.get_device_capability(self.torch_device)[0])

@@ -43,7 +43,8 @@ from shoal.simulation.machines import GpuNode, figures_of, machine_of
 from shoal.simulation.modes import effects_of
 
 _DTYPES = {"cpu": ("float32", "bfloat16", "float64"), "cuda": ("float32", "bfloat16", "float16", "float64")}
-_LARGE = 1 << 24  # bytes of a message whose latency does not count
+_LARGE = {"cpu": 1 << 24, "cuda": 1 << 28}  # bytes of a message whose latency does not count, which no cache holds
+_BASES = {7: "v100-32g", 8: "a100-80g"}  # by compute capability: whose figures count that are not measured
 _SMALL = 1 << 10
 _DISK_NBYTES = 1 << 27
 
@@ -66,22 +67,20 @@ def calibrate(path: str | Path, num_ranks: int | None = None) -> Path:
     return Path(path)
 
 
-def measure(world: World, seconds: float = 1.0, largest: int = _LARGE, *, shows: bool = False) -> Figures:
+def measure(world: World, seconds: float = 1.0, largest: int | None = None, *, shows: bool = False) -> Figures:
     """The figures of this machine, those of all ranks alike. Communicates: collectives along the whole world.
 
     Args:
         seconds: of each measurement.
-        largest: bytes of the largest message, and of the tensors that are copied.
+        largest: bytes of the largest message, and of the tensors that are copied; None: enough for the device.
         shows: a bar.
     """
     figures: Figures = {}
     kind = "cuda" if world.device.type == "cuda" else "cpu"
+    largest = largest or _LARGE[kind]
     comm = world.communicator("dp_shard", Mesh.of(world.size))
-    base = copy.deepcopy(figures_of("h100"))
-    base["gpu"]["generation"] = (
-        {7: "volta", 8: "ampere"}.get(Device(world.device).capability, "hopper") if kind == "cuda" else "cpu"
-    )
-    steps = _measurements(world, comm, kind, seconds, largest, base)
+    base = copy.deepcopy(figures_of("h100" if kind == "cpu" else _BASES.get(Device(world.device).capability, "h100")))
+    steps = _measurements(world, comm, kind, seconds, largest)
     for step in track(list(steps), "measuring", disable=not shows):
         comm.barrier(label="calibrate")
         figures.update(step())
@@ -90,25 +89,40 @@ def measure(world: World, seconds: float = 1.0, largest: int = _LARGE, *, shows:
     names = sorted(figures)
     values = torch.tensor([figures[name] for name in names], dtype=torch.float64, device=world.device)
     comm.all_reduce(values, scale=1.0 / world.size, label="calibrate").wait()
-    return _filled(base, dict(zip(names, values.tolist(), strict=True)), world, kind)
+    return _filled(base, dict(zip(names, values.tolist(), strict=True)), world, kind, largest)
 
 
 def _measurements(
-    world: World, comm: Communicator, kind: str, seconds: float, largest: int, base: Figures
+    world: World, comm: Communicator, kind: str, seconds: float, largest: int
 ) -> Iterator[Callable[[], dict[str, float]]]:
     """Each returns some figures: seconds, or bytes or floating-point operations per second."""
     device = world.device
+    other_work = torch.zeros(4096, 4096, device=device) if kind == "cuda" else torch.zeros(())
 
-    def timed(run: Callable[[], object]) -> float:
-        """Seconds of a call: the median. The ranks call equally often."""
+    def timed(run: Callable[[], object], *, by_host: bool = False) -> float:
+        """Seconds of a call: the median. The ranks call equally often.
+
+        Args:
+            by_host: True: from the host's first call until the device has done all; else a GPU's time alone: the host
+                queues the call while the GPU computes something else.
+        """
         run()
         begun, taken = time.perf_counter(), []
         for _ in range(200):
             _wait(device)
-            before = time.perf_counter()
-            run()
-            _wait(device)
-            taken.append(time.perf_counter() - before)
+            if kind == "cuda" and not by_host:
+                begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+                torch.matmul(other_work, other_work)
+                begin.record()
+                run()
+                end.record()
+                end.synchronize()
+                taken.append(begin.elapsed_time(end) / 1e3)
+            else:
+                before = time.perf_counter()
+                run()
+                _wait(device)
+                taken.append(time.perf_counter() - before)
             left = torch.tensor([float(time.perf_counter() - begun < seconds)], device=device)
             if len(taken) >= 3 and not comm.all_reduce(left, label="calibrate").wait().item():
                 break
@@ -123,9 +137,13 @@ def _measurements(
         return {f"flops {dtype}": median(rates)}
 
     def memory() -> dict[str, float]:
-        values = torch.zeros(largest, device=device)
+        values = torch.zeros(largest // 4 if kind == "cuda" else largest, device=device)
         out = torch.empty_like(values)  # the engine keeps what the host has freed: pages are there
-        return {"memory": 2 * values.nbytes / timed(partial(torch.mul, values, 2.0, out=out))}
+        found = {"memory": 2 * values.nbytes / timed(partial(torch.mul, values, 2.0, out=out))}
+        if kind == "cuda":  # a processor reads a line before it writes it
+            values, out = (torch.zeros(largest // 4) for _ in range(2))
+            found["host"] = 3 * values.nbytes / timed(partial(torch.mul, values, 2.0, out=out), by_host=True)
+        return found
 
     def operators() -> dict[str, float]:
         """In turn of several tensors, which the cache of a core does not hold."""
@@ -182,7 +200,7 @@ def _measurements(
         run()
         with _Count() as count:
             run()
-        taken = timed(run)
+        taken = timed(run, by_host=True)
         engine.destroy()
         return {"launch": taken / count.num}
 
@@ -197,11 +215,11 @@ def _measurements(
         return found
 
     def copies() -> dict[str, float]:
-        on_device = torch.zeros(largest, device=device)
+        on_device = torch.zeros(largest // 4 if kind == "cuda" else largest, device=device)
         found = {}
         for name in ("pinned", "pageable"):
             host = torch.zeros(on_device.shape, pin_memory=name == "pinned" and kind == "cuda")
-            found[name] = host.nbytes / timed(partial(on_device.copy_, host, non_blocking=True))
+            found[name] = host.nbytes / timed(partial(on_device.copy_, host, non_blocking=True), by_host=True)
         return found
 
     def disk() -> dict[str, float]:
@@ -217,9 +235,7 @@ def _measurements(
         yield partial(product, dtype)
     yield from (memory, attention, launches, collective, copies, disk)
     if kind == "cpu":
-        yield operators
-        if world.size > 1:
-            yield overlap
+        yield from (operators, overlap)
 
 
 def _operators(given: Sequence[torch.Tensor]) -> dict[str, tuple[int, Callable[[torch.Tensor], object]]]:
@@ -279,7 +295,7 @@ def _wait(device: torch.device) -> None:
     Device(device).synchronize()
 
 
-def _filled(base: Figures, measured: dict[str, float], world: World, kind: str) -> Figures:
+def _filled(base: Figures, measured: dict[str, float], world: World, kind: str, largest: int) -> Figures:
     """The figures of a file: the measured ones; what is not measured as in ``base``, such as the network."""
 
     def rate(value: float) -> Figures:
@@ -293,10 +309,13 @@ def _filled(base: Figures, measured: dict[str, float], world: World, kind: str) 
     gpu["memory"] = available // world.size if is_cpu else Device(world.device).total_nbytes
     node["gpus"] = world.size
     node["bus"] = {**rate(measured["pinned"]), "pageable": float(f"{measured['pageable']:.4g}")}
-    node["host"] = {"memory": float(available), **rate(measured["memory"] * world.size if is_cpu else 100e9)}
+    node["host"] = {"memory": float(available), **rate(measured["memory" if is_cpu else "host"] * world.size)}
     node["disk"] = float(f"{measured['disk']:.4g}")
     node["launch"] = float(f"{measured['launch']:.3g}")
-    if is_cpu:  # one core computes one tile after another; the host waits for each kernel
+    if not is_cpu:
+        gpu["tiles"] = {**gpu["tiles"], "multiprocessors": Device(world.device).num_multiprocessors}
+    else:  # one core computes one tile after another; the host waits for each kernel
+        gpu["generation"] = "cpu"
         gpu["tiles"] = {"multiprocessors": 1, "prologue": 0}
         gpu |= {"overlap": min(max(measured.get("overlap", 1.0), 1.0), 2.0), "kernel": 0.0, "latency": 0.0}
         gpu["operators"] = {
@@ -306,18 +325,19 @@ def _filled(base: Figures, measured: dict[str, float], world: World, kind: str) 
         node["link"] = {**node["link"], "kind": "pcie"}
     what = platform.processor() or platform.machine() if is_cpu else Device(world.device).name
     made = {"source": f"measured by shoal calibrate: {world.size} ranks, {what}", "gpu": gpu, "node": node}
-    _fit_link(made, measured, world.size)
+    _fit_link(made, measured, world.size, largest)
     _fit_attention(made, measured, torch.float32 if is_cpu else torch.bfloat16, 512 if is_cpu else 4096)
     return made
 
 
-def _fit_link(made: Figures, measured: dict[str, float], size: int) -> None:
+def _fit_link(made: Figures, measured: dict[str, float], size: int, largest: int) -> None:
     """Set the link so that an all-reduce takes what it took, of a small and of a large message."""
     link = made["node"]["link"]
     if size == 1:
         return
-    rate = 2 * _LARGE * (size - 1) / size / measured["large"]
-    unit = Links(1e18, 1e18, link["kind"], generation="hopper")
+    rate = 2 * largest * (size - 1) / size / measured["large"]
+    generation = made["gpu"]["generation"]
+    unit = Links(1e18, 1e18, link["kind"], generation="hopper" if generation == "cpu" else generation)
     factor = measured["small"] / collective_seconds("all_reduce", _SMALL, range(size), size, unit)
     link |= {"peak": float(f"{rate:.4g}"), "reached": 1.0, "latency_factor": float(f"{factor:.3g}")}
 

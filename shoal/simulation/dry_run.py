@@ -96,6 +96,7 @@ class DryRun:
         stream, first = self._accelerator.compute, len(self._times.operations)
         self._accelerator.end_kernel()
         self._accelerator.host.join(stream.clock)  # a step in which the host is slower must not use an earlier lead
+        stream.join(self._accelerator.host.clock)
         begin = stream.clock.seconds
         self._memory.start()
         with self.world.recorder.recording() as entries:

@@ -11,6 +11,7 @@ import torch
 
 import shoal
 from shoal.simulation.dry_run import DryRun
+from shoal.simulation.machines import machine_of
 from tests.helpers.training import config
 from tests.unit.running.test_fake_step import Tower
 from tests.unit.simulation.test_dry_run_pipeline import config as pipeline_config
@@ -19,7 +20,7 @@ from tests.unit.simulation.test_dry_run_pipeline import trains
 
 @pytest.fixture(scope="module")
 def run() -> DryRun:
-    with shoal.dry_run(8) as run:
+    with shoal.dry_run(8, machine=machine_of("h100").compiled()) as run:  # kernels wait for collectives
         optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
         engine = shoal.initialize(model=Tower(), config=config(3, optimizer=optimizer))[0]
         batch = torch.zeros(2, 64, dtype=torch.long)

@@ -154,20 +154,6 @@ def _measurements(
             found[f"operator {name}"] = times * given[0].nbytes * len(given) / seconds
         return found
 
-    def overlap() -> dict[str, float]:
-        """Seconds of a collective, of products, and of both at the same time."""
-        values, factor = torch.zeros(largest // 4), torch.randn(256, 256)
-        alone, product = timed(partial(reduce, values)), timed(partial(torch.matmul, factor, factor))
-        num = int(2 * alone / product) + 1
-
-        def both() -> None:
-            work = comm.all_reduce(values, label="calibrate")
-            for _ in range(num):
-                factor @ factor
-            work.wait()
-
-        return {"overlap": 1 + (timed(both) - num * product) / alone}
-
     def attention() -> dict[str, float]:
         dtype, length = torch.bfloat16 if kind == "cuda" else torch.float32, 4096 if kind == "cuda" else 512
         given = [torch.randn(1, 8, length, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
@@ -235,7 +221,7 @@ def _measurements(
         yield partial(product, dtype)
     yield from (memory, attention, launches, collective, copies, disk)
     if kind == "cpu":
-        yield from (operators, overlap)
+        yield operators
 
 
 def _operators(given: Sequence[torch.Tensor]) -> dict[str, tuple[int, Callable[[torch.Tensor], object]]]:
@@ -317,7 +303,7 @@ def _filled(base: Figures, measured: dict[str, float], world: World, kind: str, 
     else:  # one core computes one tile after another; the host waits for each kernel
         gpu["generation"] = "cpu"
         gpu["tiles"] = {"multiprocessors": 1, "prologue": 0}
-        gpu |= {"overlap": min(max(measured.get("overlap", 1.0), 1.0), 2.0), "kernel": 0.0, "latency": 0.0}
+        gpu |= {"overlap": 1.0, "kernel": 0.0, "latency": 0.0}
         gpu["operators"] = {
             name.split()[1]: float(f"{value:.4g}") for name, value in measured.items() if name.startswith("operator ")
         }

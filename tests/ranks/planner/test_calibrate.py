@@ -37,7 +37,7 @@ def test_the_file_is_a_machine_of_cpu_ranks(node: GpuNode) -> None:
     assert 1e8 < node.flops(torch.float32) < 1e13
     assert 1e7 < node.memory_bandwidth < 1e12
     assert 1e-7 < node.launch_seconds < 1e-2
-    assert node.context_nbytes == 0 and node.overlap == 1
+    assert node.context_nbytes > 0 and node.overlap == 1
     assert node.operator_bandwidths["gelu"] < 1e12
 
 

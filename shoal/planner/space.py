@@ -59,10 +59,10 @@ class PlanRequest:
 class Candidate:
     """A configuration by its axes.
 
-    Attributes: ``virtual``: pipeline stages of a rank. ``schedule``: of one stage on a rank; of several its interleaved
-    form. ``shards``: state is sharded over "all" data-parallel ranks or those of a "node". ``micro``: rows of a
-    micro-batch. ``recompute``: "none", all "blocks", or as many as a memory "budget" needs, which is ``budget``, such
-    as "12288MiB". ``offload``: "none", the "optimizer", or "all": parameters, too.
+    Attributes: ``virtual``: pipeline stages of a rank. ``schedule``: of one stage on a rank; of several always
+    interleaved 1F1B. ``shards``: state is sharded over "all" data-parallel ranks or those of a "node". ``micro``: rows
+    of a micro-batch. ``recompute``: "none", all "blocks", or as many as a memory "budget" needs, which is ``budget``,
+    such as "12288MiB". ``offload``: "none", the "optimizer", or "all": parameters, too.
     """
 
     pp: int = 1
@@ -162,8 +162,8 @@ def _degrees_problem(one: Candidate, request: PlanRequest, facts: ModelFacts) ->
         return f"{one.model_ranks} model-parallel ranks do not divide {request.num_ranks} ranks"
     if one.virtual > 1 and one.pp == 1:
         return "virtual stages need pipeline stages"
-    if one.schedule != "1f1b" and one.pp == 1:
-        return "another schedule than 1f1b needs pipeline stages"
+    if one.schedule != "1f1b" and (one.pp == 1 or one.virtual > 1):
+        return f"{one.schedule} needs pipeline stages, one on a rank"
     if one.tp * one.sp > node and "tp" not in request.space:
         return f"tp x sp = {one.tp * one.sp} exceeds the {node} GPUs of a node"
     if facts.num_blocks % (stages * facts.period) or (stages > 1 and facts.prefix):

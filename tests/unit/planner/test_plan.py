@@ -242,6 +242,7 @@ def test_impossible_degrees_are_not_proposed() -> None:
             possible.append(one)
     assert "tp x sp = 4 does not divide 6 heads" in reasons
     assert "16 pipeline stages do not divide 2 equal blocks" in reasons
+    assert "zb_h1 needs pipeline stages, one on a rank" in reasons
     assert "16 model-parallel ranks do not divide 8 ranks" in reasons
     assert any("do not divide the global batch of 8" in why for why in reasons)
     for one in possible:

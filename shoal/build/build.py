@@ -6,7 +6,7 @@ is filled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -166,7 +166,7 @@ def build(
         UnitOrder(
             live,
             prefetch_numel=settings.prefetch_numel,
-            max_live_numel=settings.max_live_numel,
+            max_live_numel=_max_live_numel(settings, built.values()),
             max_reuse_numel=settings.max_reuse_numel,
         ),
         has_overlap=settings.has_overlap,
@@ -178,11 +178,20 @@ def build(
     )
 
 
+def _max_live_numel(settings: ZeroSettings, units: Iterable[Unit]) -> int:
+    if settings.max_live_numel is not None:
+        return settings.max_live_numel
+    return max([_MAX_LIVE_NUMEL, *(unit.numel for unit in units)])
+
+
 def _open(sizes: Sequence[UnitMemory], tiers: Sequence[Tiers], open_disks: Callable[[int, int], Disks] | None) -> Disks:
     both = list(zip(sizes, tiers, strict=True))
     parameter_nbytes = sum(size.parameter_nbytes for size, on in both if on.parameter is Tier.DISK)
     state_nbytes = sum(size.offloaded_state_nbytes for size, on in both if on.state is Tier.DISK)
     return Disks() if open_disks is None else open_disks(parameter_nbytes, state_nbytes)
+
+
+_MAX_LIVE_NUMEL = 1_000_000_000  # DeepSpeed's default
 
 
 @dataclass(frozen=True)

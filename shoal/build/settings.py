@@ -107,7 +107,7 @@ class ZeroSettings:
     has_second: bool = False
     max_bucket_numel: int | None = None
     prefetch_numel: int = 50_000_000
-    max_live_numel: int = 1_000_000_000
+    max_live_numel: int | None = None  # None: 1e9, or the largest unit
     max_reuse_numel: int = 0
     has_overlap: bool = True
     sparse_gradients: bool = False  # of every embedding; else of those that were made with sparse=True

@@ -25,9 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from shoal.comm.failure import FailureReports, FirstError
 from shoal.comm.gloo import GlooCommunicator
+from shoal.comm.named_group import named_group
 from shoal.comm.protocol import Backend, Call, Work, own_range
 from shoal.comm.sums import is_same_memory
 from shoal.errors import CommError
@@ -38,15 +40,15 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _premul_sum: Any = torch._C._distributed_c10d._make_nccl_premul_sum
 
 
-def new_group(ranks: Sequence[int], device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
+def new_group(
+    store: Store, name: str, ranks: Sequence[int], device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup:
     """A NCCL group of Shoal's own, bound to ``device``; every rank of the world makes one at the same time.
 
     Not the default group, even for all ranks: its streams have no high priority, and to abort it is the user's matter.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    group = dist.new_group(list(ranks), timeout, "nccl", options, use_local_synchronization=True, device_id=device)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    return named_group(store, name, ranks, backend="nccl", options=options, timeout=timeout, device=device)
 
 
 def split_scale(scale: float, dtype: torch.dtype, size: int) -> tuple[float, float]:

@@ -49,7 +49,7 @@ class ProcessTransport:
         shared_memory: bool = True,
         watch_seconds: float | None = None,
     ) -> None:
-        self._store = store
+        self.store = store
         self._rank = rank
         self._size = size
         self._device = device
@@ -78,13 +78,13 @@ class ProcessTransport:
         name = f"{self._num_opened}/{axis}/{ranks[0]}"
         if self._local_peers is not None:
             group = join_group(
-                self._local_peers, PrefixStore("shm", self._store), name, ranks, self._size, self._timeout
+                self._local_peers, PrefixStore("shm", self.store), name, ranks, self._size, self._timeout
             )
             if group is not None:
                 return DirectCommunicator(axis, group, self._pending)
         elif self._wants_shared_memory:
-            vote(PrefixStore("shm", self._store), name, self._size, is_fit=False)
-        nccl = None if self._device.type == "cpu" else self._open_nccl(groups, ranks)
+            vote(PrefixStore("shm", self.store), name, self._size, is_fit=False)
+        nccl = None if self._device.type == "cpu" else self._open_nccl(name, groups, ranks)
         if len(ranks) == 1:
             return FakeCommunicator(axis, 0, 1)
         gloo = self._open_gloo(axis, name, ranks)
@@ -124,21 +124,22 @@ class ProcessTransport:
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
-    def _open_nccl(self, groups: Sequence[tuple[int, ...]], ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _open_nccl(self, name: str, groups: Sequence[tuple[int, ...]], ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The NCCL group of ``ranks``. Axes with the same groups share one: each costs device memory.
 
         A rank that is alone makes one too: NCCL may split all of them from one parent, in which every rank takes part.
         """
         group = self._nccl.get(groups)
         if group is None:
-            group = self._nccl[groups] = new_group(ranks, self._device, timedelta(seconds=self._timeout))
+            timeout = timedelta(seconds=self._timeout)
+            group = self._nccl[groups] = new_group(self.store, f"shoal/nccl/{name}", ranks, self._device, timeout)
         return group
 
     def _open_gloo(self, axis: str, name: str, ranks: tuple[int, ...]) -> GlooCommunicator:
         # Not by new_group, in which all ranks take part and which keeps state after it is destroyed.
         try:
             group = dist.ProcessGroupGloo(
-                PrefixStore(f"gloo/{name}", self._store),
+                PrefixStore(f"gloo/{name}", self.store),
                 ranks.index(self._rank),
                 len(ranks),
                 timedelta(seconds=self._timeout),

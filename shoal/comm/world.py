@@ -36,6 +36,7 @@ from shoal.comm.local_device import (
     publish_host,
     register_device,
 )
+from shoal.comm.named_group import named_group
 from shoal.comm.process_group import CommunicatorGroup, device_mesh
 from shoal.comm.protocol import Backend, Communicator
 from shoal.comm.recorder import Recorder
@@ -148,7 +149,10 @@ class World:
             elif len(ranks) == self.size:
                 result = _default_group()
             else:
-                result = dist.new_group(list(ranks), use_local_synchronization=True)
+                store = dist.distributed_c10d._get_default_store()
+                if isinstance(self._transport, ProcessTransport):
+                    store = self._transport.store
+                result = named_group(store, f"shoal/group/{len(self._process_groups)}/{ranks[0]}", ranks)
                 self._on_closing.append(partial(_destroy, result))
             self._process_groups[ranks] = result
         return result

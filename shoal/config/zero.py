@@ -168,7 +168,11 @@ class ZeroOptimization(Section):
         ge=0,
     )
     stage3_max_live_parameters: int = key(
-        1_000_000_000, "largest number of elements gathered at one time", alias=("max_live_parameters",), ge=0
+        1_000_000_000,
+        "largest number of elements that are gathered ahead or kept; the next unit is gathered ahead if it alone has "
+        "no more, and always where this key is not given",
+        alias=("max_live_parameters",),
+        ge=0,
     )
     stage3_max_reuse_distance: int = key(
         0,

@@ -387,7 +387,7 @@ class _EngineCompute:
             units = {id(unit): unit for unit in (sharded.unit_of[id(p)] for p in parameters)}
             self._units[stage] = list(units.values())
         numel = sum(unit.numel for unit in sharded.sharded)
-        self.keeps_gathered = bool(sharded.sharded) and numel <= engine.plan.zero.max_live_numel
+        self.keeps_gathered = bool(sharded.sharded) and numel <= sharded.order.max_live_numel
         self.stays_partial = not sharded.sharded or self.keeps_gathered
         self._left: dict[int, Unit] = {}  # units that are not reduced yet
         self._pinned: list[Unit] = []

@@ -151,7 +151,9 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
             has_second=secondary_size is not None,
             max_bucket_numel=int(zero.reduce_bucket_size),
             prefetch_numel=int(zero.stage3_prefetch_bucket_size),
-            max_live_numel=int(zero.stage3_max_live_parameters),
+            max_live_numel=int(zero.stage3_max_live_parameters)
+            if "stage3_max_live_parameters" in zero.model_fields_set
+            else None,
             max_reuse_numel=int(zero.stage3_max_reuse_distance),
             has_overlap=zero.overlap_comm is not False,
             sparse_gradients=bool(config.sparse_gradients),

@@ -152,11 +152,12 @@ class Incoming:
     _work: Work | None
     _sent: MessageForm  # as it is on the way
     _codes: Sequence[RowBytes | None]  # of each tensor; None: it is sent as it is
+    _device: torch.device
 
     def wait(self) -> list[torch.Tensor]:
         """The tensors, of their shapes, in memory of their own."""
         if self._buffer is None:
-            return [torch.empty(t.shape, dtype=t.dtype) for t in self.form.tensors]
+            return [torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in self.form.tensors]
         assert self._work is not None
         self._work.wait()
         if len(self.form.tensors) == 1:
@@ -280,13 +281,13 @@ class Channel:
         """Begin to receive a message."""
         sent, codes = self._on_the_way(form)
         if not form.nbytes:
-            return Incoming(form, None, None, sent, codes)
+            return Incoming(form, None, None, sent, codes, self._device)
         if len(form.tensors) == 1:
             only = sent.tensors[0]
             buffer = torch.empty(prod(only.shape), dtype=only.dtype, device=self._device)
         else:
             buffer = torch.empty(_offsets(sent)[1], dtype=torch.uint8, device=self._device)
-        return Incoming(form, buffer, self._comm.recv(buffer, peer, label=label), sent, codes)
+        return Incoming(form, buffer, self._comm.recv(buffer, peer, label=label), sent, codes, self._device)
 
     def _on_the_way(self, form: MessageForm) -> tuple[MessageForm, list[RowBytes | None]]:
         """The structure of the encoded message, and how each tensor is encoded."""

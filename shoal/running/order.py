@@ -24,7 +24,8 @@ class UnitOrder:
     Args:
         live: elements that are gathered now.
         prefetch_numel: gather ahead at most this many elements, or one unit; 0: nothing.
-        max_live_numel: gather ahead, and keep gathered, only while fewer elements than this are gathered.
+        max_live_numel: keep gathered, and gather more than one unit ahead, only while fewer elements than this are
+            gathered; the next unit is gathered ahead if it has no more itself.
         max_reuse_numel: keep a unit gathered if at most this many elements are gathered before its next use.
     """
 
@@ -33,7 +34,7 @@ class UnitOrder:
         self.departures = 0
         self._max_reuse_numel = max_reuse_numel
         self._prefetch_numel = prefetch_numel
-        self._max_live_numel = max_live_numel
+        self.max_live_numel = max_live_numel
         self._recorded: dict[str, list[tuple[Unit, bool]]] = {}  # True if it was in backward
         self._visited: list[tuple[Unit, bool]] = []
         self._key = ""
@@ -74,7 +75,7 @@ class UnitOrder:
                 self.departures += 1
 
     def ahead(self, is_expected: Callable[[Unit, bool], bool]) -> list[Unit]:
-        """Units to gather now, because they come next: at least one, however large, within ``max_live_numel``.
+        """Units to gather now, because they come next: one of at most ``max_live_numel``, others within both limits.
 
         Of the units that are gathered if they are used the next one, whatever the limits: ranks that gather others of
         them must choose the same of the rest.
@@ -98,9 +99,8 @@ class UnitOrder:
                 continue
             if unit.has_pending_update and unit.is_released:
                 break
-            if self.live.numel + numel + unit.numel > self._max_live_numel:
-                break
-            if numel and numel + unit.numel > self._prefetch_numel:
+            live = self.live.numel + numel if numel else 0  # the next unit does not count with the one that runs
+            if live + unit.numel > self.max_live_numel or (numel and numel + unit.numel > self._prefetch_numel):
                 break
             if unit.is_released and unit not in chosen:
                 chosen.append(unit)
@@ -113,7 +113,7 @@ class UnitOrder:
         Gathering waits for the update and so blocks the host; before this unit's forward, that would idle the device.
         """
         later = next((unit for unit, _ in self.upcoming() if unit.is_released and unit.if_used is None), None)
-        if later is None or not self._prefetch_numel or self.live.numel + later.numel > self._max_live_numel:
+        if later is None or not self._prefetch_numel or later.numel > self.max_live_numel:
             return None
         return later if later.has_pending_update else None
 
@@ -125,7 +125,7 @@ class UnitOrder:
     def is_worth_keeping(self, unit: Unit, running: Collection[Unit]) -> bool:
         """True if ``unit`` is to stay gathered after its forward. The arguments are as ``reuse_distance``'s."""
         distance = self.reuse_distance(unit, running)
-        return distance is not None and distance <= self._max_reuse_numel and self.live.numel <= self._max_live_numel
+        return distance is not None and distance <= self._max_reuse_numel and self.live.numel <= self.max_live_numel
 
     def reuse_distance(self, unit: Unit, running: Collection[Unit] = ()) -> int | None:
         """Elements gathered for other units before ``unit`` is used again; None: it is not, or it is unknown.

@@ -121,6 +121,21 @@ def groups_among_processes(rank: int, size: int) -> int:
     return len(dist.distributed_c10d._world.pg_names) - before
 
 
+def groups_after_a_script_made_its_own(rank: int, size: int) -> None:
+    """Rank 0 has one group more, which the others know nothing of."""
+    own = dist.new_group([0], use_local_synchronization=True) if rank == 0 else None
+    world = own_world(rank, size, "after", True)
+    group = world.process_group("dp_shard", Mesh.of(size, dp_replicate=2))
+    check_operations(group, group.rank(), group.size())
+    world.close()
+    if own is not None:
+        dist.destroy_process_group(own)
+
+
+def test_groups_of_a_script_on_some_ranks_do_not_keep_the_ranks_of_a_group_apart(gloo: Gloo) -> None:
+    gloo(4, groups_after_a_script_made_its_own)
+
+
 def test_processes_have_groups_and_meshes_of_torch(gloo: Gloo) -> None:
     assert gloo(4, groups_among_processes) == [0] * 4
 

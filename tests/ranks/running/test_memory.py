@@ -202,10 +202,12 @@ def test_a_step_allocates_nothing_that_stays_after_the_second(stage: int, world:
         assert alive[1] == alive[2] == alive[3]
 
 
-def test_at_most_the_units_that_max_live_parameters_allows_are_gathered_at_once() -> None:
-    def job(limit: int) -> int:
+def test_at_most_the_units_that_max_live_parameters_allows_are_gathered_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def job(limit: int | None) -> int:
         with LiveStorages() as live:
-            settings = config(3, zero_optimization={"stage3_max_live_parameters": limit})
+            settings = config(3, zero_optimization={} if limit is None else {"stage3_max_live_parameters": limit})
             engine = start(Middling, settings, sgd)
             run_steps(engine, 2)
             live.reset_peak()
@@ -218,8 +220,14 @@ def test_at_most_the_units_that_max_live_parameters_allows_are_gathered_at_once(
         engine.destroy()
         return round(peak / unit)
 
-    assert run_ranks(2, job, 1) == [1, 1]
+    engine = start(Middling, config(3), sgd)
+    largest = max(unit.numel for unit in engine.sharded.units)
+    engine.destroy()
+    assert run_ranks(2, job, largest - 1) == [1, 1]
+    assert run_ranks(2, job, largest) == [2, 2]
     assert run_ranks(2, job, 10**9) == [2, 2]
+    monkeypatch.setattr("shoal.build.build._MAX_LIVE_NUMEL", 1)  # units of large models have more than a default
+    assert run_ranks(2, job, None) == [2, 2]
 
 
 # Building

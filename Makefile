@@ -55,17 +55,23 @@ $(VENV)/.stamp: $(SETUP_INPUTS) | $(BIN)/python
 
 $(VENV)/.stamp-test: $(SETUP_INPUTS) | $(BIN)/python
 	@echo "installing Shoal and its tests' tools into $(VENV)"
-	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[test,kernels]'
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[test]'
 	@touch $(VENV)/.stamp $@
 
 $(VENV)/.stamp-lint: $(SETUP_INPUTS) | $(BIN)/python
 	@echo "installing Shoal, its tests' tools and the linters into $(VENV)"
-	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[test,kernels,lint]'
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[test,lint]'
 	@touch $(VENV)/.stamp $(VENV)/.stamp-test $@
+
+# Triton comes with torch for GPUs. Tests of kernels interpret it; the others run without it, as on a machine without GPU.
+$(VENV)/.stamp-kernels: Makefile | $(BIN)/python
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --upgrade --target $(VENV)/kernels 'triton>=3.2; platform_system == "Linux"' \
+	    || echo "Triton cannot be installed here: the tests of kernels are skipped"
+	@touch $@
 
 setup: $(VENV)/.stamp
 
-test: $(VENV)/.stamp-test
+test: $(VENV)/.stamp-test $(VENV)/.stamp-kernels
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TESTS)
 
 # The second line draws 50 times as many examples as make test does, other ones each time.

@@ -11,6 +11,7 @@ share counted once; a dry run's ``device_nbytes``, the process without a model i
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import sys
@@ -33,7 +34,7 @@ from shoal.planner.model_of import token_batch
 from shoal.planner.short_training import take_step
 from shoal.simulation.memory import ROUNDING
 
-RANKS, ROWS, WARM, STEPS = 2, 2, 2, 2
+RANKS, ROWS, WARM = 2, 2, 2
 
 
 def _gpt(**given: int) -> Callable[[], nn.Module]:
@@ -92,8 +93,7 @@ def _once(key: str) -> int:
     return _memory(key) - _memory("RssShmem") + _proportional("Pss_Shmem")
 
 
-def _trained(name: str, kind: str) -> tuple[Any, Callable[[], None]]:
-    module = MODELS[name]()
+def _trained(name: str, module: nn.Module, kind: str) -> tuple[Any, Callable[[], None]]:
     given = token_batch(module, ROWS, None)
     engine = shoal.initialize(model=module, config=config(name, kind))[0]
 
@@ -109,7 +109,7 @@ def _most_tensors(name: str, kind: str) -> int:
     """Bytes of torch's CPU allocator at most, as its profiler counts them, and of blocks in shared memory."""
     shared = 0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        engine, step = _trained(name, kind)
+        engine, step = _trained(name, MODELS[name](), kind)
         step()
         peers = getattr(engine.world._transport, "_local_peers", None)
         if peers is not None:
@@ -127,10 +127,12 @@ def _most_tensors(name: str, kind: str) -> int:
 def worker(name: str, kind: str, out: str) -> None:
     """One rank, measured in a step after the first ones."""
     torch.set_num_threads(1)
+    MODELS[name]()  # with the code that builds it
+    if kind.endswith("recompute"):
+        importlib.import_module("torch._dynamo")  # which checkpointing imports, 75 MiB
     current_world()
-    MODELS[name]()  # what builds it is imported
     measured = {"base": process_nbytes()}
-    engine, step = _trained(name, kind)
+    engine, step = _trained(name, MODELS[name](), kind)
     _forget_peak()
     step()
     measured["process"] = _once("VmHWM")

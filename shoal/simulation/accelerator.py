@@ -35,7 +35,7 @@ from shoal.simulation.clocks import Clock, SimulatedEvent, SimulatedStream
 from shoal.simulation.collectives import SimulatedCommunicator, SimulatedStageCommunicator
 from shoal.simulation.fusion import Fusion, is_fusible
 from shoal.simulation.issue_order import IssuedOn, IssueOrder, Issues
-from shoal.simulation.kernels import is_product
+from shoal.simulation.kernels import is_product, lacks_formula
 from shoal.simulation.memory import ACTIVATION, GATHERED, NCCL, WORKSPACE, DeviceMemory
 from shoal.simulation.modes import accessed, effects_of, parts_of_memory, tensors_of, watching
 from shoal.simulation.nccl_memory import communicator_nbytes
@@ -68,7 +68,8 @@ class SimulatedAccelerator:
         memory: records each allocation; None: they are not recorded.
         is_fused: operators that follow each other are one kernel (see ``fusion``).
 
-    Attributes: ``findings``: by what was reported. ``num_operations``: that were checked.
+    Attributes: ``findings``: by what was reported. ``num_operations``: that were checked. ``without_formula``:
+    operators on the device that take flops, and nothing says how many.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class SimulatedAccelerator:
         self._memory_of_device = memory
         self.findings: dict[object, StreamFinding] = {}
         self.num_operations = 0
+        self.without_formula: set[str] = set()
         self._next_deaths = 0
         self._lock = threading.RLock()
         self._thread = _Thread()
@@ -429,6 +431,8 @@ class SimulatedAccelerator:
             if not is_on_host and not is_scalar and made:
                 self._allocate(stream)
             if reads or writes or made:
+                if self.times is not None and not is_on_host and lacks_formula(operator):
+                    self.without_formula.add(name)
                 if self._joins_kernel(operator, stream):
                     access = self._fuse(name, stream, reads, writes, made)
                 else:
@@ -443,7 +447,7 @@ class SimulatedAccelerator:
                     else:
                         storages = [tensor.untyped_storage() for tensor in made]
                         self._note_allocations(self._memory_of_device, storages, access)
-                if name == _MASK and self._memory_of_device is not None and not is_on_host:
+                if name == _MASK and self._memory_of_device is not None and not is_on_host and not self.is_cpu:
                     for mask in writes:
                         self._memory_of_device.allocate(mask.untyped_storage(), mask.numel(), stream, ACTIVATION)
             if not is_on_host and (effects.blocks_host or self._blocks(operator, touched, args, kwargs)):

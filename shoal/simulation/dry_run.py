@@ -143,6 +143,11 @@ class DryRun:
             yield
 
     @property
+    def without_formula(self) -> list[str]:
+        """Operators that take flops, or may, of which no formula says how many: they are timed by their bytes."""
+        return sorted(self._accelerator.without_formula)
+
+    @property
     def out_of_memory(self) -> int | None:
         """The first step that needs more memory than the device has, from 1 (what is before it included), or None."""
         return next((number for number, step in enumerate(self.steps, 1) if step.memory.is_beyond), None)
@@ -170,6 +175,10 @@ class DryRun:
             + f"\nreceived: {traffic or 'nothing'}\n\n"
             + last.memory.report(self.machine.gpu_nbytes)
             + ("" if self.out_of_memory is None else f"\nfirst in step {self.out_of_memory}")
+            + (
+                f"\ntimed by bytes, no formula for flops: {', '.join(self.without_formula)}"
+                * bool(self.without_formula)
+            )
         )
 
     def write_trace(self, path: str | Path) -> Path:

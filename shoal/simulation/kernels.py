@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from shoal.flop_formulas import MATRIX
+from shoal.flop_formulas import MATRIX, OTHER
 from shoal.simulation.machines import GpuNode
 
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
@@ -31,11 +31,29 @@ _SPLITS = (1, 2, 4, 8, 16)
 _QUERIES = 128  # of a tile of attention
 _DIAGONAL = 512  # keys that causal attention computes for a query in addition to its half, and what unequal tiles cost
 _PRODUCTS = {"mm": 0, "_scaled_mm": 0, "_int_mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0}
+# Words in the names of aten's operators that compute more than elements and sums.
+_TAKE_FLOPS = frozenset(
+    (
+        *("mm", "bmm", "addmm", "addbmm", "matmul", "conv", "convolution", "linear", "bilinear", "trilinear"),
+        *("attention", "rnn", "lstm", "gru", "fft", "linalg", "cholesky", "triangular", "cdist", "pdist", "ctc"),
+    )
+)
 
 
 def is_product(operator: Any) -> bool:
     """True of an operator that cuBLAS computes."""
     return operator.overloadpacket.__name__ in _PRODUCTS
+
+
+def lacks_formula(operator: Any) -> bool:
+    """True of an operator that takes flops, or may (a custom one), of which nothing says how many."""
+    packet = operator.overloadpacket
+    if packet in flop_registry or packet in MATRIX or packet in OTHER:
+        return False
+    if operator.namespace != "aten":
+        return operator.namespace not in ("prims", "prim", "c10d", "_c10d_functional")
+    words = packet.__name__.split("_")
+    return not _TAKE_FLOPS.isdisjoint(words) and "check" not in words
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,17 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.errors import UsageError
+from shoal.simulation.accesses import place_of_call
 
 _VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias")  # whose schemas do not say so
 _SYNCHRONIZING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -83,6 +91,7 @@ def parts_of_memory(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         raise TypeError(str(tensor.layout))
 
 
+_WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _READERS = (torch.Tensor.tolist, torch.Tensor.numpy)
 
 
@@ -129,7 +138,16 @@ class _Operators(TorchDispatchMode):
         if effects.is_custom and FakeTensor not in types:  # its schema was written by hand and may be wrong
             reads = accessed(effects, args, kwargs)[0]
             before = [(tensor, tensor.clone()) for tensor in reads if tensor.layout is torch.strided]
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except _WITHOUT_VALUES as error:
+            raise UsageError(
+                f"{func} cannot run in a dry run, whose tensors have shapes and no values: {type(error).__name__}.",
+                where=place_of_call(),
+                do="write this line without the values of tensors (item(), if tensor:, nonzero(), masks as indices); a"
+                " custom operator needs register_fake.",
+                code="dry-run-values",
+            ) from error
         if any(not torch.equal(tensor.nan_to_num(), values.nan_to_num()) for tensor, values in before):
             watcher.unknown(str(func), "it changes an argument that its schema does not say it writes")
         watcher.operator(func, args, kwargs, result)

@@ -50,7 +50,7 @@ class FirstInputs(Part):
             return
         inputs = (args, kwargs) if self._of_micro_batch is None else args[self._of_micro_batch]
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        if self._comm is not None and not any(map(is_fake, tensors)):
+        if self._comm is not None and not any(is_fake(each.detach()) for each in tensors):  # a dry run's, or in one
             self._compare(tensors, self._comm)
         if not self._is_size_checked:
             self._is_size_checked = True

@@ -434,3 +434,54 @@ def test_a_kernel_takes_longer_while_a_collective_runs() -> None:
     times.add(compute, "first", Cost(COMPUTE, 3.0))
     times.add(compute, "second", Cost(COMPUTE, 1.0))
     assert [operation.end for operation in times.operations] == [2.0, 4.0, 5.0]
+
+
+class OnValues(torch.nn.Linear):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        out = super().forward(given)
+        return out if out.sum() > 0 else -out  # the line that is named
+
+
+def test_an_operator_that_needs_values_is_an_error_with_its_line() -> None:
+    with shoal.dry_run(1) as run:
+        engine = shoal.initialize(
+            model=OnValues(4, 4), config={"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM}
+        )[0]
+        with pytest.raises(UsageError, match=r"aten\._local_scalar_dense.*cannot run in a dry run") as raised:
+            with run.step():
+                engine(torch.zeros(2, 4))
+        line = OnValues.forward.__code__.co_firstlineno + 2
+        assert f"test_dry_run.py:{line} in forward" in str(raised.value)
+
+
+def test_an_operator_that_takes_flops_without_a_formula_is_named() -> None:
+    with shoal.dry_run(1) as run:
+        given = torch.zeros(16, 16)
+        with run.step():
+            torch.linalg.inv(given @ given).sin().sum()
+    assert run.without_formula == ["aten.linalg_inv_ex.default"]
+    assert "no formula for flops: aten.linalg_inv_ex.default" in run.report()
+
+
+def test_tensor_parallel_ranks_take_a_batch_that_was_made_before_the_dry_run() -> None:
+    shape = GPTConfig(vocab_size=64, sequence_length=16, num_layers=1, hidden_size=64, num_heads=4)
+    batch = torch.zeros(2, 16, dtype=torch.long)
+    with shoal.dry_run(2) as run:
+        engine = shoal.initialize(model=GPT(shape), config=config(0, parallel={"tp": 2}, optimizer=ADAM))[0]
+        with run.step():
+            engine.backward(engine(batch, batch))
+            engine.step()
+    assert run.steps[0].memory.by_kind["optimizer state"] > 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_cpu_rank_has_one_memory_that_offload_does_not_make_smaller(stage: int) -> None:
+    cpu = replace(H100, is_cpu=True, context_nbytes=300 << 20, workspace_nbytes=0)
+    tiers = ({}, {"offload_optimizer": {"device": "cpu"}})
+    device, host = (third_step(2, 256, cpu, stage=stage, **more).steps[-1].memory for more in tiers)
+    states = 2 * 4 * 720_896 // 2  # Adam's two, in fp32, of this rank's half
+    assert device.by_kind["optimizer state"] == states
+    assert host.by_kind["optimizer state"] == pytest.approx(states, rel=0.02)
+    assert device.reserved == device.allocated
+    assert device.device_nbytes == device.allocated + (300 << 20)
+    assert "process" in device.report(None)

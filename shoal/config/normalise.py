@@ -275,11 +275,11 @@ def _is_flat(name: str) -> bool:
 def _suggestion(name: str, model: type[Section], path: str) -> str:
     if name in NEVER_EXISTED:
         return f"{NEVER_EXISTED[name]}."
+    is_typo = path.endswith(".params") or nearest(name, names_of(model), cutoff=0.85)
     meant = [key.name for key in keys_of(model).values() if key.description.startswith((f"{name}-", f"{name} "))]
-    if path and len(meant) == 1:
+    if path and len(meant) == 1 and not is_typo:
         return f"did you mean {meant[0]!r}?"
     elsewhere = _places()
-    is_typo = path.endswith(".params") or nearest(name, names_of(model), cutoff=0.85)
     if name.strip() in elsewhere and not is_typo:
         return f"it belongs elsewhere: did you mean {_either(elsewhere[name.strip()][:3])}?"
     near = nearest(name, names_of(model), limit=4)

@@ -236,6 +236,11 @@ def use_world(world: World) -> Iterator[World]:
         _scoped_world.reset(token)
 
 
+def has_scoped_world() -> bool:
+    """True in a rank that is a thread, in a dry run, and inside ``use_world``."""
+    return _scoped_world.get() is not None
+
+
 def current_world() -> World:
     """The world this code runs in.
 

@@ -160,6 +160,7 @@ AXES: dict[str, Values] = {
     },
     "compile": _switch(**_run(compiled="blocks")),  # each block; the whole model: tests/ranks/engine/test_compiled.py
     "backward": {"engine": {}, "loss": _run(style="loss"), "no_sync": _run(style="no_sync")},
+    "thread": {"of the caller": {}, "other": _run(is_backward_apart=True)},  # where backward runs: on GPUs another one
     "between": {
         "nothing": {},
         "evaluation": _run(between="evaluate"),
@@ -264,6 +265,7 @@ class Run:
         is_varying: every other micro-batch has one row more.
         bound: largest difference of a parameter, relative to its largest value.
         compiled: "no", "blocks", each, or "model".
+        is_backward_apart: backward runs in threads of its own.
         is_early: build the model under ``zero.Init``.
         is_cast: cast it before ``initialize``.
     """
@@ -287,6 +289,7 @@ class Run:
     is_client: bool = False
     compiled: str = "no"
     style: str = "engine"
+    is_backward_apart: bool = False
     between: str = "nothing"
     is_early: bool = False
     is_cast: bool = False

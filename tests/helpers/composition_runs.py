@@ -28,6 +28,7 @@ from shoal.parallel.expert.huggingface import StackRows
 from shoal.parallel.loss import count_tokens
 from shoal.parallel.low_precision.recipes import RECIPES, Recipe
 from shoal.sharding import encoded_state
+from tests.helpers.backward_threads import run_in_threads
 from tests.helpers.compiling import CountsGraphs, compiling
 from tests.helpers.composition import Combination, Run, settings_of
 from tests.helpers.exact_format import Exact
@@ -320,6 +321,8 @@ def train(settings: dict[str, Any], run: Run, device: torch.device = CPU) -> lis
     """The losses and main parameters of each rank; all ranks compute on ``device``."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, pytest.MonkeyPatch.context() as patch:
         make_apart(patch, run.is_host_separate and device == CPU)
+        if run.is_backward_apart:
+            run_in_threads(patch)
         settings = copy.deepcopy(settings)
         for section in settings["zero_optimization"].values():
             if isinstance(section, dict) and section.get("device") == "nvme":

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shoal.comm import autograd
 from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator
+from shoal.comm.world import has_scoped_world
 from shoal.compiler import untraced
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import ChunkOrder, Chunks, Documents, chunks_of, cuts, num_positions
@@ -295,8 +296,8 @@ _of_process = _Setting()
 
 
 def _setting_here() -> _Setting:
-    """What this thread may set."""
-    if threading.current_thread() is threading.main_thread():
+    """What this thread may set: of ranks that are threads its own. A process has one, in whatever thread it trains."""
+    if threading.current_thread() is threading.main_thread() or not has_scoped_world():
         return _of_process
     setting = _of_thread.get()
     if setting is None:

@@ -162,15 +162,22 @@ def host_empty(numel: int, dtype: torch.dtype, device: torch.device, *, is_pinne
     """
     if not is_pinned or device.type != "cuda":
         return host_memory(torch.empty(numel, dtype=dtype), is_pinned=is_pinned)
-    nbytes = numel * dtype.itemsize
     try:
-        # torch's allocator rounds up to a power of two, and keeps what is freed for later.
-        if nbytes >= _MIN_LOCKED and nbytes & (nbytes - 1):
-            return _LockedMemory.allocate(nbytes, device).view(dtype)
-        return torch.empty(numel, dtype=dtype, pin_memory=True)
+        return locked_empty(numel * dtype.itemsize, device).view(dtype)
     except (RuntimeError, OSError) as error:
         _warn_unpinned((str(error).strip() or type(error).__name__).splitlines()[0])
         return torch.empty(numel, dtype=dtype)
+
+
+def locked_empty(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
+    """Host memory of this size that is locked for ``device``; None: the current one. Shape: [nbytes], uint8.
+
+    Raises: RuntimeError, OSError: the system refuses.
+    """
+    # torch's allocator rounds up to a power of two, and keeps what is freed for later.
+    if nbytes >= _MIN_LOCKED and nbytes & (nbytes - 1) and (device is not None or torch.cuda.is_available()):
+        return _LockedMemory.allocate(nbytes, device or torch.device("cuda", torch.cuda.current_device()))
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 _MIN_LOCKED = 1024 * 1024  # bytes: below, what rounding up costs is not worth a call of the driver

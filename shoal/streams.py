@@ -190,12 +190,24 @@ def host_transfer(
 
 
 def carried(run: Callable[[], T], thread: str) -> tuple[Callable[[], T], Callable[[], None]]:
-    """``run`` for another thread, of this name, which starts after what this one has done.
+    """``run`` for another thread, of this name, which starts after what this one has done, on this one's device.
+
+    A new thread is on device 0. What touches another rank's device there makes a context on it, of hundreds of MB.
 
     Returns: it, and what a thread calls that has waited for its end.
     """
     accelerator = _OF_THREAD.simulation
-    return (run, _nothing) if accelerator is None else accelerator.carried(run, thread)
+    if accelerator is not None:
+        return accelerator.carried(run, thread)
+    if not torch.accelerator.is_available():
+        return run, _nothing
+    index = torch.accelerator.current_device_index()
+
+    def on_device() -> T:
+        torch.accelerator.set_device_index(index)
+        return run()
+
+    return on_device, _nothing
 
 
 def host_mark() -> Callable[[], None]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.device import locked_empty
 from shoal.errors import OutOfMemoryError
 from shoal.streams import host_memory, simulation
 from shoal.text import format_bytes
@@ -130,10 +131,10 @@ def aligned_empty(nbytes: int, *, is_pinned: bool = False, is_inherited: bool = 
 
 
 def _pinned(nbytes: int) -> torch.Tensor:
-    memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    memory = locked_empty(nbytes)
     if memory.data_ptr() % PAGE == 0:
         return memory
-    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=True)
+    memory = locked_empty(nbytes + PAGE)
     skipped = -memory.data_ptr() % PAGE
     return memory[skipped : skipped + nbytes]
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import nullcontext
 
 import pytest
 import torch
 
 from shoal.device import host_empty
+from shoal.memory.host import aligned_empty
+from shoal.streams import HostThread
 from tests.helpers.fake_streams import GPU
 
 NUMEL = 300_001  # 1.2 MB of fp32: torch's allocator would lock 2 MiB
@@ -49,6 +52,28 @@ def test_exactly_what_was_asked_for_is_locked_until_the_last_view_is_gone(monkey
     del view
     assert driver.log == ["synchronize", "unlock"]
     assert driver.locked == {}
+
+
+def test_buffers_of_the_disk_tier_have_the_size_that_was_asked_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    memory = aligned_empty(5_000_001, is_pinned=True)
+    assert memory.data_ptr() % 4096 == 0
+    assert driver.locked == {memory.data_ptr(): 5_000_001}
+
+
+def test_a_thread_of_the_host_is_on_the_device_of_the_one_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_threads = {threading.get_ident(): 3}
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: of_threads.get(threading.get_ident(), 0))
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda index: of_threads.update({threading.get_ident(): index})
+    )
+    thread = HostThread("test")
+    assert thread.submit(torch.accelerator.current_device_index).result() == 3
+    thread.close()
 
 
 def test_where_pages_cannot_be_locked_the_memory_is_ordinary_and_a_line_says_so(

@@ -37,7 +37,7 @@ from shoal.simulation.fusion import Fusion, is_fusible
 from shoal.simulation.issue_order import IssuedOn, IssueOrder, Issues
 from shoal.simulation.kernels import is_product, lacks_formula
 from shoal.simulation.memory import ACTIVATION, GATHERED, NCCL, WORKSPACE, DeviceMemory
-from shoal.simulation.modes import accessed, effects_of, parts_of_memory, tensors_of, watching
+from shoal.simulation.modes import accessed, effects_of, needs_values, parts_of_memory, tensors_of, watching
 from shoal.simulation.nccl_memory import communicator_nbytes
 from shoal.simulation.times import COMPUTE, Cost, StreamTimes
 from shoal.streams import simulated
@@ -450,7 +450,8 @@ class SimulatedAccelerator:
                 if name == _MASK and self._memory_of_device is not None and not is_on_host and not self.is_cpu:
                     for mask in writes:
                         self._memory_of_device.allocate(mask.untyped_storage(), mask.numel(), stream, ACTIVATION)
-            if not is_on_host and (effects.blocks_host or self._blocks(operator, touched, args, kwargs)):
+            waits = needs_values(operator, effects, args, kwargs) or self._blocks(operator, touched, args, kwargs)
+            if waits and not is_on_host:
                 self.notice_deaths()
                 self.host.join(stream.clock)
 

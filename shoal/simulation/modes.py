@@ -22,6 +22,7 @@ from shoal.errors import UsageError
 from shoal.simulation.accesses import place_of_call
 
 _VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias")  # whose schemas do not say so
+_INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 _SYNCHRONIZING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -69,6 +70,20 @@ def accessed(
         value = args[place] if place < len(args) else kwargs.get(name)
         (writes if is_written else reads).extend(tensors_of(value))
     return reads, writes
+
+
+def needs_values(operator: Any, effects: Effects, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if the host must know values of the call's tensors, such as for the shape of a result.
+
+    The tags of an operator do not tell where this depends on its arguments.
+    """
+    name = getattr(operator, "overloadpacket", operator).__name__
+    if name in _INDEXED:  # a mask as an index becomes the places where it is true
+        indices = args[1] if len(args) > 1 else kwargs["indices"]
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    return effects.blocks_host
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

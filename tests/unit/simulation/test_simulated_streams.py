@@ -165,6 +165,31 @@ def test_the_host_waits_by_reading_values_by_events_and_by_copies_that_block() -
     assert "aten.copy_.default on the host reads it before aten.copy_.default on copy stream 0 writes it" in found
 
 
+@pytest.mark.parametrize(
+    ("needs", "use_values"),
+    [
+        (False, lambda tensor: tensor[torch.tensor([1, 0])]),
+        (True, lambda tensor: tensor[tensor > 0]),
+        (False, lambda tensor: tensor.index_put_((torch.tensor([1]),), torch.ones(1))),
+        (True, lambda tensor: tensor.index_put_((tensor > 0,), torch.ones(1))),
+        (False, lambda tensor: tensor.repeat_interleave(torch.ones(4, dtype=torch.int64), output_size=4)),
+        (True, lambda tensor: tensor.repeat_interleave(torch.ones(4, dtype=torch.int64))),
+        (True, lambda tensor: tensor.nonzero()),
+    ],
+)
+def test_the_host_waits_for_values_that_a_shape_depends_on_and_for_no_others(
+    needs: bool, use_values: Callable[[torch.Tensor], object]
+) -> None:
+    def use(accelerator: SimulatedAccelerator) -> None:
+        memory, tensor = host_empty(4, torch.float32, CPU), torch.ones(4)
+        memory.copy_(tensor, non_blocking=True)
+        kept.append(use_values(tensor))
+        memory.add_(1)
+
+    kept: list[object] = []
+    assert len(faults(use)) == (0 if needs else 1)
+
+
 def test_a_thread_starts_after_what_its_maker_has_done_and_is_waited_for_by_its_result() -> None:
     def use(accelerator: SimulatedAccelerator) -> None:
         memory, thread = host_memory(torch.zeros(4), is_pinned=True), HostThread("adder")

@@ -200,6 +200,7 @@ def test_groups_have_streams_of_high_priority_and_axes_of_the_same_ranks_share_o
 ) -> None:
     made: list[tuple[Any, ...]] = []
     aborted: list[str] = []
+    names: list[str] = []
 
     class Group(dist.ProcessGroup):
         def __init__(self) -> None:
@@ -208,15 +209,17 @@ def test_groups_have_streams_of_high_priority_and_axes_of_the_same_ranks_share_o
         def abort(self) -> None:
             aborted.append("group")
 
-    def new_group(ranks: list[int], timeout: Any, backend: str, options: Any, **more: Any) -> dist.ProcessGroup:
-        made.append((ranks, timeout.total_seconds(), backend, options.is_high_priority_stream, more))
+    def named_group(_store: Any, name: str, ranks: tuple[int, ...], **more: Any) -> dist.ProcessGroup:
+        options, timeout = more.pop("options"), more.pop("timeout")
+        names.append(name)
+        made.append((ranks, timeout.total_seconds(), options.is_high_priority_stream, more))
         return Group()
 
     options = SimpleNamespace(
         Options=lambda is_high_priority_stream: SimpleNamespace(is_high_priority_stream=is_high_priority_stream)
     )
     monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
-    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr("shoal.comm.nccl.named_group", named_group)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
     device = torch.device("cuda", 1)
     transport = ProcessTransport(dist.HashStore(), 0, 4, device, 60.0, watch_seconds=3600.0)
@@ -226,8 +229,9 @@ def test_groups_have_streams_of_high_priority_and_axes_of_the_same_ranks_share_o
     transport.open("world", whole)
     transport.open("tp", halves)
     assert transport.open("tied:1,2", tied).size == 1
-    more = {"use_local_synchronization": True, "device_id": device}
-    assert made == [(ranks, 60.0, "nccl", True, more) for ranks in ([0, 1, 2, 3], [0, 1], [0])]
+    more = {"backend": "nccl", "device": device}
+    assert made == [(ranks, 60.0, True, more) for ranks in ((0, 1, 2, 3), (0, 1), (0,))]
+    assert len(set(names)) == len(names)
     transport._abort(RankFailedError(1, "why"))
     assert aborted == ["group"] * 3
     transport.close()

@@ -87,6 +87,7 @@ class UnitOrder:
             return []
         chosen: list[Unit] = []
         numel = 0
+        is_next = True  # the unit that comes next does not count with the one that runs
         has_used = False  # True if one is chosen that is gathered if it is used
         for unit, in_backward in self._recorded[self._key][len(self._visited) :]:
             if in_backward != self._visited[-1][1]:
@@ -99,7 +100,8 @@ class UnitOrder:
                 continue
             if unit.has_pending_update and unit.is_released:
                 break
-            live = self.live.numel + numel if numel else 0  # the next unit does not count with the one that runs
+            live = 0 if is_next else self.live.numel + numel
+            is_next = False
             if live + unit.numel > self.max_live_numel or (numel and numel + unit.numel > self._prefetch_numel):
                 break
             if unit.is_released and unit not in chosen:

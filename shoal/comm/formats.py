@@ -35,6 +35,7 @@ from shoal.kernels.use import has_kernels, one_kernel
 
 _CHUNK = 1 << 17  # elements that are encoded at once on a CPU
 _ROTATED = 32  # elements that a rotation mixes
+_LARGEST_OF_KERNELS = 8192  # elements of a block
 _MOST = 3e38  # of a factor, so that zeros times it are zeros
 
 
@@ -142,7 +143,7 @@ class BlockFormat(ABC):
             torch.empty(num_rows, self._code_bytes(numel), dtype=torch.uint8, device=rows.device),
             torch.empty(num_rows, -(-numel // self.block), dtype=torch.float32, device=rows.device),
         )
-        if has_kernels(rows, codes):
+        if self._has_kernels(rows, codes):
             _kernels().encode(self.name, self.block, rows, error, codes, scales)
             return codes, scales
         with one_kernel():
@@ -171,7 +172,7 @@ class BlockFormat(ABC):
 
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         codes, scales = parts
-        if has_kernels(out, codes):
+        if self._has_kernels(out, codes):
             _kernels().decode(self.name, self.block, codes, scales, out)
             return
         with one_kernel():
@@ -185,6 +186,10 @@ class BlockFormat(ABC):
             self.dequantize(part, scale, values)
             if not is_direct:
                 piece.put(out, values)
+
+    def _has_kernels(self, rows: torch.Tensor, codes: torch.Tensor) -> bool:
+        """Of blocks that fit into a program, in rows whose elements follow each other."""
+        return self.block <= _LARGEST_OF_KERNELS and rows.stride(-1) == 1 and has_kernels(rows, codes)
 
     def _code_bytes(self, numel: int) -> int:
         return -(-numel // _ROTATED) * _ROTATED * self.bits // 8

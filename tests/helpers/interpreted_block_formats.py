@@ -91,3 +91,13 @@ def test_rows_of_a_view_and_16_bits_are_read_in_place(dtype: torch.dtype) -> Non
     wire.decode(found, whole[:2, 50:450])
     rtol = 1e-5 if dtype == torch.float32 else 2**-7  # the interpreter cuts bf16 off, GPUs round it
     torch.testing.assert_close(whole[:2, 50:450], expected, rtol=rtol, atol=0.0)
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_what_kernels_do_not_take_is_encoded_by_operators(name: str) -> None:
+    spaced = values_of(512).t().contiguous().t()  # the elements of a row do not follow each other
+    for wire, rows in ((FORMATS[name](None), spaced), (FORMATS[name](16_384), values_of(20_000))):
+        codes, scales, expected = by_operators(wire, rows)
+        found = wire.encode(rows)
+        wire.decode(found, out := torch.empty_like(rows))
+        assert torch.equal(found[0], codes) and torch.equal(found[1], scales) and torch.equal(out, expected)

@@ -173,7 +173,7 @@ def build(shape: Shape) -> GPT:
             block.attention_norm = nn.RMSNorm(shape.hidden)  # type: ignore[assignment]
             block.feed_forward_norm = nn.RMSNorm(shape.hidden)  # type: ignore[assignment]
         else:
-            attention = PlainAttention(shape) if shape.kv_heads == shape.heads else GroupedAttention(shape)
-            block.attention = cast(nn.Module, attention)  # type: ignore[assignment]
+            kind = PlainAttention if shape.kv_heads == shape.heads else GroupedAttention
+            block.attention = kind(shape)  # type: ignore[assignment]
             block.feed_forward = PlainFeedForward(shape)
     return model

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.comm.world import current_world
 from shoal.launch import LocalJob, run_local
 from shoal.models import GPT, GPTConfig
 from shoal.planner.calibrate import calibrate
@@ -76,7 +77,7 @@ def worker(name: str, listed: Path, clock: Callable[[], float]) -> None:
     for _ in range(ROUNDS):
         for key, config in configs.items():
             taken[key] += step_times(f"benchmarks.tune_exhaustive:{name}", config, SEQUENCE, STEPS, clock=clock)[0]
-            if torch.distributed.is_initialized() and torch.distributed.get_rank() == 0:
+            if current_world().rank == 0:
                 times = {each: statistics.median(values) for each, values in taken.items() if values}
                 listed.with_suffix(".times").write_text(json.dumps(times))
 

@@ -33,6 +33,7 @@ from shoal.comm.named_group import named_group
 from shoal.comm.protocol import Backend, Call, Work, own_range
 from shoal.comm.sums import is_same_memory
 from shoal.errors import CommError
+from shoal.streams import is_in_host_memory
 
 # The names of newer versions of torch, which warn about the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -160,7 +161,7 @@ class NcclCommunicator(Backend):
         return self._host.scratch_nbytes
 
     def issue(self, call: Call) -> Work:
-        if call.sent.device.type == "cpu":
+        if is_in_host_memory(call.sent):
             return self._host.issue(call)
         what = f"{call.verb} {call.label!r} on axis {self.axis!r}, over NCCL,"
         with self.explained(what):

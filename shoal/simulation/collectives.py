@@ -16,7 +16,6 @@ import torch
 
 from shoal.comm.fake import FakeStageCommunicator
 from shoal.comm.protocol import Backend, Call, Work
-from shoal.comm.sums import is_same_memory
 from shoal.simulation.clocks import SimulatedEvent, SimulatedStream
 from shoal.simulation.issue_order import Issues
 from shoal.simulation.times import Cost, StreamTimes
@@ -178,10 +177,7 @@ class SimulatedCommunicator(Backend):
 
 def accesses(call: Call) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors that a call reads, and those that it writes."""
-    reads = [] if call.verb == "recv" else [call.sent]
-    if call.source is not None and is_same_memory(call.source, call.result):
-        reads = []
-    return reads, [] if call.verb == "send" else [call.result]
+    return [] if call.verb == "recv" else [call.sent], [] if call.verb == "send" else [call.result]
 
 
 class SimulatedStageCommunicator(SimulatedCommunicator):

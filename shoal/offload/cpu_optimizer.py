@@ -181,6 +181,8 @@ class CpuOptimizer:
             transfer.gradient = host_empty(gradient.numel(), gradient.dtype, gradient.device, is_pinned=self._is_pinned)
         name_memory(transfer.gradient, f"the gradient of unit {group.label!r} on the host")
         transfer.arrival = self._copy(gradient, transfer.gradient, is_source_freed=is_freed)
+        if not is_freed:
+            group.gradient.copied = transfer.arrival
         transfer.version = group.gradient.version
 
     def _wait_for_readers(self, group: ParameterGroup) -> None:
@@ -409,8 +411,7 @@ class CpuOptimizer:
         transfer = self._transfers.get(group)
         if transfer is not None:
             transfer.version = None
-            if transfer.arrival is not None and not transfer.is_only_copy:
-                transfer.arrival.wait()  # no update of a skipped step has, and a backward pass writes to the source
+            group.gradient.copied.wait()  # no update of a skipped step has, and a backward pass writes to the source
 
     def close(self) -> None:
         """End the thread, after the updates that were started; free the memory."""

@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 import torch
 
 from shoal.comm.protocol import Work
+from shoal.memory.stream_copies import CopyDone
 from shoal.sharding.buffer import Axis, FlatBuffer
 from shoal.sharding.layout import Segment
 from shoal.sharding.placement import Placement
@@ -118,6 +119,7 @@ class Gradient:
             for stored in (between, row.gradient)
         )
         self.sent = SentGradient(buffer, row, axes)
+        self.copied = CopyDone()  # the last copy to the host that reads the sum: before another step's it is waited for
         self._left: list[torch.Tensor | None] = []  # by parameter, the ``.grad`` that the last pass left
         self._work: Work | None = None
         self._finish: Callable[[], None] | None = None  # what follows once ``_work`` is done
@@ -250,6 +252,8 @@ class Gradient:
         """
         policy, is_late = self.policy, self.state is GradientState.REDUCED
         self.num_reductions += 1
+        if is_late:
+            self.copied.wait()
         if self.is_left_partial:
             self._accumulate_whole()
             return
@@ -404,6 +408,7 @@ class Gradient:
 
     def write(self, slot: int, segment: Segment, values: torch.Tensor) -> None:
         """Set this rank's part of one parameter's reduced gradient. ``values``: 1-D."""
+        self.copied.wait()
         self.owned()[segment.start : segment.stop].copy_(values)
 
     def reset(self) -> None:

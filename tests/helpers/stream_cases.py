@@ -225,6 +225,19 @@ def gradient_that_arrives_after_its_reduction() -> None:
     engine.destroy()
 
 
+def gradient_that_is_changed_while_it_moves_to_the_host() -> None:
+    """By a second backward pass before the step, and by the script."""
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    engine = start(lambda: Plain(1), config(1, zero_optimization=zero), adamw)
+    for _ in range(2):
+        for index in range(2):
+            engine.scale(engine(*batch(index, current_world().rank, 2))).backward()
+        for parameter in engine.module.parameters():
+            engine.access.set_full_gradient(parameter, torch.ones(parameter.shape))
+        engine.step()
+    engine.destroy()
+
+
 def change_beside_an_asynchronous_save(stage: int, folder: str) -> None:
     engine = start(lambda: Plain(1), config(stage, checkpoint={"async_save": True}), adamw)
     for step in range(2):
@@ -296,6 +309,7 @@ CASES: dict[str, Callable[[], list[StreamCheck]]] = {
         (2, gather_that_is_drained),
         (1, gradient_that_arrives_after_its_reduction),
         (2, experts_that_move_beside_an_update_on_the_host),
+        (2, gradient_that_is_changed_while_it_moves_to_the_host),
     )
 }
 CASES |= {

@@ -62,7 +62,6 @@ OUTSIDE = {
     "shoal/comm/direct.py": "below the simulated communicator: host threads and shared memory",
     "shoal/comm/threads.py": "below the simulated communicator",
     "shoal/comm/gloo.py": "below the simulated communicator",
-    "shoal/comm/nccl.py": "the simulated communicator takes its place",
     "shoal/comm/process_group.py": "torch's functions among ranks that are threads; NCCL has groups of torch's own",
     "shoal/comm/failure.py": "a thread that watches processes",
     "shoal/launch/": "processes",
@@ -105,6 +104,7 @@ UNREACHED = {
     "shoal/sharding/staging.py reader.drain()": _AGAIN,
     "shoal/comm/protocol.py self._work.drain()": _AGAIN,
     "shoal/comm/protocol.py self.backend.drain()": _HOST,
+    "shoal/comm/nccl.py self._host.drain()": _HOST,
     "shoal/optim/muon.py .drain()": _AGAIN,
     "shoal/parallel/saved_tensors.py work.drain()": _AGAIN,
     "shoal/parallel/segment.py Device(device).synchronize()": "measures times",
@@ -308,6 +308,7 @@ def install() -> Deletion:
     found = Deletion()
     builtins.__at_site__ = found.at_site  # type: ignore[attr-defined]
     sys.meta_path.insert(0, _Finder())
+    from shoal.comm.nccl import NcclWork
     from shoal.simulation import clocks
     from shoal.simulation.accelerator import SimulatedAccelerator
     from shoal.simulation.collectives import SimulatedWork
@@ -394,6 +395,16 @@ def install() -> Deletion:
             work._is_waited, work._deliver, work._land = False, lambda: None, None
         return result
 
+    def wait_nccl(work: Any) -> Any:
+        was_waited = work._is_waited
+        result = original_wait_nccl(work)
+        if found.is_deleted and not was_waited:
+            # As above; what the current stream writes after the wait is written.
+            work._is_waited, work._after, work._accumulate = False, None, False
+        return result
+
+    original_wait_nccl = NcclWork.wait
+    NcclWork.wait = wait_nccl  # type: ignore[method-assign]
     original_join, original_record = clocks.SimulatedStream.join, clocks.SimulatedEvent.record
     original_record_stream, original_free = SimulatedAccelerator.record_stream, SimulatedAccelerator._free
     original_wait = SimulatedWork.wait
@@ -543,7 +554,9 @@ def main(args: Sequence[str]) -> None:
 if __name__ == "__main__":
     DELETION = install()
     from shoal.errors import UsageError
+    from tests.helpers.simulated_nccl import nccl_in_simulation
     from tests.helpers.stream_cases import CASES
     from tests.helpers.stream_scenarios import TEST_FILES, Scenario, TestRuns, matrix, of_test
 
-    main(sys.argv[1:])
+    with nccl_in_simulation():
+        main(sys.argv[1:])

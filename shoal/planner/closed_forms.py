@@ -5,7 +5,8 @@
     sequence       per block and micro-batch: 8 all-to-alls (Ulysses); cp: keys and values, cp - 1 times, thrice
     experts        per block and micro-batch: 4 all-to-alls of the rows that the router sends
     data           stage 1: once a step; 2: gradients per micro-batch; 3: parameters twice, too; behind the compute
-    pipeline       (pp - 1) / virtual micro-batches are waited for, with ZB-H1 a third of that
+    pipeline       (pp - 1) / virtual micro-batches are waited for, with ZB-H1 a third of that; a message to and from
+                   each further stage once, and with one stage on a rank 2 (pp - 1) / pp messages per micro-batch
     recomputation  by budget: as many blocks as must, so that what the others save fits
     memory         ``GroupMemory``'s bytes per element; rows in flight x what a block saves; logits; staging
 
@@ -132,6 +133,7 @@ class _Formulas:
         compute = num_micro * (self.blocks * (forward + backward) + outer) + self._update_seconds()
         bubble = (one.pp - 1) / one.virtual * self.blocks * of_block * waiting(one)
         exposed = steady + self._update_seconds() - compute + gather_outer + reduce_outer
+        exposed += self._message_seconds()
         if not is_per_micro:
             hidden = 0.0 if is_reduced_per_micro or one.pp > 1 else self.blocks * backward
             exposed += self.blocks * gather + max((0.0 if is_reduced_per_micro else self.blocks * reduce) - hidden, 0.0)
@@ -152,6 +154,16 @@ class _Formulas:
         if one.ep > 1:
             seconds += 4 * self._time("all_to_all", 2 * rows // self.parts, "ep")
         return seconds
+
+    def _message_seconds(self) -> float:
+        """What messages between pipeline stages add to a step."""
+        one = self.one
+        if one.pp == 1:
+            return 0.0
+        # With several stages on a rank there is other work while a message is under way, but at the ends of the step.
+        per_micro = 2 * (one.pp - 1) / one.pp if one.virtual == 1 else 0.0
+        num = 2 * (one.pp * one.virtual - 1) + per_micro * self.num_micro
+        return num * self._time("send", one.micro * self.facts.boundary / self.parts, "pp")
 
     def _data_seconds(self, dense: int, experts: int) -> tuple[float, float]:
         """To gather so many elements of parameters, and to reduce their gradients."""

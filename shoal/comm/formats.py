@@ -386,9 +386,18 @@ def hadamard(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _rotated(values: torch.Tensor) -> torch.Tensor:
-    """Each 32 elements multiplied by the Hadamard matrix."""
-    matrix = values.new_empty(_ROTATED, _ROTATED) if is_fake(values) else hadamard(_ROTATED, values.device)
-    return (_in_blocks(values, _ROTATED) @ matrix).flatten(-2)
+    """Each 32 elements multiplied by the Hadamard matrix: five rounds of sums and differences.
+
+    The order of a matrix product depends on the processor, the number of rows and their address in memory.
+    """
+    columns = values.reshape(-1, _ROTATED).t().clone(memory_format=torch.contiguous_format)
+    for distance in (1, 2, 4, 8, 16):
+        a, b = columns.unflatten(0, (-1, 2, distance)).unbind(1)
+        difference = a - b
+        a.add_(b)
+        b.copy_(difference)
+    rows = columns.new_empty(columns.shape[1], _ROTATED)
+    return torch.mul(columns.t(), 1 / math.sqrt(_ROTATED), out=rows).view(values.shape)
 
 
 FORMATS: dict[str, Callable[[int | None], WireFormat]] = {

@@ -22,6 +22,7 @@ from shoal.comm.protocol import Communicator
 from shoal.optim.options import check_options
 from shoal.optim.tree_sum import CPU_CHUNK_LEVEL, GPU_CHUNK_LEVEL, SumTree, node_keys, partial_sums, plan_sums
 from shoal.optim.whole import ParameterPart, PartTable, RangeViews, WholeTensorOptimizer, chunks
+from shoal.streams import is_accelerator
 
 
 class Lamb(WholeTensorOptimizer):
@@ -152,7 +153,7 @@ def _advance(flat: RangeViews, part: ParameterPart) -> list[torch.Tensor]:
             torch.square(values.float(), out=squares[row])
         return squares
 
-    level = CPU_CHUNK_LEVEL if flat.weight.device.type == "cpu" else GPU_CHUNK_LEVEL
+    level = GPU_CHUNK_LEVEL if is_accelerator(flat.weight.device) else CPU_CHUNK_LEVEL
     return partial_sums(part.offset, part.offset + part.numel, part.shape.numel(), squares, level)
 
 

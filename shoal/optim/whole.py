@@ -22,6 +22,7 @@ from shoal.comm.protocol import Communicator
 from shoal.errors import OptimizerError
 from shoal.optim.options import refuse_sparse
 from shoal.sharding.layout import ParameterSpec
+from shoal.streams import is_accelerator
 
 CPU_CHUNK_NUMEL = 1 << 16
 GPU_CHUNK_NUMEL = 1 << 24
@@ -274,6 +275,6 @@ class PartTable:
 
 def chunks(start: int, stop: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Consecutive ranges that fit a core's cache, or that bound a GPU's scratch."""
-    numel = CPU_CHUNK_NUMEL if device.type == "cpu" else GPU_CHUNK_NUMEL
+    numel = GPU_CHUNK_NUMEL if is_accelerator(device) else CPU_CHUNK_NUMEL
     for begin in range(start, stop, numel):
         yield begin, min(begin + numel, stop)

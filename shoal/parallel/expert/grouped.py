@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoal.comm.autograd import once_differentiable
 from shoal.compiler import untraced
-from shoal.device import capability
+from shoal.device import capability, numel_at_once
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.expert.route import RowCounts
 from shoal.parallel.products import Products, cast_for_autocast
@@ -266,6 +266,6 @@ def _sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 def _blocks(out: Tensor) -> Iterator[slice]:
     """Ranges of dim 0."""
-    step = len(out) if out.device.type != "cpu" else max(1, _BLOCK_NUMEL // max(1, out.shape[1]))
-    for start in range(0, len(out), max(1, step)):
+    step = max(1, numel_at_once(out, _BLOCK_NUMEL) // max(1, out.shape[1]))
+    for start in range(0, len(out), step):
         yield slice(start, min(start + step, len(out)))

@@ -6,7 +6,9 @@
 
 Expected rounding is how far ``rounded`` is from ``one``: of a 16-bit or fp8 configuration its fp32 version, of an fp32
 one a run whose first parameters are changed in their last bit. It is measured for each value, so that what amplifies
-rounding (Adam where a gradient is nearly 0) is not mistaken for an error.
+rounding is not mistaken for an error. Adam amplifies it in few elements, those with a gradient near 0, which may be any
+parameter's: of updated parameters, and of all values of the next step, as much is expected as of the parameter that the
+step has changed most.
 
 ``python -m shoal.planner.verify_values JOB.json`` is one rank of one of the runs.
 """
@@ -134,21 +136,29 @@ def compare(run: Sequence[Value], one: Sequence[Value], rounded: Sequence[Value]
     for value in run:
         ours.setdefault(value.key, []).append(value)
     other = {value.key: value for value in rounded}
+    updated: dict[int, float] = {}  # by step, the most that the update of a parameter differs by rounding
+    for value in one:
+        if value.phase == "parameter" and value.key in other:
+            updated[value.step] = max(updated.get(value.step, 0.0), _relative(other[value.key].sketch, value))
     differences, missing, split = [], [], []
     for value in one:
         same = [each for each in ours.get(value.key, ()) if each.shape == value.shape]
         if same and value.key in other:
-            norm = math.hypot(*value.sketch) or 1.0
             sketches: list[Sequence[float]] = [each.sketch for each in same]
             if value.phase == "loss":  # each rank has the mean of its own positions
                 sketches = [[sum(column) / len(same) for column in zip(*sketches, strict=True)]]
-            relative = max(math.dist(each, value.sketch) / norm for each in sketches)
-            differences.append(Difference(value, relative, math.dist(other[value.key].sketch, value.sketch) / norm))
+            of_update = updated.get(value.step if value.phase == "parameter" else value.step - 1, 0.0)
+            rounding = max(_relative(other[value.key].sketch, value), of_update)
+            differences.append(Difference(value, max(_relative(each, value) for each in sketches), rounding))
         elif value.phase == "forward":
             split.append(value.name)
         else:
             missing.append(value.name)
     return Comparison(tuple(differences), tuple(dict.fromkeys(missing)), tuple(dict.fromkeys(split)))
+
+
+def _relative(sketch: Sequence[float], value: Value) -> float:
+    return math.dist(sketch, value.sketch) / (math.hypot(*value.sketch) or 1.0)
 
 
 @dataclass(frozen=True)

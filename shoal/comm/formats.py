@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shoal.device import is_fake, numel_at_once
+from shoal.device import numel_at_once
 from shoal.errors import ConfigError
 from shoal.kernels.use import has_kernels, one_kernel
 

@@ -10,6 +10,7 @@ before, unless they were named by ``record_stream``.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -68,8 +69,9 @@ class SimulatedAccelerator:
         memory: records each allocation; None: they are not recorded.
         is_fused: operators that follow each other are one kernel (see ``fusion``).
 
-    Attributes: ``findings``: by what was reported. ``num_operations``: that were checked. ``without_formula``:
-    operators on the device that take flops, and nothing says how many.
+    Attributes: ``findings``: by what was reported. ``num_operations``: that were checked. ``host_reads``: by line of
+    Python, how often the rank's thread waited for values. ``without_formula``: operators on the device that take flops,
+    and nothing says how many.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class SimulatedAccelerator:
         self._memory_of_device = memory
         self.findings: dict[object, StreamFinding] = {}
         self.num_operations = 0
+        self.host_reads: Counter[str] = Counter()
         self.without_formula: set[str] = set()
         self._next_deaths = 0
         self._lock = threading.RLock()
@@ -453,7 +456,7 @@ class SimulatedAccelerator:
             waits = needs_values(operator, effects, args, kwargs) or self._blocks(operator, touched, args, kwargs)
             if waits and not is_on_host:
                 self.notice_deaths()
-                self.host.join(stream.clock)
+                self._block_host(stream)
 
     def _joins_kernel(self, operator: Any, stream: SimulatedStream) -> bool:
         """True if the operator is a part of a kernel: of Shoal's, or of one that a compiler would make."""
@@ -577,7 +580,14 @@ class SimulatedAccelerator:
                 return times.copy(tensor.nbytes, is_to_host=True, is_pinned=True)
 
             self.run("a read of values", stream, [tensor], [], None if is_on_host else cost)
-            self.host.join(stream.clock)
+            if not is_on_host:
+                self._block_host(stream)
+
+    def _block_host(self, stream: SimulatedStream) -> None:
+        """The host waits until it has values of a stream of the device."""
+        if self.host is self._main_host:
+            self.host_reads[place_of_call()] += 1
+        self.host.join(stream.clock)
 
     def transfer(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Callable[[], None]:
         self.notice_deaths()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -35,6 +36,11 @@ class StreamCheck:
     def num_operations(self) -> int:
         """Operations that were checked: if there are none, the block has done nothing."""
         return self._accelerator.num_operations
+
+    @property
+    def host_reads(self) -> Counter[str]:
+        """By line of Python, how often this rank's thread waited for values of the device, so far."""
+        return self._accelerator.host_reads.copy()
 
     def report(self) -> str:
         """All findings as text."""

@@ -16,6 +16,7 @@ from shoal.comm.protocol import Communicator
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.compat.sequence_parallel import UlyssesSPDataLoaderAdapter
+from shoal.memory.host import aligned_empty
 from shoal.memory.stream_copies import StreamCopies, copies_of, mark
 from shoal.mesh import Mesh
 from shoal.parallel.activations import HostStore, HostTensor
@@ -96,6 +97,14 @@ def copies_within_copies() -> None:
         host, done = copies.to_host(source)
     done.block()
     host.add_(1)
+
+
+def source_that_is_dropped_while_it_is_copied() -> None:
+    copies, source = StreamCopies(CPU), torch.ones(64) * 2
+    host = aligned_empty(source.nbytes, is_pinned=True).view(torch.float32)
+    copies.copy(source, host, is_source_freed=True)
+    del source
+    torch.ones(64)
 
 
 def batches_of_a_sequence() -> None:
@@ -301,6 +310,7 @@ CASES: dict[str, Callable[[], list[StreamCheck]]] = {
         (2, partitioned_tensors),
         (1, saved_tensor_that_is_dropped_after_it_was_fetched),
         (1, copies_within_copies),
+        (1, source_that_is_dropped_while_it_is_copied),
         (2, batches_of_a_sequence),
         (2, gradients_of_gathered_keys),
         (2, buffers_of_the_model),

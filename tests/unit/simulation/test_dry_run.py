@@ -265,6 +265,25 @@ def test_experts_get_equally_many_tokens(stage: int) -> None:
     assert run.steps[-1].received["all_to_all"] == 2 * 4 * sent  # of two layers: there and back, twice
 
 
+def test_experts_launch_as_many_kernels_for_many_tokens_as_for_few(tmp_path: Path) -> None:
+    """A CPU gathers and sums the rows of tokens block by block."""
+    shape = GPTConfig(vocab_size=256, sequence_length=4096, num_layers=1, hidden_size=256, num_heads=2, num_experts=8)
+    kernels = []
+    for tokens in (64, 4096):
+        with shoal.dry_run(4) as run:
+            model = GPT(shape, experts=ExpertFeedForward)
+            engine = shoal.initialize(model=model, config=config(1, parallel={"ep": 2}, optimizer=ADAM))[0]
+            batch = torch.zeros(1, tokens, dtype=torch.long)
+            with run.step():
+                engine.backward(engine(batch, batch))
+                engine.step()
+            engine.destroy()
+        run.write_trace(path := tmp_path / f"{tokens}.json")
+        events = json.loads(path.read_text())["traceEvents"]
+        kernels.append(sum("index_select" in event["name"] for event in events))
+    assert kernels[0] == kernels[1] > 0
+
+
 def test_bad_arguments_are_errors() -> None:
     with pytest.raises(UsageError, match="no figures of a machine 'h9000'"), shoal.dry_run(2, machine="h9000"):
         pass

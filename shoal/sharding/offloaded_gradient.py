@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shoal.device import read_vector
 from shoal.memory.stream_copies import CopyDone
 from shoal.sharding.gradient import Gradient, GradientState
 from shoal.sharding.gradient_norm import sums_of_squares
@@ -122,7 +123,10 @@ class OffloadedGradient(Gradient):
     def offloaded_norm_squared(self) -> torch.Tensor | None:
         """The sum of squares of a sum that is on the host; None: it is on the device. Order: may block the host."""
         if self._host is not None and self._norm_squared is None:
-            self._norm_squared = self._host.sum_of_squares().to(self.buffer.device)
+            # The argument of a kernel: a copy to the device would block the host until the device has run everything.
+            found = self._host.sum_of_squares().view(1)
+            value = read_vector(found, when_fake=0.0)[0]
+            self._norm_squared = torch.full((1,), value, dtype=found.dtype, device=self.buffer.device)[0]
         return self._norm_squared
 
     def _allocate_part(self, *, at_step: bool) -> torch.Tensor | None:

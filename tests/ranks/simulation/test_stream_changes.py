@@ -37,3 +37,12 @@ def test_the_host_waits_for_values_once_a_step(stage: int, more: dict[str, Any],
     found = host_reads(config(stage, gradient_accumulation_steps=accumulation, **more))
     assert found.total() == 1, found
     assert "synchronize_status" in next(iter(found))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_optimizer_on_the_host_adds_no_wait(stage: int, accumulation: int) -> None:
+    """With accumulation, stages 2 and 3 have the sum of the gradients, and its norm, on the host."""
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    found = host_reads(config(stage, gradient_accumulation_steps=accumulation, zero_optimization=zero))
+    assert found.total() == 1, found

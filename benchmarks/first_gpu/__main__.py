@@ -9,24 +9,39 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.arena import ROOT
 
-try:
-    from benchmarks.first_gpu.common import Finding
-except ModuleNotFoundError as error:
-    sys.exit(f"{error.name} is not installed for {sys.executable}; Shoal needs what pyproject.toml lists.")
+
+def missing_packages() -> list[str]:
+    """What Shoal depends on and this Python does not have."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = [re.split(r"[^A-Za-z0-9_-]", each)[0] for each in listed]
+    return [name for name in names if importlib.util.find_spec({"pyyaml": "yaml"}.get(name, name)) is None]
+
+
+if missing := missing_packages():
+    sys.exit(
+        f"{sys.executable} has no {', '.join(missing)}, which Shoal needs. With an index: pip install"
+        f" {' '.join(missing)}; without one, copy their folders to the machine and add these to PYTHONPATH."
+    )
+
+from benchmarks.first_gpu.common import Finding  # noqa: E402
+from shoal.simulation.machines import nearest_machine  # noqa: E402
 
 # By module: the longest that it may take, in seconds. The page is read from the top.
 LIMITS = {
@@ -40,6 +55,12 @@ LIMITS = {
     "exposed": 120,
     "device_tests": 220,
 }
+# Three runs of less than ten minutes each, where a command may not take longer.
+PARTS = (
+    ("host_parameters", "delays", "synchronizations", "nccl", "memory", "kernels"),
+    ("step_time", "exposed"),
+    ("device_tests",),
+)
 ENVIRONMENTS = {"nccl": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}}
 
 
@@ -163,15 +184,27 @@ def _machine(device: str) -> str:
     return text
 
 
+def _machine_name(device: str) -> str:
+    import torch
+
+    if device == "cpu":
+        return "h200"
+    properties = torch.cuda.get_device_properties(0)
+    return nearest_machine(properties.name, properties.total_memory) or "h200"
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", choices=list(LIMITS), default=list(LIMITS), metavar="CHECK")
+    parser.add_argument("--part", type=int, choices=range(1, len(PARTS) + 1), help="some checks, in under ten minutes")
     parser.add_argument("--minutes", type=float, default=19.0, help="for all checks together")
-    parser.add_argument("--machine", default="h200", help="whose figures the predictions are of")
+    parser.add_argument("--machine", default="", help="whose figures the predictions are of; default: this GPU's")
     parser.add_argument("--predictor", default="", metavar="MODULE:FUNCTION", help="in place of the dry run")
     parser.add_argument("--out", type=Path, default=Path("runs/first-gpu.md"))
     given = parser.parse_args(arguments)
+    if given.part:
+        given.only = list(PARTS[given.part - 1])
     end = time.monotonic() + 60 * given.minutes
     machine = _machine(given.device)
     outcomes: list[Outcome] = []
@@ -179,7 +212,13 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         predicted = folder / "predicted.json"
-        command = [sys.executable, "-m", "benchmarks.first_gpu.predict", "--machine", given.machine]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.first_gpu.predict",
+            "--machine",
+            given.machine or _machine_name(given.device),
+        ]
         command += ["--out", str(predicted), "--by", given.predictor]
         command += ["--cases"] if given.device == "cpu" and not given.predictor else []
         predictor = subprocess.Popen(

@@ -30,7 +30,7 @@ from shoal.mesh import Mesh
 from shoal.planner.model_of import longest_sequence
 from shoal.planner.search import plan
 from shoal.simulation.collective_times import Links
-from shoal.simulation.machines import GpuNode, machine_names, machine_of
+from shoal.simulation.machines import GpuNode, machine_of, nearest_machine
 from shoal.text import format_bytes
 
 logger = logging.getLogger("shoal")
@@ -142,11 +142,8 @@ def _machine(world: World) -> GpuNode:
             gpus_per_node=ranks,
             links=links,
         )
-    name = device.name.lower().replace(" ", "")
-    known = [each for each in machine_names() if each.split("-")[0] in name]
     free = device.free_nbytes()
-    nearest = min(known or ["a100-80g"], key=lambda each: abs((machine_of(each).gpu_nbytes or 0) - free))
-    return replace(machine_of(nearest), gpu_nbytes=free)
+    return replace(machine_of(nearest_machine(device.name, free) or "a100-80g"), gpu_nbytes=free)
 
 
 def _like(model: nn.Module) -> Callable[[], nn.Module]:

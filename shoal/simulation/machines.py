@@ -186,6 +186,13 @@ def machine_names() -> list[str]:
     return list(_all())
 
 
+def nearest_machine(device: str, nbytes: int) -> str | None:
+    """The machine with such a GPU, by what its driver calls it and by its memory; None: there is none."""
+    spelled = device.lower().replace(" ", "")
+    known = [each for each in machine_names() if each.split("-")[0] in spelled]
+    return min(known, key=lambda each: abs((machine_of(each).gpu_nbytes or 0) - nbytes), default=None)
+
+
 def machine_of(name: str | Path | GpuNode) -> GpuNode:
     """A machine by its name or file, or itself.
 

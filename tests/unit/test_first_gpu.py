@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import xml.etree.ElementTree as tree
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.arena import ROOT
 from benchmarks.first_gpu import (
     delays,
     device_tests,
@@ -22,7 +25,7 @@ from benchmarks.first_gpu import (
     step_time,
     synchronizations,
 )
-from benchmarks.first_gpu.__main__ import LIMITS, Outcome, page, run
+from benchmarks.first_gpu.__main__ import LIMITS, PARTS, Outcome, page, run
 from benchmarks.first_gpu.common import Finding, Setting
 
 CPU = Setting(torch.device("cpu"), True, 60.0)
@@ -154,5 +157,15 @@ def test_another_predictor_may_be_named_and_may_fail(tmp_path: Path) -> None:
     assert '"missing": "ValueError: not stage 0"' in out.read_text() and '"ms": 3.0' in out.read_text()
 
 
-def test_all_checks_together_take_less_than_20_minutes() -> None:
+def test_all_checks_together_take_less_than_20_minutes_and_each_part_of_them_less_than_10() -> None:
     assert sum(LIMITS.values()) < 20 * 60
+    assert sorted(check for part in PARTS for check in part) == sorted(LIMITS)
+    assert all(sum(LIMITS[check] for check in part) < 10 * 60 for part in PARTS)
+
+
+def test_a_package_that_is_missing_is_named_in_the_first_line(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['pydantic'] = None\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", "benchmarks.first_gpu", "--device", "cpu"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.startswith(f"{sys.executable} has no pydantic, which Shoal needs.")

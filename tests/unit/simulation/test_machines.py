@@ -10,7 +10,7 @@ import yaml
 
 from shoal.errors import UsageError
 from shoal.simulation import machines
-from shoal.simulation.machines import machine_names, machine_of
+from shoal.simulation.machines import machine_names, machine_of, nearest_machine
 
 GIB = 2**30
 
@@ -77,3 +77,17 @@ def test_an_unknown_name_or_network_is_an_error(name: str, message: str) -> None
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         machine_of(tmp_path / "missing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79, "h100"),
+        ("NVIDIA A100-SXM4-40GB", 39, "a100-40g"),
+        ("NVIDIA A100-SXM4-80GB", 79, "a100-80g"),
+        ("NVIDIA GeForce RTX 4090", 24, "rtx4090"),
+        ("NVIDIA T4", 15, None),
+    ],
+)
+def test_a_gpu_is_found_by_its_name_and_memory(device: str, gib: int, name: str | None) -> None:
+    assert nearest_machine(device, gib << 30) == name

@@ -163,7 +163,7 @@ class _Formulas:
         # With several stages on a rank there is other work while a message is under way, but at the ends of the step.
         per_micro = 2 * (one.pp - 1) / one.pp if one.virtual == 1 else 0.0
         num = 2 * (one.pp * one.virtual - 1) + per_micro * self.num_micro
-        return num * self._time("send", one.micro * self.facts.boundary / self.parts, "pp")
+        return num * self._time("send", one.micro * self.facts.boundary // self.parts, "pp")
 
     def _data_seconds(self, dense: int, experts: int) -> tuple[float, float]:
         """To gather so many elements of parameters, and to reduce their gradients."""

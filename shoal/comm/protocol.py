@@ -30,6 +30,7 @@ import torch
 from shoal.comm.recorder import Recorder
 from shoal.comm.wire import Wire, decoded_sum, encoded_gather, encoded_scatter
 from shoal.errors import CommError, UsageError
+from shoal.streams import SideStream, is_in_host_memory
 
 Verb = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv", "broadcast", "exchange", "barrier"
@@ -199,6 +200,15 @@ class Communicator:
         self.size = backend.size
         self.recorder = recorder
         self.backend = backend
+        self._side_stream: SideStream | None = None
+
+    def side_stream(self, tensor: torch.Tensor) -> SideStream | None:
+        """The stream in which a collective of ``tensor`` waits for the one whose result it takes, so that the current
+        stream need not; None: it is in host memory.
+        """
+        if self._side_stream is None and not is_in_host_memory(tensor):
+            self._side_stream = SideStream(tensor.device)
+        return None if is_in_host_memory(tensor) else self._side_stream
 
     def issue(self, call: Call) -> Work:
         """Record one call, and issue it.

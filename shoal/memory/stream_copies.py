@@ -4,44 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from shoal.memory.host import aligned_empty
-from shoal.streams import Streams, is_accelerator, streams_of
+from shoal.streams import CopyDone, SideStream, is_accelerator, streams_of
 
 
-class CopyDone:
-    """The end of a copy."""
-
-    def __init__(self, event: Any = None, streams: Streams | None = None) -> None:
-        self._event = event
-        self._streams = streams
-
-    def wait(self) -> None:
-        """Make the current stream wait for this copy. Does not block the host."""
-        if self._streams is not None:
-            self._streams.current().wait_event(self._event)
-
-    def block(self) -> None:
-        """Order: blocks the host until the copy has ended."""
-        if self._event is not None:
-            self._event.synchronize()
-
-
-class StreamCopies:
+class StreamCopies(SideStream):
     """Copies of one accelerator.
 
     Order: a copy starts after what was queued on the current stream when it was asked for, and after the copies before.
     The host is never blocked. Memory of sources and targets belongs to the caller's stream.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        streams = streams_of(device)
-        assert streams is not None  # a CPU has none: see ``copies_of``
-        self._streams = streams
-        self._stream = streams.stream()
 
     def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, CopyDone]:
         nbytes = source.numel() * source.element_size()
@@ -62,24 +37,6 @@ class StreamCopies:
         with self.queued() as done:
             target.copy_(source, non_blocking=True)
         return done
-
-    @contextmanager
-    def queued(self) -> Iterator[CopyDone]:
-        """Queue what the block does on the copy stream, which first waits for what is queued on the current stream.
-
-        Order: the current stream does not wait for the block, unless ``wait()`` of the end of the block is called
-        after it.
-        """
-        current = self._streams.current()
-        event = self._streams.event()
-        if current == self._stream:  # inside ``after``; a stream of torch 2.11 is not entered twice
-            yield CopyDone(event, self._streams)
-            event.record(self._stream)
-            return
-        self._stream.wait_stream(current)
-        with self._stream:
-            yield CopyDone(event, self._streams)
-            event.record(self._stream)
 
     @contextmanager
     def after(self, mark: CopyDone) -> Iterator[CopyDone]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from shoal.memory.stream_copies import CopyDone, StreamCopies, mark
+from shoal.memory.stream_copies import StreamCopies, mark
 from shoal.sharding.unit import Unit
-from shoal.streams import is_accelerator
+from shoal.streams import CopyDone, is_accelerator
 
 
 class GatherAhead:

@@ -22,12 +22,12 @@ import torch
 from shoal.comm.protocol import Communicator, FinishedWork, Work
 from shoal.comm.wire import Wire
 from shoal.memory.host import round_up
-from shoal.memory.stream_copies import CopyDone, StreamCopies
+from shoal.memory.stream_copies import StreamCopies
 from shoal.memory.transfer import clipped
 from shoal.sharding.layout import ALIGNMENT, BufferLayout, Ranges, Segment
 from shoal.sharding.placement import Move, Placement, Tier, moves
 from shoal.sharding.storage import ByteRanges, DeviceStorage, ShardStorage
-from shoal.streams import resize_storage
+from shoal.streams import CopyDone, resize_storage
 
 
 class Axis(Protocol):
@@ -344,7 +344,12 @@ class FlatBuffer:
 
 
 class Redistribution:
-    """The collectives of one ``redistribute``, one after the other: each needs the result of the one before."""
+    """The collectives of one ``redistribute``, one after the other: each needs the result of the one before.
+
+    Order: on an accelerator all are issued at once, each to start when the one before has ended; the current stream
+    waits in ``wait()``, for the last one. On the CPU, where a result is waited for by the host, those after the first
+    are issued in ``wait()``.
+    """
 
     def __init__(
         self,
@@ -360,21 +365,30 @@ class Redistribution:
         self._into = into
         self._wire = wire
         self._is_first_in_place = todo[0].collective == "all_reduce"  # peers read what the next one overwrites
-        self._first = self._last = buffer.issue(todo[0], into, scale=scale, accumulate=accumulate, wire=wire)
+        side = buffer.comm.side_stream(buffer.full) if self._todo else None
+        with nullcontext(CopyDone()) if side is None else side.queued() as self._issued:
+            self._first = self._last = buffer.issue(todo[0], into, scale=scale, accumulate=accumulate, wire=wire)
+            if side is not None:
+                self._follow(buffer)
+
+    def _follow(self, buffer: FlatBuffer) -> None:
+        """Issue the collectives after the first, each when the result of the one before is there."""
+        todo, self._todo = self._todo, ()
+        for move in todo:
+            if self._last is not self._first or self._is_first_in_place:
+                self._last.drain()  # the next one overwrites what peers read
+            else:
+                self._last.wait()
+            self._last = buffer.issue(move, self._into, wire=self._wire)
 
     def wait(self) -> torch.Tensor:
-        """Wait for the collective under way, then run those that follow. Returns the buffer's memory."""
-        result = self._last.wait()
+        """Wait for the last collective. Returns the buffer's memory."""
         buffer, self._buffer = self._buffer, None
-        if buffer is None:
-            return result
-        if self._is_first_in_place:
-            self._first.drain()
-        for move in self._todo:
-            self._last = buffer.issue(move, self._into, wire=self._wire)
-            self._last.drain()  # the next collective, and the caller, overwrite what peers read
-            result = self._last.wait()
-        return result
+        if buffer is not None:
+            self._follow(buffer)
+            self._last.drain()  # the caller overwrites what peers read
+            self._issued.wait()  # a sum of rows is no collective: its kernels end here
+        return self._last.wait()
 
     def drain(self) -> None:
         """Wait until the sources may be overwritten, too."""

@@ -25,11 +25,11 @@ import torch
 
 from shoal.comm.protocol import Communicator, Work
 from shoal.errors import PlacementError
-from shoal.memory.stream_copies import CopyDone
 from shoal.sharding.gradient import Gradient
 from shoal.sharding.layout import Used
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
+from shoal.streams import CopyDone
 
 
 class UnitState(Enum):

@@ -198,6 +198,16 @@ def table_with_a_dense_gradient_on_one_rank() -> None:
     engine.destroy()
 
 
+def rows_that_are_summed_over_replicas() -> None:
+    parallel = {"dp_shard": 2, "dp_replicate": 2}
+    engine = start_with(make(Tables), config(1, units={"names": []}, parallel=parallel), sgd)
+    found = current_world()
+    for index in range(2):
+        engine.backward(engine(words(index, found.rank, found.size)))
+        engine.step()
+    engine.destroy()
+
+
 class Spare(Plain):
     """Has a unit that is never used."""
 
@@ -316,6 +326,7 @@ CASES: dict[str, Callable[[], list[StreamCheck]]] = {
         (2, buffers_of_the_model),
         (2, stream_that_changes_while_units_are_gathered),
         (2, table_with_a_dense_gradient_on_one_rank),
+        (4, rows_that_are_summed_over_replicas),
         (2, gather_that_is_drained),
         (1, gradient_that_arrives_after_its_reduction),
         (2, experts_that_move_beside_an_update_on_the_host),

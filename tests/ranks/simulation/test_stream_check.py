@@ -16,13 +16,13 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.engine.parts.stream_check import CheckStreams
 from shoal.errors import CommError, ShoalError, StreamError, UsageError
-from shoal.memory.stream_copies import CopyDone, StreamCopies
+from shoal.memory.stream_copies import StreamCopies
 from shoal.mesh import Mesh
 from shoal.parallel import activations
 from shoal.sharding.offloaded_gradient import ShardBuffers
 from shoal.sharding.unit import Unit
 from shoal.simulation.check import StreamCheck
-from shoal.streams import simulation
+from shoal.streams import CopyDone, simulation
 from tests.helpers.models import Plain
 from tests.helpers.training import adamw, are_bit_equal, batch, config, run_steps, start, train_ranks
 

@@ -212,6 +212,33 @@ def test_a_trace_has_a_row_for_each_stream(tmp_path: Path) -> None:
     assert "waiting for communication" in run.report()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_sum_over_replicas_starts_when_the_sum_inside_of_the_shards_ends(stage: int, tmp_path: Path) -> None:
+    with shoal.dry_run(64, machine=H100) as run:
+        parallel = {"dp_shard": 8, "dp_replicate": 8}
+        made = config(stage, parallel=parallel, bf16={"enabled": True}, optimizer=ADAM)
+        shape = GPTConfig(vocab_size=512, sequence_length=512, num_layers=3, hidden_size=1024, num_heads=8)
+        engine = shoal.initialize(model=GPT(shape), config=made)[0]
+        batch = torch.zeros(2, 512, dtype=torch.long)
+        for _ in range(2):
+            with run.step():
+                engine.backward(engine(batch, batch))
+                engine.step()
+        engine.destroy()
+    run.write_trace(tmp_path / "trace.json")
+    begins: dict[str, list[float]] = {}
+    ends: dict[str, list[float]] = {}
+    for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]:
+        verb = event["name"].partition(" ")[0]
+        if event["ph"] == "X" and verb in ("reduce_scatter", "all_reduce"):
+            begins.setdefault(verb, []).append(event["ts"])
+            ends.setdefault(verb, []).append(event["ts"] + event["dur"])
+    assert len(begins["all_reduce"]) == len(begins["reduce_scatter"]) >= 2 * 4
+    is_free = [0.0, *ends["all_reduce"][:-1]]  # the stream of the sums over replicas
+    expected = [max(pair) for pair in zip(ends["reduce_scatter"], is_free, strict=True)]
+    assert begins["all_reduce"] == pytest.approx(expected, abs=30)  # microseconds in which the host issues a small one
+
+
 def test_host_memory_is_that_of_the_machine() -> None:
     made = config(2, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
     with shoal.dry_run(2, machine=replace(H100, host_nbytes=1 << 20)):

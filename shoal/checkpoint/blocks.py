@@ -23,9 +23,10 @@ from shoal.checkpoint.problems import damaged
 from shoal.checkpoint.rectangles import Rectangle
 from shoal.checkpoint.storage import Reader, Sink, Storage
 from shoal.checkpoint.tree import SAFETENSORS_DTYPES, name_of
+from shoal.comm.side_stream import CopyDone
 from shoal.errors import CheckpointError
 from shoal.memory.stream_copies import copies_of
-from shoal.streams import CopyDone, host_mark, is_in_host_memory
+from shoal.streams import host_mark, is_in_host_memory
 
 MAX_BLOCKS = 1024  # of one file: blocks of a larger one are larger
 _GATHER_NBYTES = 1 << 20  # smaller tensors are gathered into one write

@@ -28,9 +28,10 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkab
 import torch
 
 from shoal.comm.recorder import Recorder
+from shoal.comm.side_stream import SideStream
 from shoal.comm.wire import Wire, decoded_sum, encoded_gather, encoded_scatter
 from shoal.errors import CommError, UsageError
-from shoal.streams import SideStream, is_in_host_memory
+from shoal.streams import is_in_host_memory
 
 Verb = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv", "broadcast", "exchange", "barrier"

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shoal.comm.side_stream import CopyDone
 from shoal.memory.disk import DiskTier
 from shoal.memory.host import PAGE, round_up
 from shoal.memory.io_threads import Ticket
 from shoal.memory.stream_copies import mark
 from shoal.memory.transfer import FileExtent, Intervals
-from shoal.streams import CopyDone, is_accelerator
+from shoal.streams import is_accelerator
 
 _MAX_WRITES = 2  # under way, before the next one waits
 

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+from shoal.comm.side_stream import CopyDone, SideStream
 from shoal.memory.host import aligned_empty
-from shoal.streams import CopyDone, SideStream, is_accelerator, streams_of
+from shoal.streams import is_accelerator, streams_of
 
 
 class StreamCopies(SideStream):

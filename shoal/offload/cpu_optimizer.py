@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from shoal.comm.side_stream import CopyDone
 from shoal.device import Device, host_empty, is_fake
 from shoal.memory.stream_copies import copies_of
 from shoal.optim.host import HostStep
@@ -35,7 +36,7 @@ from shoal.optim.host_rules import Rule, RuleName, kind_of
 from shoal.sharding.gradient_norm import sum_of_squares
 from shoal.sharding.offloaded_gradient import MAX_SHARDS, OffloadedGradient
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
-from shoal.streams import CopyDone, HostThread, ThreadResult, name_memory, simulation
+from shoal.streams import HostThread, ThreadResult, name_memory, simulation
 
 _Result = TypeVar("_Result")
 

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from shoal.comm.protocol import Work
+from shoal.comm.side_stream import CopyDone
 from shoal.memory.stream_copies import mark
 from shoal.running.gather_ahead import GatherAhead
 from shoal.running.hooks import HookSet
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.unit import Unit, UnitState
-from shoal.streams import CopyDone
 
 
 class DeferredGathers:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import torch
 
+from shoal.comm.side_stream import CopyDone
 from shoal.memory.stream_copies import StreamCopies, mark
 from shoal.sharding.unit import Unit
-from shoal.streams import CopyDone, is_accelerator
+from shoal.streams import is_accelerator
 
 
 class GatherAhead:

@@ -20,6 +20,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from shoal.comm.protocol import Communicator, FinishedWork, Work
+from shoal.comm.side_stream import CopyDone
 from shoal.comm.wire import Wire
 from shoal.memory.host import round_up
 from shoal.memory.stream_copies import StreamCopies
@@ -27,7 +28,7 @@ from shoal.memory.transfer import clipped
 from shoal.sharding.layout import ALIGNMENT, BufferLayout, Ranges, Segment
 from shoal.sharding.placement import Move, Placement, Tier, moves
 from shoal.sharding.storage import ByteRanges, DeviceStorage, ShardStorage
-from shoal.streams import CopyDone, resize_storage
+from shoal.streams import resize_storage
 
 
 class Axis(Protocol):

@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 import torch
 
 from shoal.comm.protocol import Work
+from shoal.comm.side_stream import CopyDone
 from shoal.sharding.buffer import Axis, FlatBuffer
 from shoal.sharding.layout import Segment
 from shoal.sharding.placement import Placement
@@ -39,7 +40,7 @@ from shoal.sharding.sent_gradient import SentGradient
 from shoal.sharding.sparse_sum import coalesced
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.table import Row
-from shoal.streams import CopyDone, name_memory
+from shoal.streams import name_memory
 
 
 class GradientState(Enum):

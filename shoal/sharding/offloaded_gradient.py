@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
+from shoal.comm.side_stream import CopyDone
 from shoal.device import read_vector
 from shoal.sharding.gradient import Gradient, GradientState
 from shoal.sharding.gradient_norm import sums_of_squares
-from shoal.streams import CopyDone
 
 MAX_SHARDS = 2  # of one size: while one is copied to the host, the next is reduced into; over ranks, two are
 

@@ -24,12 +24,12 @@ from typing import Protocol
 import torch
 
 from shoal.comm.protocol import Communicator, Work
+from shoal.comm.side_stream import CopyDone
 from shoal.errors import PlacementError
 from shoal.sharding.gradient import Gradient
 from shoal.sharding.layout import Used
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
-from shoal.streams import CopyDone
 
 
 class UnitState(Enum):

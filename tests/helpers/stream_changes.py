@@ -251,7 +251,7 @@ CHANGES = {
         "before reduce_scatter",
     ),
     "a copy does not wait for its source": Change(
-        COPIES, "        self._stream.wait_stream(current)\n", "", _OFFLOADED, "must wait for"
+        "shoal/comm/side_stream.py", "        self._stream.wait_stream(current)\n", "", _OFFLOADED, "must wait for"
     ),
     # reads of the host
     "the host reads the norm of a unit": Change(

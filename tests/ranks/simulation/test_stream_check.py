@@ -12,6 +12,7 @@ import torch
 
 import shoal
 from shoal.checkpoint.blocks import Snapshot
+from shoal.comm.side_stream import CopyDone
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.engine.parts.stream_check import CheckStreams
@@ -22,7 +23,7 @@ from shoal.parallel import activations
 from shoal.sharding.offloaded_gradient import ShardBuffers
 from shoal.sharding.unit import Unit
 from shoal.simulation.check import StreamCheck
-from shoal.streams import CopyDone, simulation
+from shoal.streams import simulation
 from tests.helpers.models import Plain
 from tests.helpers.training import adamw, are_bit_equal, batch, config, run_steps, start, train_ranks
 

@@ -97,6 +97,8 @@ def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
             "config": config,
             "out": out,
         }
+        if options.learning_rate is not None:
+            words["learning-rate"] = options.learning_rate
         command = [sys.executable, "-m", "shoal", "train", *(w for k, v in words.items() for w in (f"--{k}", str(v)))]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -130,6 +132,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning-rate", type=float, help="default: the usual one of the model's size")
     parser.add_argument("--runs", nargs="+", default=list(RUNS), metavar="NAME", help="; ".join(RUNS))
     parser.add_argument("--out", type=Path, required=True, help="JSON file that results are added to")
     options = parser.parse_args()

@@ -151,7 +151,7 @@ class PipelineEngine(Engine):
             raised: on every rank; nothing was changed, and the next call may follow, except where a stage has
             collectives of its own (tensor and sequence parallelism, stage 3 beyond ``stage3_max_live_parameters``).
         Communicates: one send for each boundary, direction and micro-batch (two more of a few bytes for new shapes);
-            the reductions and gathers of the stage; two exchanges of a few bytes.
+            the reductions and gathers of the stage; two exchanges of a few bytes between hosts.
         """
         self._check_alive()
         self.offloaded.require("train_batch()")
@@ -186,7 +186,7 @@ class PipelineEngine(Engine):
         accumulation.end_micro_batch(is_boundary=True, num_micro=num_micro)
         accumulation.counters.micro_steps += num_micro - 1
         self._report_step()
-        return torch.tensor(accumulation.mean_loss or 0.0, device=self.device)
+        return torch.full((), accumulation.mean_loss or 0.0, device=self.device)
 
     def _call_before_step(self) -> None:
         """Call the functions of ``before_step``. Raises: what one of them raised, on every rank."""
@@ -291,7 +291,7 @@ class PipelineEngine(Engine):
         if self.module.training:  # before the batches: an iterator may read the curriculum's place
             arguments = self.run_state.curriculum.arguments()
         checked = partial(self._checked, arguments.get("curriculum_seqlen"))
-        return next_batches(source, checked, num_micro, schedule, arguments, self.axes.get("pp"), self.device)
+        return next_batches(source, checked, num_micro, schedule, arguments, self.axes.get("pp"))
 
     def _checked(self, longest: int | None, batch: Any) -> Any:
         """A micro-batch as the stages get it. Raises: UsageError: no stage could run it."""
@@ -344,7 +344,7 @@ class PipelineEngine(Engine):
     def _share(self, failure: Failure | None, first_used: int = 0) -> int:
         """Returns: the largest ``first_used`` on this pipeline. Raises: on every rank, the first rank's failure."""
         mine = [float(failure is not None), float(first_used)]
-        rows = exchange_rows(mine, self.axes.world, self.device, label="pipeline status")
+        rows = exchange_rows(mine, self.axes.world, label="pipeline status")
         if not any(failed for failed, _ in rows):
             return max(int(rows[rank][1]) for rank in self.axes.mesh.ranks_along("pp", self.world.rank))
         error = None if failure is None else failure.error

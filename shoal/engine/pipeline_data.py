@@ -14,6 +14,7 @@ from shoal.device import is_fake, read_vector
 from shoal.errors import UsageError
 from shoal.pipeline.messages import signature_of
 from shoal.pipeline.run import Failure, MicroBatch
+from shoal.streams import host_memory
 
 _NO_DATA, _DATA, _ENDED = 0.0, 1.0, 2.0  # what a rank's iterator gave
 
@@ -25,7 +26,6 @@ def next_batches(
     schedule: str,
     arguments: Mapping[str, Any],
     comm: Communicator | None,
-    device: torch.device,
 ) -> tuple[list[MicroBatch], Failure | None]:
     """The next micro-batches, with the signatures that all stages know, and why they cannot be run.
 
@@ -53,16 +53,21 @@ def next_batches(
     number = int.from_bytes(hashlib.sha256(schedule.encode()).digest()[:6], "big")
     rows = [[state, float(len(read)), float(number), *map(float, signatures)]]
     if comm is not None:
-        rows = exchange_rows(rows[0], comm, device, label="micro-batches")
+        rows = exchange_rows(rows[0], comm, label="micro-batches")
     known = [int(max(row[3 + index] for row in rows)) for index in range(num_micro)]
     read += [None] * (num_micro - len(read))
     batches = [MicroBatch(batch, signature) for batch, signature in zip(read, known, strict=True)]
     return batches, _failure(rows, num_micro, error)
 
 
-def exchange_rows(mine: list[float], comm: Communicator, device: torch.device, *, label: str) -> list[list[float]]:
-    """The numbers of every rank. Communicates: an exchange of 8 bytes a number. Order: blocks the host."""
-    answers = comm.exchange(torch.tensor(mine, dtype=torch.float64, device=device), label=label).wait()
+def exchange_rows(mine: list[float], comm: Communicator, *, label: str) -> list[list[float]]:
+    """The numbers of every rank.
+
+    Communicates: an exchange of 8 bytes a number, between hosts.
+    Order: blocks the host until all ranks have come here, and not for what the device has still to do.
+    """
+    numbers = host_memory(torch.tensor(mine, dtype=torch.float64), is_pinned=False)
+    answers = comm.exchange(numbers, label=label).wait()
     flat = read_vector(answers.view(-1), when_fake=0.0)
     if is_fake(answers):
         return [list(row) for row in comm.gather_objects(mine, label=label)]

@@ -1,0 +1,89 @@
+"""How often the host waits for values of the device in a step: the fewer, the further ahead it queues kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.comm.threads import run_ranks
+from shoal.models import GPT, GPTConfig
+from shoal.parallel.expert.stacked import ExpertFeedForward
+from tests.helpers.simulated_nccl import nccl_in_simulation
+from tests.helpers.stream_changes import host_reads
+from tests.helpers.training import config
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
+DENSE = GPTConfig(vocab_size=64, sequence_length=16, num_layers=4, hidden_size=32, num_heads=4, tied=False)
+EXPERTS = GPTConfig(
+    vocab_size=64, sequence_length=16, num_layers=2, hidden_size=32, num_heads=4, num_experts=4, tied=False
+)
+PRECISIONS: list[dict[str, Any]] = [
+    {},
+    {"bf16": {"enabled": True}, "gradient_clipping": 0.1},
+    {"fp16": {"enabled": True, "loss_scale": 8}},
+]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("more", PRECISIONS, ids=str)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_once_a_step(stage: int, more: dict[str, Any], accumulation: int) -> None:
+    found = host_reads(config(stage, gradient_accumulation_steps=accumulation, **more))
+    assert found.total() == 1, found
+    assert "synchronize_status" in next(iter(found))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_optimizer_on_the_host_adds_none(stage: int, accumulation: int) -> None:
+    """With accumulation, stages 2 and 3 have the sum of the gradients, and its norm, on the host."""
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    found = host_reads(config(stage, gradient_accumulation_steps=accumulation, zero_optimization=zero))
+    assert found.total() == 1, found
+
+
+@pytest.mark.parametrize(
+    ("more", "num_forward"),
+    [
+        ({"parallel": {"tp": 2}}, 0),
+        ({"parallel": {"pp": 2}, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}, 0),
+        (
+            {
+                "parallel": {"pp": 2},
+                "gradient_accumulation_steps": 4,
+                "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2},
+            },
+            0,
+        ),
+        # A layer of experts reads how many rows go to each rank; its recomputation does not read them again.
+        ({"parallel": {"ep": 2}, "zero_optimization": {"stage": 2}}, EXPERTS.num_layers),
+        ({"parallel": {"ep": 2}, "activation_checkpointing": {"modules": ["Block"]}}, EXPERTS.num_layers),
+    ],
+    ids=str,
+)
+def test_split_models_add_one_for_each_layer_of_experts_and_no_other(more: dict[str, Any], num_forward: int) -> None:
+    def rank() -> Counter[str]:
+        torch.manual_seed(0)
+        batch = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
+        with shoal.check_streams() as check:
+            model = GPT(EXPERTS, experts=ExpertFeedForward) if "ep" in more["parallel"] else GPT(DENSE)
+            settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAM, **more}
+            engine: Any = shoal.initialize(model=model, config=settings)[0]
+            for _ in range(4):  # the batches of the first three are compared between tensor-parallel ranks
+                before = check.host_reads
+                if "pp" in more["parallel"]:
+                    engine.train_batch(iter([(batch, batch)] * engine.gradient_accumulation_steps()))
+                else:
+                    engine.backward(engine(batch, batch))
+                    engine.step()
+            found = check.host_reads - before
+            engine.destroy()
+        return found
+
+    with nccl_in_simulation():
+        for found in run_ranks(2, rank):
+            assert found.total() == 1 + num_forward, found

@@ -150,6 +150,15 @@ def host_memory(tensor: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
     return tensor
 
 
+def keep_for_current_stream(*tensors: torch.Tensor) -> None:
+    """Memory that another stream may have allocated is not reused before what the current one has queued by the time
+    the tensors are freed, and so not before collectives that it has waited for.
+    """
+    for tensor in tensors:
+        if (streams := streams_of(tensor.device)) is not None and not is_in_host_memory(tensor):
+            streams.record_stream(tensor, streams.current())
+
+
 def name_memory(tensor: torch.Tensor, name: str, kind: str = "") -> torch.Tensor:
     """``tensor``, whose memory has this name in reports from now on.
 

@@ -31,7 +31,7 @@ from shoal.comm.recorder import Recorder
 from shoal.comm.side_stream import SideStream
 from shoal.comm.wire import Wire, decoded_sum, encoded_gather, encoded_scatter
 from shoal.errors import CommError, UsageError
-from shoal.streams import is_in_host_memory
+from shoal.streams import is_in_host_memory, keep_for_current_stream
 
 Verb = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv", "broadcast", "exchange", "barrier"
@@ -437,6 +437,7 @@ def encoded_all_gather(
 
     def finish(received: torch.Tensor) -> Work:
         decode(received)
+        keep_for_current_stream(message, received)
         return FinishedWork(full)
 
     return comm.staged(axis.all_gather(received, message, label=label), finish)

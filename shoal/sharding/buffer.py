@@ -28,7 +28,7 @@ from shoal.memory.transfer import clipped
 from shoal.sharding.layout import ALIGNMENT, BufferLayout, Ranges, Segment
 from shoal.sharding.placement import Move, Placement, Tier, moves
 from shoal.sharding.storage import ByteRanges, DeviceStorage, ShardStorage
-from shoal.streams import resize_storage
+from shoal.streams import keep_for_current_stream, resize_storage
 
 
 class Axis(Protocol):
@@ -401,7 +401,7 @@ class _GatherAfterCopy:
     """An all-gather whose source is copied to the device first, both concurrently to the current stream.
 
     Args:
-        source: has memory until ``wait()``: where it is encoded, the collective reads something else.
+        source: where the shard is copied to; the copy stream may have allocated it.
     """
 
     def __init__(self, work: Work, copied: CopyDone, source: torch.Tensor | None) -> None:
@@ -411,8 +411,11 @@ class _GatherAfterCopy:
 
     def wait(self) -> torch.Tensor:
         self._copied.wait()
+        result, source = self._work.wait(), self._source
         self._source = None
-        return self._work.wait()
+        if source is not None:
+            keep_for_current_stream(source)
+        return result
 
     def drain(self) -> None:
         self.wait()

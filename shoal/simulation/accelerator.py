@@ -331,6 +331,8 @@ class SimulatedAccelerator:
         stream = tracked.stream if tracked.stream is not None else self.compute
         clock = stream.clock.copy()
         clock.join(self.host.clock)
+        for each in tracked.recorded:  # the allocator waits for an event of now on each
+            clock.join(each.clock)
         freed = [
             FreedBytes(self._named(tracked), start, stop, access, was_write, how, place_of_call())
             for access, was_write, start, stop in tracked.unordered(clock)

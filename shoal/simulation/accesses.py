@@ -117,14 +117,14 @@ class TrackedStorage:
             self._segments[first:last] = [_Touched(start, access)]
 
     def unordered(self, clock: Clock) -> Iterator[tuple[Access, bool, int, int]]:
-        """Accesses that ``clock`` does not know to be over; not those of streams that the allocator was told of."""
+        """Accesses that ``clock`` does not know to be over."""
         for index, segment in enumerate(self._segments):
             end = self._segments[index + 1].start if index + 1 < len(self._segments) else self.nbytes
             accesses = [(read, False) for read in segment.reads.values()]
             if segment.write is not None:
                 accesses.append((segment.write, True))
             for access, is_write in accesses:
-                if access.stream not in self.recorded and not access.is_before(clock):
+                if not access.is_before(clock):
                     yield access, is_write, segment.start, end
 
     def _cut(self, at: int) -> int:

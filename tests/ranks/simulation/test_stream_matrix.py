@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.helpers.composition import Combination, covering
-from tests.helpers.stream_matrix import STREAM_AXES, BlockOnTwoStreams, checks_of, named, plain, reports
+from tests.helpers.composition import Combination, covering, settings_of
+from tests.helpers.stream_matrix import (
+    STREAM_AXES,
+    BlockOnTwoStreams,
+    checks_of,
+    checks_of_run,
+    named,
+    plain,
+    reports,
+)
 
 PAIRS = covering(2, STREAM_AXES, seed=21, most_ranks=4)  # this seed gives fewer than others
 
@@ -25,3 +35,20 @@ def test_a_stream_of_the_model_that_is_not_waited_for_is_found(stage: str, monke
     found = reports(checks_of(combination))
     assert "must wait for copy stream" in found and "stream_matrix.py" in found
     assert "must wait for the compute stream, before the second operation" in found
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stage": "2", "ranks": "1", "cp": "2", "state": "ahead", "parameters": "disk", "wire": "yes"},
+        {"stage": "1", "state": "ahead", "parameters": "host", "precision": "fp16", "wire": "difference"},
+        {"stage": "2", "state": "host", "recompute": "offload", "between": "evaluation", "stream": "of the model"},
+        {"stage": "2", "hybrid": "mics", "accumulation": "2", "between": "save"},
+    ],
+    ids=str,
+)
+def test_gathers_in_the_next_forward_wait_where_they_must(more: Combination) -> None:
+    """``overlap_param_gather``; with an optimizer on the host the copy stream allocates what is gathered from."""
+    settings, run = settings_of({**plain(), **more}, STREAM_AXES)
+    settings["zero_optimization"]["overlap_param_gather"] = True
+    assert reports(checks_of_run(settings, replace(run, steps=3))) == ""

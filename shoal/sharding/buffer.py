@@ -387,8 +387,8 @@ class Redistribution:
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self._follow(buffer)
+            self._issued.wait()  # kernels between two collectives, and a sum of rows, which is none
             self._last.drain()  # the caller overwrites what peers read
-            self._issued.wait()  # a sum of rows is no collective: its kernels end here
         return self._last.wait()
 
     def drain(self) -> None:

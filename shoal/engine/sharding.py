@@ -213,11 +213,15 @@ class Sharding:
 
     def recover(self) -> None:
         """After an exception: release every unit, discard gradients and pending updates."""
+        self._drop_gradients()
+        self.model.recover()
+        self._drop_gradients()  # reductions that were under way have ended, and were sent to an optimizer on the host
+        self.model.num_plain_passes = 0
+
+    def _drop_gradients(self) -> None:
         if self.step is not None:
             with suppress(Exception):  # the first error counts; an update that failed fails the next step too
                 self.step.drop_gradients()
-        self.model.recover()
-        self.model.num_plain_passes = 0
 
     def stop_host_updates(self) -> None:
         """End the thread that updates on the host."""

@@ -52,3 +52,9 @@ def test_gathers_in_the_next_forward_wait_where_they_must(more: Combination) -> 
     settings, run = settings_of({**plain(), **more}, STREAM_AXES)
     settings["zero_optimization"]["overlap_param_gather"] = True
     assert reports(checks_of_run(settings, replace(run, steps=3))) == ""
+
+
+def test_after_an_error_in_a_pipeline_no_copy_of_a_gradient_is_under_way() -> None:
+    """Recovery ends reductions, whose results an optimizer on the host then copies."""
+    combination = {**plain(), "stage": "1", "pp": "2", "state": "ahead", "between": "exception"}
+    assert reports(checks_of(combination)) == ""

@@ -39,11 +39,11 @@ EPS = 1e-7
 GRAM_RESTART = 2  # after this many iterations X is formed anew
 
 
-def compute_dtype(method: Method, like: torch.Tensor) -> torch.dtype:
+def compute_dtype(method: Method, device: torch.device, like: torch.Tensor) -> torch.dtype:
     """The dtype of the iteration, and of its result: 16 bits on GPUs (fp16's longer mantissa for "gram"), fp32 on
     CPU.
     """
-    if like.device.type == "cpu" and not is_fake(like):
+    if device.type == "cpu" and not is_fake(like):
         return torch.float32
     return torch.float16 if method == "gram" else torch.bfloat16
 
@@ -65,7 +65,7 @@ def orthogonalize(matrix: torch.Tensor, method: Method = "gram", num_steps: int 
         (tridao.me/blog/2026/gram-newton-schulz).
     """
     x = matrix / (torch.linalg.matrix_norm(matrix, keepdim=True) + EPS)  # before the cast: fp16 ends at 65504
-    x = x.to(compute_dtype(method, matrix))
+    x = x.to(compute_dtype(method, matrix.device, matrix))
     is_tall = x.size(-2) > x.size(-1)
     if is_tall:
         x = x.mT
@@ -281,7 +281,7 @@ class Muon(WholeTensorOptimizer):
             nothing = [[(0, 0)] * len(shapes)] * tp.size
             sharing = self._sharings[key] = share_out(nothing, shapes, group["ns_steps"])
         matrices = self._buffer(tp, "matrices", sharing.result_numel, torch.float32, device)
-        dtype = compute_dtype(group["ns_method"], updates[0][0])
+        dtype = compute_dtype(group["ns_method"], device, updates[0][0])
         results = self._buffer(tp, "results", sharing.result_numel, dtype, device)
 
         def place(buffer: _Buffer, number: int) -> torch.Tensor:
@@ -324,7 +324,7 @@ class Muon(WholeTensorOptimizer):
                 _momentum(flat, part, place)
         updates.gather("muon.updates")
 
-        dtype = compute_dtype(flats[0].group["ns_method"], flats[0].weight)
+        dtype = compute_dtype(flats[0].group["ns_method"], device, flats[0].weight)
         results = self._buffer(comm, "results", sharing.result_numel, dtype, device)
         of_parts: list[tuple[torch.Tensor, _Update]] = []  # a part's place among the results, and its update
         for number, (flat, index) in enumerate(numbered):

@@ -40,6 +40,7 @@ if missing := missing_packages():
         f" {' '.join(missing)}; without one, copy their folders to the machine and add these to PYTHONPATH."
     )
 
+# Below the check: these import what may be missing.
 from benchmarks.first_gpu.common import Finding  # noqa: E402
 from shoal.simulation.machines import nearest_machine  # noqa: E402
 
@@ -196,8 +197,9 @@ def _machine_name(device: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--only", nargs="+", choices=list(LIMITS), default=list(LIMITS), metavar="CHECK")
-    parser.add_argument("--part", type=int, choices=range(1, len(PARTS) + 1), help="some checks, in under ten minutes")
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument("--only", nargs="+", choices=list(LIMITS), default=list(LIMITS), metavar="CHECK")
+    some.add_argument("--part", type=int, choices=range(1, len(PARTS) + 1), help="some checks, in under ten minutes")
     parser.add_argument("--minutes", type=float, default=19.0, help="for all checks together")
     parser.add_argument("--machine", default="", help="whose figures the predictions are of; default: this GPU's")
     parser.add_argument("--predictor", default="", metavar="MODULE:FUNCTION", help="in place of the dry run")
@@ -212,14 +214,8 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         predicted = folder / "predicted.json"
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.first_gpu.predict",
-            "--machine",
-            given.machine or _machine_name(given.device),
-        ]
-        command += ["--out", str(predicted), "--by", given.predictor]
+        command = [sys.executable, "-m", "benchmarks.first_gpu.predict", "--out", str(predicted)]
+        command += ["--machine", given.machine or _machine_name(given.device), "--by", given.predictor]
         command += ["--cases"] if given.device == "cpu" and not given.predictor else []
         predictor = subprocess.Popen(
             command, cwd=ROOT, env=_environment({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}),

@@ -207,9 +207,11 @@ class Communicator:
         """The stream in which a collective of ``tensor`` waits for the one whose result it takes, so that the current
         stream need not; None: it is in host memory.
         """
-        if self._side_stream is None and not is_in_host_memory(tensor):
+        if is_in_host_memory(tensor):
+            return None
+        if self._side_stream is None:
             self._side_stream = SideStream(tensor.device)
-        return None if is_in_host_memory(tensor) else self._side_stream
+        return self._side_stream
 
     def issue(self, call: Call) -> Work:
         """Record one call, and issue it.

@@ -104,6 +104,7 @@ class HostRanks(Backend):
     def __init__(self, comm: SimulatedCommunicator, accelerator: SimulatedAccelerator) -> None:
         super().__init__(comm.axis, comm.rank, comm.size)
         self._comm, self._accelerator = comm, accelerator
+        # All but ``issue`` is of the host in either; mypy wants no method to be assigned.
         self.gather_objects, self.barrier, self.drain, self.close = (  # type: ignore[method-assign]
             comm.gather_objects,
             comm.barrier,

@@ -405,6 +405,7 @@ def install() -> Deletion:
         return result
 
     original_wait_nccl = NcclWork.wait
+    # What is put in place of methods has their types; mypy wants no method to be assigned.
     NcclWork.wait = wait_nccl  # type: ignore[method-assign]
     original_join, original_record = clocks.SimulatedStream.join, clocks.SimulatedEvent.record
     original_record_stream, original_free = SimulatedAccelerator.record_stream, SimulatedAccelerator._free

@@ -42,6 +42,14 @@ def stream(name: str) -> SimulatedStream:
     return SimulatedStream(name, lambda: None, lambda stream: None, lambda stream: None)
 
 
+def take_steps(run: DryRun, engine: Any, batch: torch.Tensor, count: int) -> None:
+    """Steps of a model that returns its loss of a batch."""
+    for _ in range(count):
+        with run.step():
+            engine.backward(engine(batch, batch))
+            engine.step()
+
+
 def third_step(
     num_ranks: int,
     tokens: int,
@@ -57,10 +65,7 @@ def third_step(
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         engine = shoal.initialize(model=model, optimizer=optimizer, config=made)[0]
         batch = torch.zeros(2, tokens, dtype=torch.long)
-        for _ in range(3):
-            with run.step():
-                engine.backward(engine(batch, batch))
-                engine.step()
+        take_steps(run, engine, batch, 3)
         if ledger is not None:
             ledger.update(engine.memory_report().by_kind())
         engine.destroy()
@@ -220,10 +225,7 @@ def test_the_sum_over_replicas_starts_when_the_sum_inside_of_the_shards_ends(sta
         shape = GPTConfig(vocab_size=512, sequence_length=512, num_layers=3, hidden_size=1024, num_heads=8)
         engine = shoal.initialize(model=GPT(shape), config=made)[0]
         batch = torch.zeros(2, 512, dtype=torch.long)
-        for _ in range(2):
-            with run.step():
-                engine.backward(engine(batch, batch))
-                engine.step()
+        take_steps(run, engine, batch, 2)
         engine.destroy()
     run.write_trace(tmp_path / "trace.json")
     begins: dict[str, list[float]] = {}
@@ -283,10 +285,7 @@ def test_experts_get_equally_many_tokens(stage: int) -> None:
         model = GPT(shape, experts=ExpertFeedForward)
         engine = shoal.initialize(model=model, config=config(stage, parallel={"ep": 2}, optimizer=ADAM))[0]
         batch = torch.zeros(2, 64, dtype=torch.long)
-        for _ in range(2):
-            with run.step():
-                engine.backward(engine(batch, batch))
-                engine.step()
+        take_steps(run, engine, batch, 2)
         engine.destroy()
     sent = 2 * 64 * shape.experts_per_token * 64 * 4 // 2  # half of the choices are of the other rank's experts
     assert run.steps[-1].received["all_to_all"] == 2 * 4 * sent  # of two layers: there and back, twice
@@ -301,9 +300,7 @@ def test_experts_launch_as_many_kernels_for_many_tokens_as_for_few(tmp_path: Pat
             model = GPT(shape, experts=ExpertFeedForward)
             engine = shoal.initialize(model=model, config=config(1, parallel={"ep": 2}, optimizer=ADAM))[0]
             batch = torch.zeros(1, tokens, dtype=torch.long)
-            with run.step():
-                engine.backward(engine(batch, batch))
-                engine.step()
+            take_steps(run, engine, batch, 1)
             engine.destroy()
         run.write_trace(path := tmp_path / f"{tokens}.json")
         events = json.loads(path.read_text())["traceEvents"]
@@ -326,10 +323,7 @@ def test_a_tensor_parallel_rank_is_dry_run(stage: int) -> None:
         made = config(stage, parallel={"tp": 2}, bf16={"enabled": True}, optimizer=ADAM)
         engine = shoal.initialize(model=GPT(shape), config=made)[0]
         batch = torch.zeros(2, 16, dtype=torch.long)
-        for _ in range(2):
-            with run.step():
-                engine.backward(engine(batch, batch))
-                engine.step()
+        take_steps(run, engine, batch, 2)
         entries = [entry for entry in engine.world.recorder.last if entry.axis == "tp" and entry.op == "all_reduce"]
         engine.destroy()
     of_layers = [entry for entry in entries if entry.nbytes == 2 * 16 * 64 * 2]  # of activations
@@ -410,10 +404,7 @@ def test_tensor_parallel_ranks_with_split_sequences_are_dry_run() -> None:
     with shoal.dry_run(2) as run:
         tokens = torch.zeros(batch, length, dtype=torch.long)
         engine = shoal.initialize(model=GPT(shape), config={**made, "optimizer": ADAM})[0]
-        for _ in range(2):
-            with run.step():
-                engine.backward(engine(tokens, tokens))
-                engine.step()
+        take_steps(run, engine, tokens, 2)
         engine.destroy()
     # Korthikanti et al., section 4.2.2: forward and backward gather and reduce-scatter at both regions of a block, and
     # backward gathers the inputs of both once more; embedding and head have one region more each.
@@ -514,9 +505,7 @@ def test_tensor_parallel_ranks_take_a_batch_that_was_made_before_the_dry_run() -
     batch = torch.zeros(2, 16, dtype=torch.long)
     with shoal.dry_run(2) as run:
         engine = shoal.initialize(model=GPT(shape), config=config(0, parallel={"tp": 2}, optimizer=ADAM))[0]
-        with run.step():
-            engine.backward(engine(batch, batch))
-            engine.step()
+        take_steps(run, engine, batch, 1)
     assert run.steps[0].memory.by_kind["optimizer state"] > 0
 
 

@@ -68,6 +68,7 @@ WORLD_ATTRIBUTES = {
     "device": "the device of this rank",
     "backend": "`threads`, `gloo`, `nccl`, `fake`, or `none` for one rank without a process group",
     "recorder": "the collectives that this rank issued: `last`, `table()`, and `with recorder.recording() as entries`",
+    "heartbeat": "what this rank is doing, for the launcher that looks for hangs",
     "mesh": "that of the engine that was created last",
     "is_closed": "after `close()`",
     "shared": "a dict that ranks which are threads of one process share; None for processes",

@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from shoal.heartbeat import Heartbeat
+
 RING = 1024  # calls: the last few steps of a large model
 
 
@@ -32,12 +34,17 @@ class Entry(NamedTuple):
 
 
 class Recorder:
-    """The calls of one rank over all its axes."""
+    """The calls of one rank over all its axes.
 
-    def __init__(self, ring: int = RING) -> None:
+    Args:
+        heartbeat: gets the last call.
+    """
+
+    def __init__(self, ring: int = RING, heartbeat: Heartbeat | None = None) -> None:
         self.num_issued = 0
         self._ring: deque[tuple[Any, ...]] = deque(maxlen=ring)  # the fields of entries, which are made when asked for
         self._recordings: list[list[Entry]] = []
+        self._heartbeat = heartbeat if heartbeat is not None and heartbeat.is_on else None
 
     def add(
         self,
@@ -51,6 +58,8 @@ class Recorder:
         fields = self.num_issued, axis, op, label, nbytes, dtype, kind
         self.num_issued += 1
         self._ring.append(fields)
+        if self._heartbeat is not None:
+            self._heartbeat.issued(self.num_issued, axis, op, label)
         for entries in self._recordings:
             entries.append(Entry(*fields))
 

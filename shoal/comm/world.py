@@ -42,6 +42,7 @@ from shoal.comm.protocol import Backend, Communicator
 from shoal.comm.recorder import Recorder
 from shoal.comm.torch_dist import ProcessTransport
 from shoal.errors import ConfigError, RankFailedError, UsageError
+from shoal.heartbeat import Heartbeat, heartbeat
 from shoal.mesh import Mesh
 from shoal.streams import simulation
 
@@ -72,6 +73,7 @@ class World:
     Args:
         device: where this rank computes.
         backend: ``threads``, ``gloo``, ``nccl``, ``fake``, or ``none`` for a single rank without a process group.
+        heartbeat: read by the launcher of this process; None: this rank is no process of its own.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class World:
         backend: str,
         transport: Transport | None,
         on_close: Callable[[], None] | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -90,7 +93,8 @@ class World:
         self.device = device
         self.backend = backend
         self.mesh = Mesh.of(size)  # of the engine that was made last
-        self.recorder = Recorder()
+        self.heartbeat = heartbeat or Heartbeat()
+        self.recorder = Recorder(heartbeat=self.heartbeat)
         self.shared: dict[str, Any] | None = None  # by ranks that are threads
         self.stages: FakeStages | None = None  # of a dry run of all pipeline stages
         self._transport = transport
@@ -367,6 +371,7 @@ def init_distributed(
     else:
         address = launch.address or "127.0.0.1"
         arguments["init_method"] = f"tcp://{address}:{launch.port or distributed_port}"
+    heartbeat().enter("init", timeout.total_seconds())
     with _logs_a_long_start(launch):
         dist.init_process_group(backend, **arguments)
     world = _adopt(timeout, owns_group=True)
@@ -494,8 +499,9 @@ def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
                 transport.close()
                 raise
     world = World(
-        rank, size, local_rank, device, backend, transport, dist.destroy_process_group if owns_group else None
-    )
+        rank, size, local_rank, device, backend, transport, dist.destroy_process_group if owns_group else None,
+        heartbeat(),
+    )  # fmt: skip
     _process.world = world
     _process.group = group
     _process.pid = os.getpid()

@@ -394,6 +394,17 @@ class Debug(Section):
     )
 
 
+class Timeouts(Section):
+    """Seconds after which `shoal run` takes a section of a rank for hung; null: never."""
+
+    init: float | None = key(3600.0, "from the start until `initialize` has returned", gt=0)
+    data: float | None = key(None, "the script's own work between two steps, such as loading a batch", gt=0)
+    compile: float | None = key(3600.0, "forward or backward of the first step of a compiled model", gt=0)
+    step: float | None = key(1800.0, "one forward, one backward, or one step of the optimizer", gt=0)
+    evaluation: float | None = key(3600.0, "one forward without gradients", gt=0)
+    checkpoint: float | None = key(3600.0, "saving or loading a checkpoint", gt=0)
+
+
 class Data(Section):
     """The position in the training data."""
 
@@ -492,5 +503,6 @@ class Schema(Section):
     )
     wire: WireSection = section(WireSection, "formats in which parameters, gradients and activations are sent")
     local_steps: LocalStepsSection = section(LocalStepsSection, "replicas that are synchronised from time to time")
+    timeouts: Timeouts = section(Timeouts, "hangs that `shoal run` ends and explains")
     debug: Debug = section(Debug, "checks that cost time")
     data: Data = section(Data, "the position in the training data")

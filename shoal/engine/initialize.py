@@ -50,6 +50,7 @@ from shoal.engine.parts.local_steps import LocalSteps
 from shoal.engine.parts.low_precision import LowPrecision
 from shoal.engine.parts.part import Part
 from shoal.engine.parts.save_on_signal import SaveOnSignal
+from shoal.engine.parts.sections import Sections
 from shoal.engine.parts.sequence import AttentionCheck, SequenceRanks
 from shoal.engine.parts.stream_check import checking_streams
 from shoal.engine.parts.tensor import TensorParallelChecks
@@ -125,6 +126,7 @@ def initialize(
     if is_split and settings.expert_parallel.expert_tensor_parallel_size == 1:
         split = {"expert_tensor_parallel_size": model_degrees(settings).get("tp", 1)}
         settings = settings.model_copy(update={"expert_parallel": settings.expert_parallel.model_copy(update=split)})
+    world.heartbeat.enter("init", settings.timeouts.init)
     with checking_streams(settings) as checks:
         return _start(
             engine_class,
@@ -299,6 +301,8 @@ def _parts(
 ) -> Iterator[Part]:
     """What joins the steps of an engine, as the config and the mesh ask for it."""
     axes = properties.axes
+    if properties.world.heartbeat.is_on:
+        yield Sections(properties.world.heartbeat, properties.config.timeouts)
     if curriculum:
         yield curriculum
     yield FirstInputs(sharding, properties, accumulation, 2 if isinstance(sharding.module, StageModule) else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -250,9 +251,10 @@ class EngineState(nn.Module):
         Memory: one block of 4 MiB on the host; with ``checkpoint.async_save`` this rank's share of the state.
         """
         self._be_ready()
-        return self.checkpointing.save(
-            save_dir, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
-        )
+        with self._in_checkpoint():
+            return self.checkpointing.save(
+                save_dir, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
+            )
 
     def load_checkpoint(
         self,
@@ -280,15 +282,19 @@ class EngineState(nn.Module):
         Memory: one block of 4 MiB on the host; of DeepSpeed's checkpoints one parameter.
         """
         self._be_ready("loading")
-        return self.checkpointing.load(
-            load_dir,
-            tag,
-            is_strict=load_module_strict,
-            has_optimizer=load_optimizer_states,
-            has_schedule=load_lr_scheduler_states,
-            is_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-        )
+        with self._in_checkpoint():
+            return self.checkpointing.load(
+                load_dir,
+                tag,
+                is_strict=load_module_strict,
+                has_optimizer=load_optimizer_states,
+                has_schedule=load_lr_scheduler_states,
+                is_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
+
+    def _in_checkpoint(self) -> AbstractContextManager[None]:
+        return self.world.heartbeat.inside("checkpoint", self.properties.config.timeouts.checkpoint)
 
     def save_16bit_model(
         self,

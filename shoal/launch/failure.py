@@ -120,7 +120,7 @@ def _users_frame(traceback: Sequence[str]) -> str:
     """The last frame that is in no package and not in Python's library: ``train.py:9, in main: engine.step()``."""
     for at in reversed(range(len(traceback))):
         match = _FRAME.match(traceback[at])
-        if match is None or not _is_users(match["path"]):
+        if match is None or not is_users_file(match["path"]):
             continue
         path, code = Path(match["path"]), traceback[at + 1].strip() if at + 1 < len(traceback) else ""
         shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
@@ -129,7 +129,8 @@ def _users_frame(traceback: Sequence[str]) -> str:
     return ""
 
 
-def _is_users(path: str) -> bool:
+def is_users_file(path: str) -> bool:
+    """True for a file that is in no package and not in Python's library."""
     if path.startswith("<") or "site-packages" in path:
         return False
     return not Path(path).is_relative_to(_PACKAGE) and not Path(path).is_relative_to(sysconfig.get_paths()["stdlib"])
@@ -152,7 +153,7 @@ def describe(ended: Sequence[EndedRank], *, whole: bool = False) -> tuple[int, s
     if code == -signal.SIGTERM and error.error:  # it was ending by the exception when the launcher ended it
         code = next((each.exit_code for each in ended if each.rank in same and each.exit_code > 0), 1)
     if len(same) > 1:
-        head = f"shoal: ranks {_listed(same)} failed with the same error and exit code {_shell_code(code)}."
+        head = f"shoal: ranks {listed_ranks(same)} failed with the same error and exit code {_shell_code(code)}."
     else:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         head = f"shoal: rank {first.rank} failed first: it {how}."
@@ -193,16 +194,16 @@ def errors_of(log_dir: Path, num_ranks: int) -> dict[int, RankError]:
     }
 
 
-def describe_restart(errors: Mapping[int, RankError]) -> str:
-    """The line on ranks that are all started anew: which of them failed, with which error."""
+def describe_attempt(errors: Mapping[int, RankError]) -> str:
+    """Which rank of an attempt failed, with which error, in a line; empty where none has written one."""
     failed = sorted((error.is_of_a_lost_peer, rank) for rank, error in errors.items() if error.error)
     if not failed:
-        return "shoal: all ranks are started anew."
+        return ""
     (is_lost_peer, rank), *_ = failed
     error = errors[rank]
     who = "" if is_lost_peer else f"rank {rank} failed: "  # the message names the rank that failed
     place = f" (at {error.place})" if error.place else ""
-    return f"shoal: all ranks are started anew: {who}{_OWN_ERROR.sub('', error.error[0])}{place}"
+    return f"{who}{_OWN_ERROR.sub('', error.error[0])}{place}"
 
 
 def stderr_of(local_rank: int, log_dir: Path) -> Path | None:
@@ -213,9 +214,9 @@ def stderr_of(local_rank: int, log_dir: Path) -> Path | None:
     return attempts[max(attempts)] if attempts else None
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def listed_ranks(ranks: Sequence[int]) -> str:
     """
-    >>> _listed([0, 1, 2, 3]), _listed([0, 2]), _listed([0, 2, 3])
+    >>> listed_ranks([0, 1, 2, 3]), listed_ranks([0, 2]), listed_ranks([0, 2, 3])
     ('0 to 3', '0 and 2', '0, 2 and 3')
     """
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:

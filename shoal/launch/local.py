@@ -4,7 +4,8 @@
                           \\--> child.py --exec--> program, rank 1 ...
 
 Every rank's output goes to a file and from there to the terminal, each line with its rank (``output.py``). When ranks
-fail, the others are ended, and the outcome carries the error of the one that failed first (``failure.py``).
+fail, the others are ended, and the outcome carries the error of the one that failed first (``failure.py``). When they
+hang, all are ended, and it carries their stacks (``hang.py``).
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import UsageError
+from shoal.heartbeat import FOLDER
 from shoal.launch.cores import BoundCores
 from shoal.launch.environment import read_environment
 from shoal.launch.failure import EndedRank, describe, errors_of, stderr_of
+from shoal.launch.hang import HangWatch
 from shoal.launch.output import RankOutput
 
 CHILD = Path(__file__).with_name("child.py")
@@ -121,23 +124,29 @@ def run_local(job: LocalJob) -> Outcome:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from shoal.launch.torchelastic import FollowedFiles
+    from shoal.launch.torchelastic import FollowedFiles, SameFailureError
 
     if job.num_ranks < 1:
         raise UsageError(f"{job.num_ranks} ranks: a job needs at least 1.", do="give --ranks a positive number.")
     _check_devices(job.num_ranks)
     _check_port(job)
     log_dir = Path(tempfile.mkdtemp(prefix="shoal-run-"))
+    heartbeats = log_dir / "heartbeats"
+    heartbeats.mkdir(mode=0o700)
     output = RankOutput(sys.stdout, sys.stderr)
+    watch = HangWatch(heartbeats, log_dir, output)
     config = LaunchConfig(
         nproc_per_node=job.num_ranks,
         **_rendezvous(job.place, job.elastic),
         max_restarts=job.elastic.max_restarts if job.elastic is not None else 0,
         monitor_interval=0.1,
         **_shutdown(LaunchConfig, job.stop_seconds),
-        logs_specs=FollowedFiles(output, log_dir, job.num_ranks, rank_0_keeps_terminal=job.rank_0_keeps_terminal),
+        logs_specs=FollowedFiles(
+            output, watch, log_dir, job.num_ranks, rank_0_keeps_terminal=job.rank_0_keeps_terminal
+        ),
     )
-    assignments = {"PYTHONUNBUFFERED": "1", **_threads(job), **job.environment}
+    always = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", FOLDER: str(heartbeats)}
+    assignments = {**always, **_threads(job), **job.environment}
     bound = ["--cores", ";".join(",".join(map(str, cpus)) for cpus in job.cores.cpus)] if job.cores else []
     arguments = [
         *("-I", "-S", str(CHILD), str(os.getpid()), *bound),
@@ -145,7 +154,7 @@ def run_local(job: LocalJob) -> Outcome:
         *("--", *job.program),
     ]
     try:
-        with output, _quiet_torchelastic():
+        with output, watch, _quiet_torchelastic():
             try:
                 elastic_launch(config, sys.executable)(*arguments)
             except ChildFailedError as error:
@@ -154,7 +163,11 @@ def run_local(job: LocalJob) -> Outcome:
                 for rank, failure in error.failures.items():
                     here, stderr = failure.local_rank, stderr_of(failure.local_rank, log_dir)
                     ended.append(EndedRank(rank, here, failure.exitcode, stderr, output.shown(here)))
-                return Outcome(*describe(ended, whole=read_environment().wants_tracebacks))
+                code, report = describe(ended, whole=read_environment().wants_tracebacks)
+                return Outcome(code, watch.finish() or report)
+            except SameFailureError as error:
+                output.end()
+                return Outcome(1, str(error))
             except SignalException as error:
                 errors = errors_of(log_dir, job.num_ranks)
                 interrupted = {rank: each for rank, each in errors.items() if each.error[:1] == ("KeyboardInterrupt",)}

@@ -172,6 +172,12 @@ class RankOutput:
             self._tails.clear()
             self._errors.clear()
 
+    def cut(self) -> None:
+        """Write what the ranks have written until now, and follow their files no longer."""
+        with self._lock:
+            self._end()
+            self._tails.clear()
+
     def shown(self, local_rank: int) -> Literal["nothing", "lines", "lines and traceback"]:
         """What of a rank's stderr is on the terminal."""
         if local_rank not in self._errors:

@@ -7,6 +7,7 @@ machine publishes the address in each round, with a new port at which rank 0 lis
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,31 +18,45 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, rendez
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from shoal.launch.failure import describe_restart, errors_of
+from shoal.launch.failure import RankError, describe_attempt, errors_of
+from shoal.launch.hang import HangWatch
 from shoal.launch.output import RankOutput
 
 
+class SameFailureError(Exception):
+    """Two attempts in a row failed alike, in the same step: a third one would, too."""
+
+
 class FollowedFiles(DefaultLogsSpecs):
-    """Tells ``output`` the files of each attempt, and the ranks' numbers among those of all machines.
+    """Tells ``output`` and ``watch`` of each attempt: its files, and the ranks' numbers among those of all machines.
 
     Args:
         rank_0_keeps_terminal: follow only local rank 0's stderr, without a prefix; its stdout stays the terminal.
     """
 
-    def __init__(self, output: RankOutput, log_dir: Path, num_ranks: int, *, rank_0_keeps_terminal: bool) -> None:
+    def __init__(
+        self, output: RankOutput, watch: HangWatch, log_dir: Path, num_ranks: int, *, rank_0_keeps_terminal: bool
+    ) -> None:
         redirects = dict.fromkeys(range(num_ranks), Std.ALL)
         if rank_0_keeps_terminal:
             redirects[0] = Std.ERR
         super().__init__(log_dir=str(log_dir), redirects=redirects)
         self._output = output
+        self._watch = watch
         self._is_alone = rank_0_keeps_terminal
         self._ranks: dict[int, int] = {}  # of the attempt before, by local rank
+        self._last: object = None  # the failure of that attempt
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         if self._ranks:
             errors = errors_of(Path(self.root_log_dir), len(self._ranks))
-            why = describe_restart({self._ranks[here]: error for here, error in errors.items()})
-            self._output.begin_attempt(why, [here for here, error in errors.items() if error.is_of_a_lost_peer])
+            hang = self._watch.finish()
+            failure = describe_attempt({self._ranks[here]: error for here, error in errors.items()})
+            self._check_progress(hang, errors, failure)
+            why = f"shoal: all ranks are started anew{f': {failure}' if failure else '.'}"
+            withheld = [here for here, error in errors.items() if error.is_of_a_lost_peer]
+            self._output.begin_attempt(f"{hang}\n{why}" if hang else why, withheld)
+            self._watch.begin_attempt()
         self._ranks = {local_rank: int(environment["RANK"]) for local_rank, environment in envs.items()}
         files = super().reify(envs)
         for local_rank, environment in envs.items():
@@ -52,6 +67,17 @@ class FollowedFiles(DefaultLogsSpecs):
             elif local_rank == 0:
                 self._output.follow(0, "", stdout="", stderr=files.stderrs[0])
         return files
+
+    def _check_progress(self, hang: str, errors: Mapping[int, RankError], failure: str) -> None:
+        """Raises: SameFailureError: the attempt before failed in the same step, of the same cause."""
+        own = {(rank, error.key) for rank, error in errors.items() if error.error and not error.is_of_a_lost_peer}
+        step = self._watch.step
+        last, self._last = self._last, (step, bool(hang), own) if (hang or own) and step is not None else None
+        if last is not None and last == self._last:
+            raise SameFailureError(
+                f"{hang or f'shoal: {failure}'}\n"
+                f"shoal: the attempt before failed alike, also in step {step}, so the job is not started again."
+            )
 
 
 NAME = "shoal"

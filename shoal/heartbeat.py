@@ -1,0 +1,174 @@
+"""What a rank is doing, in a file that its launcher maps too: it can be read while the rank is stopped or stuck.
+
+    launcher    SHOAL_HEARTBEATS=<private folder>, in the environment of the ranks
+    rank        heartbeat().enter("step", seconds=60, step=7)            at the start of each section
+                heartbeat().issued(812, "dp", "all_gather", "layers.3")  for each collective
+    launcher    read_heartbeats(folder): is a section older than its time-out?
+
+A program that no such launcher has started has a heartbeat without a file, which does nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.process import started
+
+FOLDER = "SHOAL_HEARTBEATS"
+SECTIONS = ("init", "data", "compile", "step", "evaluation", "checkpoint")
+
+_NBYTES = 512
+_OWNER = struct.Struct("=qqq")  # rank, process number, its start
+_SECTION = struct.Struct("=dddq")  # number in SECTIONS, monotonic seconds at its start, time-out (0: none), step
+_NUMBER = struct.Struct("=q")  # collectives issued
+_SECTION_AT = _OWNER.size
+_NUMBER_AT = _SECTION_AT + _SECTION.size
+_LABEL_AT = _NUMBER_AT + _NUMBER.size
+_LABEL_NBYTES = _NBYTES - _LABEL_AT
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What one rank was doing when it was read. ``seconds``: 0 where the section has no time-out."""
+
+    local_rank: int
+    rank: int
+    pid: int
+    started: int  # ticks since boot
+    section: str
+    began: float  # monotonic seconds, the same clock in all processes of a machine
+    seconds: float
+    step: int
+    num_issued: int
+    last_issued: str
+
+    @property
+    def is_late(self) -> bool:
+        """True if the section takes longer than its time-out."""
+        return 0.0 < self.seconds < time.monotonic() - self.began
+
+
+class Heartbeat:
+    """This rank's. Args: ``memory``: ``_NBYTES``; None: nothing is written."""
+
+    def __init__(self, memory: mmap.mmap | None = None) -> None:
+        self._memory = memory
+        self._labels: dict[tuple[str, str, str], bytes] = {}
+        self._last: tuple[int, float, int] = 0, 0.0, 0
+        self.is_on = memory is not None
+
+    def enter(self, section: str, seconds: float | None, step: int = 0) -> None:
+        """A section begins now, and the one before has ended.
+
+        Args:
+            section: one of ``SECTIONS``.
+            seconds: its time-out; None: none.
+            step: steps taken.
+        """
+        self._last = SECTIONS.index(section), seconds or 0.0, step
+        self._write()
+
+    @contextmanager
+    def inside(self, section: str, seconds: float | None) -> Iterator[None]:
+        """A section inside another one, which begins anew after it."""
+        outer, step = self._last, self._last[2]
+        self.enter(section, seconds, step)
+        try:
+            yield
+        finally:
+            self._last = outer
+            self._write()
+
+    def _write(self) -> None:
+        if self._memory is not None:
+            number, seconds, step = self._last
+            _SECTION.pack_into(self._memory, _SECTION_AT, number, time.monotonic(), seconds, step)
+
+    def issued(self, number: int, axis: str, op: str, label: str) -> None:
+        """This rank issues its collective ``number``, counted from 1 over all axes."""
+        memory = self._memory
+        if memory is None:
+            return
+        key = axis, op, label
+        text = self._labels.get(key)
+        if text is None:
+            text = f"{op} {label!r} on axis {axis!r}".encode()[:_LABEL_NBYTES].ljust(_LABEL_NBYTES, b"\0")
+            if len(self._labels) < 4096:
+                self._labels[key] = text
+        memory[_LABEL_AT:_NBYTES] = text
+        _NUMBER.pack_into(memory, _NUMBER_AT, number)
+
+
+_heartbeat: Heartbeat | None = None
+
+
+def heartbeat() -> Heartbeat:
+    """This process's: made at the first call, where its launcher has named a folder and no other process of the same
+    local rank has one.
+    """
+    global _heartbeat
+    if _heartbeat is None:
+        _heartbeat = _open()
+    return _heartbeat
+
+
+def _open() -> Heartbeat:
+    folder, local_rank = os.environ.get(FOLDER), os.environ.get("LOCAL_RANK", "")
+    start = started(os.getpid())
+    if not folder or not local_rank.isdecimal() or start is None:
+        return Heartbeat()
+    try:
+        file = os.open(Path(folder, local_rank), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        return Heartbeat()  # a process that this rank has started; or the launcher has ended
+    try:
+        os.ftruncate(file, _NBYTES)
+        memory = mmap.mmap(file, _NBYTES)
+    finally:
+        os.close(file)
+    memory[:] = bytes(_NBYTES)
+    _OWNER.pack_into(memory, 0, int(os.environ.get("RANK", local_rank)), os.getpid(), start)
+    return Heartbeat(memory)
+
+
+def _in_forked_child() -> None:
+    global _heartbeat
+    _heartbeat = Heartbeat()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+
+
+def clear_heartbeats(folder: Path) -> None:
+    """Before the ranks of another attempt start: their processes are others."""
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def read_heartbeats(folder: Path, *, has_ended: bool = False) -> list[Beat]:
+    """Those of the ranks that have begun, by local rank.
+
+    Args:
+        has_ended: also of processes that are there no longer.
+    """
+    beats = []
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        if len(data) != _NBYTES:
+            continue
+        rank, pid, start = _OWNER.unpack_from(data)
+        number, began, seconds, step = _SECTION.unpack_from(data, _SECTION_AT)
+        if not pid or (started(pid) != start and not has_ended):
+            continue
+        label = data[_LABEL_AT:].rstrip(b"\0").decode(errors="replace")
+        num_issued = _NUMBER.unpack_from(data, _NUMBER_AT)[0]
+        section = SECTIONS[int(number)]
+        beats.append(Beat(int(path.name), rank, pid, start, section, began, seconds, step, num_issued, label))
+    return sorted(beats, key=lambda beat: beat.local_rank)

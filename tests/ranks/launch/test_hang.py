@@ -1,0 +1,107 @@
+"""Hangs of real processes: found, explained and ended by the launcher."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.launch.test_launch import START, is_alive
+
+SCRIPT = """
+import os, signal, time
+from pathlib import Path
+import torch
+import shoal
+
+rank = int(os.environ["RANK"])
+Path({folder!r}, f"{{rank}}.pid").write_text(str(os.getpid()))
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+        self.count = 0
+
+    def forward(self, batch):
+        self.count += torch.is_grad_enabled()
+        if self.count == 2 and rank == 1:
+            stuck()
+        return self.inner(batch).square().mean()
+
+def stuck():
+    {stuck}
+
+model = Model()
+config = {{"train_micro_batch_size_per_gpu": 1, "timeouts": {{"step": 1.5, "evaluation": 60}}}}
+engine, *_ = shoal.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+with torch.no_grad():
+    engine(torch.ones(1, 8))
+    {in_evaluation}
+for step in range(3):
+    engine.backward(engine(torch.ones(1, 8)))
+    engine.step()
+engine.destroy()
+print("over")
+"""
+
+
+def run(folder: Path, stuck: str, in_evaluation: str = "pass", start: str = START) -> tuple[int, str, float]:
+    """Returns: the exit code, stderr, and the seconds from the start of the hang to the end of the job."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(folder=str(folder), stuck=stuck, in_evaluation=in_evaluation))
+    job = subprocess.run(
+        [sys.executable, "-c", start, "2", str(script)], capture_output=True, text=True, timeout=55, check=False
+    )
+    ended = time.time()
+    mark = folder / "stuck"
+    return job.returncode, job.stderr, ended - mark.stat().st_mtime if mark.exists() else 0.0
+
+
+@pytest.mark.parametrize(
+    ("stuck", "doing"),
+    [
+        ("time.sleep(50)", r"rank 1: runs .*script\.py:\d+, in stuck; collective \d+: "),
+        ("sum(range(10 ** 13))", r"rank 1: runs .*script\.py:\d+, in stuck; "),  # holds the GIL
+        ("os.kill(os.getpid(), signal.SIGSTOP)", r"rank 1: is stopped, by a signal or a debugger; collective \d+: "),
+    ],
+)
+def test_the_rank_that_hangs_is_named_with_its_stack_and_all_ranks_are_gone(
+    stuck: str, doing: str, tmp_path: Path
+) -> None:
+    mark = f"Path({str(tmp_path)!r}, 'stuck').touch(); "
+    code, err, seconds = run(tmp_path, mark + stuck)
+    assert code == 128 + signal.SIGABRT, err
+    assert "[hang] step 1: rank 1 hangs; section 'step'" in err
+    assert re.search(doing, err), err
+    assert re.search(r"rank 0: waits in a collective, called at .*script\.py:\d+, in ", err), err
+    assert re.search(r'the stack of rank 1:\n +File ".*script\.py", line \d+ in stuck', err), err
+    kept = Path(re.search(r"the stacks of all threads of all ranks: (\S+)", err)[1])  # type: ignore[index]
+    text = kept.read_text()
+    kept.unlink()
+    assert "rank 0\n" in text and "rank 1\n" in text and text.count("most recent call first") >= 2
+    assert "Fatal Python error" not in err  # the dumps are in the file
+    assert len(err.splitlines()) < 40
+    assert not any(is_alive(int(path.read_text())) for path in tmp_path.glob("*.pid"))
+    assert seconds < 1.5 + 12  # the machine is shared; idle it takes under 4
+
+
+def test_a_section_that_is_given_more_time_is_no_hang(tmp_path: Path) -> None:
+    code, err, _ = run(tmp_path, "pass", "time.sleep(4)")
+    assert code == 0, err
+    assert "[hang]" not in err
+
+
+def test_a_job_that_fails_alike_in_the_same_step_is_not_started_a_third_time(tmp_path: Path) -> None:
+    attempts = tmp_path / "attempts"
+    elastic = START.replace("int(sys.argv[1])", "int(sys.argv[1]), elastic=Elastic(max_restarts=9)")
+    code, err, _ = run(tmp_path, f"open({str(attempts)!r}, 'a').write('.'); raise ValueError('always')", start=elastic)
+    assert code == 1, err
+    assert attempts.read_text() == ".."
+    assert "shoal: all ranks are started anew: rank 1 failed: ValueError: always" in err
+    assert err.rstrip().endswith("the attempt before failed alike, also in step 1, so the job is not started again.")

@@ -1,0 +1,103 @@
+"""Which rank the others wait for, and what a dump of stacks says."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal import heartbeat as module
+from shoal.heartbeat import Beat, Heartbeat, clear_heartbeats, read_heartbeats
+from shoal.launch.hang import Stuck, causes_of, describe_hang, main_stack
+
+BEAT = Beat(0, 0, 1, 1, "step", 0.0, 60.0, 7, 100, "all_gather 'layers.3' on axis 'dp'")
+PACKAGE = Path(module.__file__).parent
+WAITING = (f'  File "{PACKAGE}/comm/gloo.py", line 3 in wait', '  File "/home/me/train.py", line 9 in main')
+COMPUTING = ('  File "/home/me/model.py", line 5 in forward', '  File "/home/me/train.py", line 9 in main')
+
+
+def ranks(*stuck: Stuck) -> list[Stuck]:
+    return [replace(each, beat=replace(each.beat, rank=rank)) for rank, each in enumerate(stuck)]
+
+
+@pytest.mark.parametrize(
+    ("stuck", "causes"),
+    [
+        ([Stuck(BEAT, WAITING), Stuck(BEAT, COMPUTING), Stuck(BEAT, (), is_stopped=True)], [2]),
+        ([Stuck(BEAT, WAITING), Stuck(BEAT, COMPUTING), Stuck(BEAT, WAITING)], [1]),
+        ([Stuck(BEAT, WAITING), Stuck(replace(BEAT, num_issued=99), WAITING)], [1]),
+        ([Stuck(BEAT, COMPUTING), Stuck(replace(BEAT, num_issued=99), COMPUTING)], [1]),
+        ([Stuck(BEAT, WAITING), Stuck(BEAT, WAITING)], []),
+        ([Stuck(BEAT, COMPUTING)], [0]),
+    ],
+)
+def test_the_ranks_that_the_others_wait_for(stuck: list[Stuck], causes: list[int]) -> None:
+    assert [each.beat.rank for each in causes_of(ranks(*stuck))] == causes
+
+
+def test_a_report_names_a_late_section_the_ranks_and_their_last_collectives() -> None:
+    data = replace(BEAT, section="data", seconds=0.0)
+    text = describe_hang(ranks(Stuck(BEAT, WAITING, is_late=True), Stuck(data, COMPUTING)), "/tmp/kept.txt")
+    head, second, third, *_ = text.splitlines()
+    assert "step 7: rank 1 hangs; section 'step' of rank 0 took longer than its 60 s (timeouts.step)" in head
+    last = "collective 100: all_gather 'layers.3' on axis 'dp'"
+    assert second == f"  rank 1: runs /home/me/model.py:5, in forward; {last}"
+    assert third.startswith("  rank 0: waits in a collective, called at /home/me/train.py:9, in main; ")
+    assert "/tmp/kept.txt" in text
+
+
+def test_a_report_on_many_ranks_fits_a_screen() -> None:
+    text = describe_hang(ranks(*[Stuck(BEAT, WAITING * 20, is_late=True)] * 64), "/tmp/kept.txt")
+    assert "all ranks wait" in text and "and 48 more ranks" in text
+    assert len(text.splitlines()) < 40
+
+
+@pytest.mark.parametrize(
+    ("main", "expected"),
+    [("train.py", "train.py"), ("torch/autograd/graph.py", "shoal/running/hooks.py")],
+    ids=["main thread", "thread of autograd"],
+)
+def test_the_stack_is_that_of_the_main_thread_or_of_the_one_that_runs_backward(main: str, expected: str) -> None:
+    dump = f"""Fatal Python error: Aborted
+
+Thread 0x00007f01 [pt_autograd_0] (most recent call first):
+  File "/lib/shoal/running/hooks.py", line 3 in on_gradient
+
+Current thread 0x00007f02 (most recent call first):
+  File "/lib/{main}", line 8 in _engine_run_backward
+  File "/lib/torch/other.py", line 9 in main
+
+Extension modules: torch._C (total: 1)
+""".replace("_engine_run_backward", "_engine_run_backward" if "graph" in main else "run")
+    assert main_stack(dump)[0].startswith(f'  File "/lib/{expected}"')
+
+
+def test_a_heartbeat_is_read_by_another_process_and_outlives_a_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_HEARTBEATS", str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "9")
+    beat = module._open()
+    beat.enter("step", 60.0, 5)
+    beat.issued(12, "dp", "all_gather", "layers.3")
+    with beat.inside("checkpoint", None):
+        (read,) = read_heartbeats(tmp_path)
+        assert (read.section, read.seconds, read.step, read.is_late) == ("checkpoint", 0.0, 5, False)
+    (read,) = read_heartbeats(tmp_path)
+    assert (read.local_rank, read.rank, read.pid) == (1, 9, os.getpid())
+    assert (read.section, read.seconds, read.step) == ("step", 60.0, 5)
+    assert (read.num_issued, read.last_issued) == (12, "all_gather 'layers.3' on axis 'dp'")
+    assert replace(read, began=read.began - 61.0).is_late and not read.is_late
+    assert not module._open().is_on  # a process that the rank has started
+    clear_heartbeats(tmp_path)
+    assert read_heartbeats(tmp_path) == []
+
+
+def test_without_a_launcher_nothing_is_written() -> None:
+    beat = Heartbeat()
+    beat.enter("step", 1.0)
+    beat.issued(1, "dp", "all_gather", "root")
+    assert not beat.is_on

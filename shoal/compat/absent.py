@@ -26,7 +26,6 @@ _DISK = "set zero_optimization.offload_optimizer.device to nvme; Shoal's disk ti
 _SAVING = "call engine.save_checkpoint(); checkpoint.async_save in the config saves while training continues."
 _TENSOR = "train with ZeRO stage 3, which needs no change of the model."
 _OFFLOAD = "set zero_optimization.offload_optimizer.device to cpu."
-_DISTILLATION = "compute the loss of the responses in the script; RolloutBatch says where they begin."
 _LINEAR = "use torch.nn.Linear, and PEFT for LoRA: its adapters train under every stage."
 _MUON = "name Muon as optimizer.type in the config."
 _STAGES = "Shoal runs any schedule through initialize() and train_batch(); this is a part of DeepSpeed's own runtime."
@@ -128,7 +127,11 @@ ABSENT: dict[str, tuple[str, str]] = {
     "runtime.domino.transformer": (_TENSOR, "DominoTransformer DominoTransformerLayer"),
     "runtime.superoffload": (_OFFLOAD, ""),
     "runtime.zenflow": (_OFFLOAD, ""),
-    "runtime.rollout": (_DISTILLATION, "JSDLossOutput ResponseTokenBatch generalized_jsd_loss"),
+    "runtime.rollout": (
+        _HYBRID,
+        "HybridEngineRollout RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig build_rollout"
+        " JSDLossOutput ResponseTokenBatch generalized_jsd_loss",
+    ),
     "io": (_DISK, ""),
     "nvme": (_DISK, ""),
     "compile": ("use engine.compile(), torch's own compiler.", ""),
@@ -184,7 +187,12 @@ ABSENT: dict[str, tuple[str, str]] = {
     "checkpoint.zero_checkpoint": (_CHECKPOINTS, "ZeROCheckpoint"),
     "elasticity.elastic_agent": (_ELASTIC, "DSElasticAgent"),
     "linear": (_LINEAR, "OptimizedLinear LoRAConfig QuantizationConfig Init init_lora"),
-    "runtime.comm.coalesced_collectives": (_ENCODED, "all_to_all_quant_reduce"),
+    "runtime.comm.coalesced_collectives": (_BACKENDS, "reduce_scatter_coalesced all_to_all_quant_reduce"),
+    "runtime.config_utils": ("derive the model from pydantic.BaseModel.", "DeepSpeedConfigModel"),
+    "runtime.sparse_tensor": (
+        "make embeddings with sparse=True, or set sparse_gradients in the config: the engine reduces their gradients.",
+        "SparseTensor",
+    ),
     "runtime.hybrid_engine": (_HYBRID, "DeepSpeedHybridEngine"),
     "sequence.auto_sp": (_SEQUENCE, "auto_wrap_model_for_sp"),
     "sequence.cross_entropy": (_SEQUENCE, "vocab_parallel_cross_entropy"),
@@ -201,7 +209,17 @@ NAMED: dict[str, str] = {
         " checkpoint.affine_transfer checkpoint.autoep_affine checkpoint.autoep_universal"
         " checkpoint.autoep_zero3_metadata"
     ),
-    "use tensorboard, wandb, comet or csv_monitor in the config.": "monitor.utils",
+    "use tensorboard, wandb, comet or csv_monitor in the config, or MonitorMaster(get_monitor_config({...})).": (
+        "monitor.utils monitor.comet monitor.csv_monitor monitor.tensorboard monitor.wandb"
+    ),
+    "read deepspeed.DeepSpeedConfig(config), whose attributes are the keys.": (
+        "runtime.data_pipeline.config utils.config"
+    ),
+    "write it in the script: these are a few lines of Python or torch.": (
+        "utils.bwc utils.debug utils.exceptions utils.module_utils"
+    ),
+    "set OMP_NUM_THREADS, or start the command with --bind_cores_to_rank.": "utils.numa",
+    "read engine.memory_report().": "runtime.zero.offload_states",
     "import the builder from deepspeed.ops.op_builder.": (
         "ops.op_builder.async_io ops.op_builder.cpu ops.op_builder.cpu_adagrad ops.op_builder.cpu_adam"
         " ops.op_builder.cpu_lion ops.op_builder.fused_adam ops.op_builder.fused_lamb ops.op_builder.fused_lion"
@@ -253,9 +271,7 @@ MISSING: dict[str, dict[str, str]] = {
             "enable_universal_checkpoint load_hp_checkpoint_state"
         ),
     },
-    "utils.numa": {
-        "set OMP_NUM_THREADS, or start the command under numactl.": "get_numactl_cmd get_numa_cores",
-    },
+    "runtime.utils": {"use torch.distributed.tensor.": "PartitionedTensor"},
 }
 
 

@@ -131,12 +131,6 @@ class DeepSpeedCheckpoint:
             self.global_state[info_key] = open_file(Path(self.mp_rank_files[0]), verify=False).get(info_key)
         return self.global_state[info_key]
 
-    def validate_files(self) -> None:
-        """Raise an error that names the files that no longer exist."""
-        for file in self.file_list:
-            if not os.path.isfile(file):
-                logger.error("%s is gone.", file)
-
 
 for _name in _REFUSED.split():
     setattr(DeepSpeedCheckpoint, _name, absent_function(f"deepspeed.checkpoint.DeepSpeedCheckpoint.{_name}", _READ))
@@ -173,21 +167,6 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     if isinstance(item, list | tuple):
         return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
     return item
-
-
-def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """The model file of a tensor-parallel rank, of two digits, in a checkpoint's folder."""
-    return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
-
-
-def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
-    """The optimizer file of a rank."""
-    return os.path.join(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
-
-
-def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
-    """The file of a pipeline's layer (``layer_01``), of a tensor-parallel rank."""
-    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt")
 
 
 # deepspeed.checkpoint.ds_to_universal

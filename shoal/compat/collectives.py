@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,14 +21,11 @@ from shoal.device import Device
 from shoal.engine.log import say_on_rank_0
 from shoal.mesh import Mesh
 from shoal.observe.collectives import (
-    CollectiveLog,
-    Records,
     bandwidths,
     collective_log,
     current_log,
     straggler_table,
     stragglers,
-    summary_of,
     timed,
 )
 from shoal.text import format_bytes
@@ -196,104 +193,6 @@ def calc_bw_log(comm_op: str, size: float, duration: float) -> tuple[float, floa
     return bandwidths(comm_op, size, duration, current_world().size)
 
 
-def _attribute_of_log(name: str, read: type | None = None, write: type | None = None) -> Any:
-    """The log's attribute ``name`` as one of a ``CommsLogger``, converted by ``read`` and ``write``."""
-
-    def get(logger: CommsLogger) -> Any:
-        value = getattr(logger.log, name)
-        return value if read is None else read(value)
-
-    def put(logger: CommsLogger, value: Any) -> None:
-        setattr(logger.log, name, value if write is None else write(value))
-
-    return property(get, put)
-
-
-class CommsLogger:
-    """A log of collectives under DeepSpeed's names. ``log``: Shoal's; None: a new one."""
-
-    def __init__(self, log: CollectiveLog | None = None) -> None:
-        self.log = log if log is not None else CollectiveLog()
-
-    enabled = _attribute_of_log("is_on", bool, bool)
-    prof_all = _attribute_of_log("takes_all", bool, bool)
-    prof_ops = _attribute_of_log("kinds", list, tuple)
-    verbose = _attribute_of_log("is_verbose", bool, bool)
-    debug = _attribute_of_log("names_callers", bool, bool)
-    comms_dict = _attribute_of_log("records")
-
-    def configure(self, comms_config: Any) -> None:
-        """Apply the section ``comms_logger``, or the section of a config."""
-        section = getattr(comms_config, "comms_logger", comms_config)
-        for name in ("enabled", "prof_all", "prof_ops", "verbose", "debug"):
-            setattr(self, name, getattr(section, name))
-
-    def start_profiling_comms(self) -> None:
-        self.prof_all = True
-
-    def stop_profiling_comms(self) -> None:
-        self.prof_all = False
-
-    def start_profiling_op(self, op_name_list: Iterable[str]) -> None:
-        self.prof_ops = [*dict.fromkeys([*self.prof_ops, *op_name_list])]
-
-    def stop_profiling_op(self, op_name_list: Iterable[str]) -> None:
-        stopped = set(op_name_list)
-        self.prof_ops = [name for name in self.prof_ops if name not in stopped]
-
-    def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
-        """Record a collective of all ranks: its kind, the name for the log, milliseconds, bytes of one rank."""
-        self.log.add(raw_name, msg_size, latency, size=current_world().size, name=record_name)
-
-    def get_raw_data(self) -> Records:
-        return dict(self.log.records)
-
-    def has_data(self) -> bool:
-        return bool(self.log.records)
-
-    def reset_data(self) -> None:
-        self.log.clear()
-
-    def get_operation_names(self) -> list[str]:
-        return list(self.log.records)
-
-    def get_total_operations(self) -> int:
-        return sum(record[0] for sizes in self.log.records.values() for record in sizes.values())
-
-    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
-        """The figures of one name by bytes; None: it was not recorded."""
-        sizes = self.log.records.get(operation_name)
-        return None if sizes is None else summary_of(sizes)
-
-    def log_all(
-        self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
-    ) -> dict[str, Any] | None:
-        """Print the records, or return them.
-
-        Communicates: with ``show_straggler``, every rank's times; every rank calls.
-        """
-        world = current_world()
-        late = None
-        if show_straggler:
-            late = stragglers(self.log, world.communicator("dp", Mesh.of(world.size)))
-        if print_log:
-            text = self.log.table()
-            if late is not None:
-                text += f"\n\nwaiting for late ranks\n{straggler_table(late)}"
-            sys.stdout.write(f"{text}\n")
-        if not return_dict:
-            return None
-        return {
-            "summary": self.log.summary(),
-            "straggler_analysis": late,
-            "metadata": {
-                "world_size": world.size,
-                "rank": world.rank,
-                "timestamp": datetime.now(UTC).isoformat(),
-            },
-        }
-
-
 def configure(
     deepspeed_config: Any = None,
     enabled: bool | None = None,
@@ -307,13 +206,14 @@ def configure(
     An engine times its own collectives if the log is on when the engine is made: by then, or by the section
     ``comms_logger`` of its config.
     """
-    logger = _logger()
+    log = collective_log(current_world())
     if deepspeed_config is not None:
-        logger.configure(deepspeed_config)
-    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+        section = getattr(deepspeed_config, "comms_logger", deepspeed_config)
+        configure(None, section.enabled, section.prof_all, section.prof_ops, section.verbose, section.debug)
+    given = {"is_on": enabled, "takes_all": prof_all, "kinds": prof_ops, "is_verbose": verbose, "names_callers": debug}
     for name, value in given.items():
         if value is not None:
-            setattr(logger, name, value)
+            setattr(log, name, value)
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
@@ -322,39 +222,27 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     Returns: with ``return_dict``, the figures by kind and bytes, on each rank its own.
     Communicates: two barriers; with ``show_straggler`` every rank's times. Every rank calls.
     """
-    world, logger = current_world(), _logger()
+    world = current_world()
+    log = collective_log(world)
     comm = world.communicator("dp", Mesh.of(world.size))
     comm.barrier(label="log_summary")
-    result = logger.log_all(world.rank == 0 and logger.has_data(), show_straggler, return_dict)
-    if not logger.has_data():
+    late = stragglers(log, comm) if show_straggler else None
+    if not log.records:
         say_on_rank_0(
             world.rank,
             "no collective was timed: set comms_logger.enabled in the config. What was issued lately:\n"
             + world.recorder.table(world.recorder.last[-20:]),
         )
+    elif world.rank == 0:
+        waiting = "" if late is None else f"\n\nwaiting for late ranks\n{straggler_table(late)}"
+        sys.stdout.write(f"{log.table()}{waiting}\n")
     comm.barrier(label="log_summary")
-    return result
+    if not return_dict:
+        return None
+    about = {"world_size": world.size, "rank": world.rank, "timestamp": datetime.now(UTC).isoformat()}
+    return {"summary": log.summary(), "straggler_analysis": late, "metadata": about}
 
 
 def reset_log() -> None:
     """``log_summary`` begins here."""
-    _logger().reset_data()
-
-
-def has_comm_data() -> bool:
-    """True if any collective was timed."""
-    return _logger().has_data()
-
-
-def get_comm_operation_count() -> int:
-    """How many collectives were timed."""
-    return _logger().get_total_operations()
-
-
-def get_logged_comm_ops() -> list[str]:
-    """The names under which collectives were recorded."""
-    return _logger().get_operation_names()
-
-
-def _logger() -> CommsLogger:
-    return CommsLogger(collective_log(current_world()))
+    collective_log(current_world()).clear()

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -22,14 +22,13 @@ from shoal.comm.world import process_group
 from shoal.compat.engine_names import ATTRIBUTES, DERIVED, PATHS, model_dtype, refuse, value_at
 from shoal.compat.hook_switch import ParameterOffload
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer
-from shoal.compat.sparse_tensor import SparseRows, gather_lengths, gather_parts
 from shoal.config import Config
 from shoal.engine.accumulation import NumTokens
 from shoal.engine.engine import Engine
 from shoal.engine.entry import loader_of
 from shoal.engine.pipeline import PipelineEngine
 from shoal.engine.settings import dtype_of
-from shoal.errors import AssertedUsageError, NotBuiltError
+from shoal.errors import AssertedUsageError
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.layer import MOELayer, TopKGate
 from shoal.pipeline.topology import PipelineParallelGrid
@@ -284,8 +283,6 @@ class DeepSpeedEngine(Engine):
         """The old name of ``save_16bit_model``, with the file name of its time."""
         return self.save_16bit_model(save_dir, save_filename, False)
 
-    # curriculum
-
     # how gradients are accumulated and reduced
 
     def backward(
@@ -385,57 +382,6 @@ class DeepSpeedEngine(Engine):
     def sparse_tensor_module_names(self) -> set[str]:
         """Names of the weights whose gradients are reduced as sparse gradients."""
         return set(self.sharded.sparse_names)
-
-    def all_gather_scalar(self, value: torch.Tensor, dp_group: Any = None) -> list[torch.Tensor]:
-        """The tensors of all ranks, of one shape and dtype. Every rank calls.
-
-        Raises: NotBuiltError: ``dp_group`` is not that of all data-parallel ranks.
-        """
-        lengths = [1] * self._size_of(dp_group)
-        return [part[0] for part in gather_parts(self.axes.batch, value.unsqueeze(0), lengths)]
-
-    def sparse_all_gather(self, value: torch.Tensor, dp_group: Any = None) -> list[torch.Tensor]:
-        """The tensors of all ranks, whose first dimensions may differ. Every rank calls.
-
-        Raises: NotBuiltError: as ``all_gather_scalar``.
-        Communicates: 8 bytes for the lengths, and one all_gather of the longest.
-        """
-        self._size_of(dp_group)
-        return gather_parts(self.axes.batch, value, gather_lengths(self.axes.batch, value))
-
-    def sparse_allreduce(
-        self, sparse: SparseRows, dp_group: Any = None, dp_world_size: float | None = None
-    ) -> SparseRows:
-        """Give a ``SparseTensor`` the rows of all ranks, divided by their number unless ``gradient_average`` is false.
-
-        Returns: ``sparse``. Communicates: twice ``sparse_all_gather``.
-        """
-        size = self._size_of(dp_group) if dp_world_size is None else dp_world_size
-        values = sparse.values / size if self._is_averaging else sparse.values
-        sparse.indices = torch.cat(self.sparse_all_gather(sparse.indices, dp_group))
-        sparse.values = torch.cat(self.sparse_all_gather(values, dp_group))
-        return sparse
-
-    def sparse_allreduce_bucket(
-        self, bucket: Sequence[SparseRows], dp_group: Any = None, dp_world_size: float | None = None
-    ) -> list[SparseRows]:
-        """``sparse_allreduce`` of each."""
-        return [self.sparse_allreduce(sparse, dp_group, dp_world_size) for sparse in bucket]
-
-    def sparse_allreduce_no_retain(
-        self, bucket: Sequence[SparseRows], dp_group: Any = None, dp_world_size: float | None = None
-    ) -> None:
-        """``sparse_allreduce`` of each; the results replace the gradients that the tensors were made from."""
-        for sparse in self.sparse_allreduce_bucket(bucket, dp_group, dp_world_size):
-            sparse.orig_dense_tensor.data = sparse.to_coo_tensor()
-
-    def _size_of(self, dp_group: Any) -> int:
-        if dp_group is not None and dp_group is not self.data_parallel_group:
-            raise NotBuiltError(
-                f"a group of {dp_group!r} is not the group of all data-parallel ranks.",
-                do="leave dp_group out, or pass engine.data_parallel_group.",
-            )
-        return self.axes.batch.size
 
 
 class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):

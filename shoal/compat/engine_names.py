@@ -183,6 +183,9 @@ _INSTEAD = {
     "take engine.save_checkpoint(); checkpoint.async_save saves while training continues": "checkpoint_engine",
     "client_optimizer.defaults has them": "get_optimizer_configuration",
     "zero_optimization.offload_* and aio in engine.config have it": "swap_tensor_config",
+    "sparse gradients are reduced by backward(); torch.distributed reduces a script's own tensors": (
+        "all_gather_scalar sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain"
+    ),
     "take engine.scale(loss) or engine.backward(loss)": "torch_autocast_z0_gradscaler",
 }
 NOT_HERE = {name: do for do, names in _INSTEAD.items() for name in names.split()}

@@ -4,14 +4,13 @@
         shoal.errors: PipelineError=ShoalError
 
 A module below ``deepspeed``; where objects are defined, a line each; their names, ``theirs=ours`` where the two differ,
-on further lines where they are many. A source that begins with a dot lies below ``shoal.compat.deepspeed``; ``*``
-stands for the names in its ``__all__``. An entry without sources is a package that only has submodules.
+on further lines where they are many. A source that begins with a dot lies below ``shoal.compat.deepspeed``. An entry
+without sources is a package that only has submodules.
 ``shoal.compat.table_finder`` makes a module when it is imported.
 """
 
 from __future__ import annotations
 
-_CHECKPOINT_FILES = "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank"
 _GROUP_NAMES = (
     "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_group"
     " get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group"
@@ -69,9 +68,8 @@ _COLLECTIVES = """torch.distributed: P2POp ProcessGroup ReduceOp batch_isend_ire
     shoal.compat.collectives: all_gather all_gather_coalesced all_gather_into_tensor allgather_fn=all_gather_into_tensor
         all_gather_object all_reduce inference_all_reduce=all_reduce all_reduce_coalesced all_to_all all_to_all_single
         barrier broadcast broadcast_object_list configure destroy_process_group gather get_all_ranks_from_group
-        get_comm_operation_count get_global_rank get_local_rank get_logged_comm_ops get_rank get_world_group
-        get_world_size has_all_gather_into_tensor has_all_reduce_coalesced=has_all_gather_into_tensor
-        has_coalescing_manager=has_all_gather_into_tensor has_comm_data
+        get_global_rank get_local_rank get_rank get_world_group get_world_size has_all_gather_into_tensor
+        has_all_reduce_coalesced=has_all_gather_into_tensor has_coalescing_manager=has_all_gather_into_tensor
         has_reduce_scatter_tensor=has_all_gather_into_tensor initialize_mesh_device irecv is_initialized isend
         log_summary monitored_barrier mpi_discovery new_group recv reduce reduce_scatter reduce_scatter_tensor
         reduce_scatter_fn=reduce_scatter_tensor reset_log scatter send set_backend"""
@@ -96,7 +94,7 @@ accelerator = shoal.compat.accelerator: DeepSpeedAccelerator get_accelerator is_
 accelerator.abstract_accelerator = shoal.compat.accelerator: DeepSpeedAccelerator
 accelerator.real_accelerator = shoal.compat.accelerator: DeepSpeedAccelerator SUPPORTED_ACCELERATOR_LIST get_accelerator
         is_current_accelerator_supported set_accelerator
-checkpoint = shoal.compat.checkpoint_reader: DeepSpeedCheckpoint SubparamShape {_CHECKPOINT_FILES}
+checkpoint = shoal.compat.checkpoint_reader: DeepSpeedCheckpoint SubparamShape
     shoal.compat.small_functions: {_CHECKPOINT_CONSTANTS}
     .checkpoint.universal_checkpoint: enable_universal_checkpoint
 checkpoint.constants = shoal.compat.small_functions: {_CHECKPOINT_CONSTANTS}
@@ -104,7 +102,7 @@ checkpoint.deepspeed_checkpoint = shoal.compat.checkpoint_reader: ARGS_KEY CHECK
         EMBEDDING_LAYER_INDEX FINAL_LAYER_NORM_INDEX ITERATION_KEY
 checkpoint.ds_to_universal = shoal.compat.checkpoint_reader: main=make_folder parse_arguments
 checkpoint.universal_checkpoint = shoal.compat.checkpoint_reader: SubparamShape
-checkpoint.utils = shoal.compat.checkpoint_reader: clone_tensors_for_torch_save {_CHECKPOINT_FILES}
+checkpoint.utils = shoal.compat.checkpoint_reader: clone_tensors_for_torch_save
 comm = {_COLLECTIVES}
 comm.comm = {_COLLECTIVES}
 comm.reduce_op = torch.distributed: ReduceOp
@@ -137,14 +135,10 @@ moe.utils = shoal.compat.experts: configure_moe_param_groups has_moe_layers is_m
         split_params_into_shared_and_expert_params
     shoal.parallel.expert.layer: MoE
 monitor
-monitor.comet = shoal.compat.monitors: CometMonitor
 monitor.config = shoal.compat.monitors: CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig
         get_monitor_config
-monitor.csv_monitor = shoal.compat.monitors: csvMonitor
 monitor.monitor = shoal.compat.monitors: MonitorMaster
     shoal.observe.monitor: Monitor
-monitor.tensorboard = shoal.compat.monitors: TensorBoardMonitor
-monitor.wandb = shoal.compat.monitors: WandbMonitor
 ops = .ops: adagrad adam lamb lion
     shoal.compat.op_builders: __compatible_ops__
 ops.adagrad = shoal.compat.optimizers: DeepSpeedCPUAdagrad
@@ -182,18 +176,14 @@ runtime.activation_checkpointing.checkpointing = shoal.parallel.recompute: check
 runtime.base_optimizer = shoal.compat.optimizer: DeepSpeedOptimizer ZeROOptimizer=ShardedOptimizer
 runtime.bf16_optimizer = shoal.compat.optimizer: BF16_Optimizer
 runtime.comm
-runtime.comm.coalesced_collectives = shoal.compat.partitioned_tensor: reduce_scatter_coalesced
 runtime.compiler = shoal.compat.small_functions: is_compile_supported
     torch.compiler: disable is_compiling
-runtime.config = shoal.compat.config: *
+runtime.config = shoal.compat.config: ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS
+        DeepSpeedConfig LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER
     shoal.errors: DeepSpeedConfigError=ConfigError
-runtime.config_utils = shoal.compat.config_models: DeepSpeedConfigModel
-    shoal.compat.config: get_scalar_param get_dict_param=get_scalar_param get_list_param=get_scalar_param
-        dict_raise_error_on_duplicate_keys=refuse_duplicates
-runtime.constants = shoal.compat.config_models: BFLOAT16
-    shoal.compat.small_functions: OPTIMIZER_PARAMS ROUTE_ENCODE ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN SCHEDULER_PARAMS
+runtime.constants = shoal.compat.small_functions: OPTIMIZER_PARAMS ROUTE_ENCODE ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN
+        SCHEDULER_PARAMS
 runtime.data_pipeline
-runtime.data_pipeline.config = shoal.compat.config: get_data_efficiency_config get_data_efficiency_enabled
 runtime.data_pipeline.curriculum_scheduler = shoal.data.curriculum: CurriculumScheduler
 runtime.dataloader = shoal.compat.small_functions: RepeatingLoader
     shoal.data: DeepSpeedDataLoader=Loader
@@ -212,9 +202,7 @@ runtime.fp16.onebit.lamb = shoal.compat.optimizers: OnebitLamb
 runtime.fp16.onebit.zoadam = shoal.compat.optimizers: ZeroOneAdam
 runtime.fp16.unfused_optimizer = shoal.compat.optimizer: FP16_UnfusedOptimizer
 runtime.lr_schedules = shoal.compat.lr_schedules: LR_RANGE_TEST ONE_CYCLE WARMUP_COSINE_LR WARMUP_DECAY_LR
-        WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR add_tuning_arguments get_config_from_args get_lr_from_config
-        override_1cycle_params override_lr_range_test_params override_params override_warmupCosineLR_params
-        override_warmupLR_params parse_arguments update_lr
+        WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR add_tuning_arguments
     shoal.optim.schedules: LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR
         get_torch_optimizer=torch_optimizer
 runtime.pipe = shoal.pipeline.layers: LayerSpec TiedLayerSpec
@@ -229,28 +217,18 @@ runtime.pipe.schedule = shoal.compat.pipe_schedule: PipeSchedule InferenceSchedu
         BackwardPass SendActivation RecvActivation SendGrad RecvGrad
 runtime.pipe.topology = shoal.pipeline.topology: PipeDataParallelTopology PipeModelDataParallelTopology
         PipelineParallelGrid ProcessTopology
-runtime.precision_config = shoal.compat.config_models: BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config
-        FP16 get_bfloat16_config
-    shoal.compat.config: get_float16_config
+runtime.precision_config = shoal.config.schema: DeepSpeedBF16Config=Bf16 DeepSpeedFP16Config=Fp16
 runtime.progressive_layer_drop = shoal.models.layer_drop: ProgressiveLayerDrop
-runtime.rollout = shoal.compat.rollout: HybridEngineRollout RolloutBatch RolloutConfig RolloutEngine RolloutRequest
-        SamplingConfig build_rollout
-runtime.rollout.base = shoal.compat.rollout: RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig
-runtime.rollout.hybrid_engine_rollout = shoal.compat.rollout: HybridEngineRollout
 runtime.sequence_parallel
 runtime.sequence_parallel.parallel_state_sp = shoal.compat.sequence_parallel: initialize_sequence_parallel
         get_sequence_parallel_group get_sequence_parallel_world_size get_sequence_parallel_rank
         get_sequence_data_parallel_group get_sequence_data_parallel_world_size get_sequence_data_parallel_rank
 runtime.sequence_parallel.ulysses_sp = shoal.compat.sequence_parallel: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter
     shoal.compat.sequence_tiling: SequenceTiledCompute TiledMLP TiledFusedLogitsLoss sequence_tiled_compute
-runtime.sparse_tensor = shoal.compat.sparse_tensor: SparseTensor
 runtime.swap_tensor = shoal.compat.small_functions: MIN_SWAPPABLE_BYTES
 runtime.utils = shoal.compat.accelerator: get_accelerator
-    shoal.compat.small_functions: DummyOptim call_to_str clip_grad_norm_ copy_to_device empty_cache
-        ensure_directory_exists get_global_norm get_grad_norm get_only_unique_item is_model_parallel_parameter
-        mask_nan_or_inf_with_val_inplace move_to_device noop_decorator partition_balanced prefix_sum_inc
-        see_memory_usage
-    shoal.compat.partitioned_tensor: PartitionedTensor
+    shoal.compat.small_functions: DummyOptim clip_grad_norm_ empty_cache get_global_norm get_grad_norm move_to_device
+        partition_balanced see_memory_usage
     shoal.parallel.sequence.chunks: partition_uniform=cuts
     shoal.pipeline.module: set_random_seed
 runtime.zero = shoal.compat.parameters: ZeroParamStatus
@@ -258,16 +236,16 @@ runtime.zero = shoal.compat.parameters: ZeroParamStatus
     shoal.compat.tiled_linear: TiledLinear TiledLinearReturnBias
     shoal.compat.hook_switch: DeepSpeedZeRoOffload=ParameterOffload
     shoal.zero: {_GATHERED}
-runtime.zero.config = shoal.compat.config_models: DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig
-        DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum ZERO_OPTIMIZATION ZeroStageEnum
-    shoal.compat.config: get_zero_config
+runtime.zero.config = shoal.config.zero: DeepSpeedZeroConfig=ZeroOptimization
+        DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizer DeepSpeedZeroOffloadParamConfig=OffloadParam
+    shoal.compat.small_functions: OffloadDeviceEnum ZeroStageEnum
 runtime.zero.leaf_module_config = shoal.config.zero: DeepSpeedZeroLeafModuleConfig=LeafModule
 runtime.zero.linear = torch.nn: LinearModuleForZeroStage3=Linear
     torch.nn.functional: zero3_linear_wrap=linear
 runtime.zero.mics = shoal.compat.zero_init: MiCS_Init=Init
-runtime.zero.offload_config = shoal.compat.config_models: DeepSpeedZeroOffloadOptimizerConfig
-        DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum OffloadStateTypeEnum
-runtime.zero.offload_states = shoal.compat.small_functions: get_state_devices
+runtime.zero.offload_config = shoal.config.zero: DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizer
+        DeepSpeedZeroOffloadParamConfig=OffloadParam
+    shoal.compat.small_functions: OffloadDeviceEnum OffloadStateTypeEnum
 runtime.zero.parameter_offload = shoal.compat.hook_switch: DeepSpeedZeRoOffload=ParameterOffload
 runtime.zero.partition_parameters = shoal.compat.accelerator: get_accelerator
     shoal.compat.parameters: ZeroParamStatus is_zero_param=is_zero_parameter
@@ -298,12 +276,7 @@ utils = .utils: groups
     shoal.compat.small_functions: OnDevice RepeatingLoader instrument_w_nvtx log_dist log_dist_once logger
         set_log_level_from_string
     shoal.zero: {_SAFE_SETTERS}
-utils.bwc = shoal.compat.small_functions: bwc_tensor_model_parallel_group bwc_tensor_model_parallel_rank
-        bwc_tensor_model_parallel_world_size
-utils.comms_logging = shoal.compat.collectives: CommsLogger calc_bw_log convert_size get_caller_func
-utils.config = shoal.compat.config: get_timers_config
-utils.debug = shoal.compat.small_functions: print_rank0 printflock
-utils.exceptions = shoal.compat.small_functions: DeprecatedException
+utils.comms_logging = shoal.compat.collectives: calc_bw_log convert_size get_caller_func
 utils.groups = shoal.compat.groups: {_GROUP_NAMES} _clone_world_group _get_data_parallel_group
         _get_data_parallel_world_size _get_data_parallel_rank _get_data_parallel_group_ranks
         _get_sequence_data_parallel_group _get_sequence_data_parallel_world_size _get_sequence_data_parallel_rank
@@ -316,17 +289,15 @@ utils.groups = shoal.compat.groups: {_GROUP_NAMES} _clone_world_group _get_data_
         _get_max_expert_size _get_max_expert_size_name _get_max_expert_parallel_group
         _get_zero_param_intra_parallel_group
 utils.init_on_device = shoal.compat.small_functions: OnDevice
-utils.logging = shoal.compat.small_functions: get_current_level get_log_level_from_string log_dist log_dist_once
-        log_levels logger set_log_level_from_string should_log_le warning_once
-utils.module_utils = shoal.compat.small_functions: recursive_getattr recursive_setattr
-utils.numa = shoal.compat.small_functions: parse_range parse_range_list
+utils.logging = shoal.compat.small_functions: log_dist log_dist_once log_levels logger set_log_level_from_string
+        warning_once
 utils.nvtx = shoal.compat.small_functions: instrument_w_nvtx
 utils.tensor_fragment = shoal.compat.parameters: {_SAFE_ACCESSORS}
     shoal.zero: {_SAFE_SETTERS}
 utils.timer = shoal.compat.accelerator: get_accelerator
     shoal.compat.small_functions: logger
     shoal.compat.timer: BACKWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER
-        STEP_GLOBAL_TIMER STEP_MICRO_TIMER NoopTimer SynchronizedWallClockTimer ThroughputTimer Timer trim_mean
+        STEP_GLOBAL_TIMER STEP_MICRO_TIMER SynchronizedWallClockTimer ThroughputTimer Timer
 utils.torch = shoal.compat.small_functions: register_grad_hook required_torch_version
 utils.z3_leaf_module = shoal.compat.leaf_modules: {_LEAF_MODULES}
 utils.zero_to_fp32 = shoal.compat.zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict

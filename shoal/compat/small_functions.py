@@ -5,36 +5,27 @@ Constants whose value is their name are in ``names``.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import logging
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from enum import Enum
 from functools import cache
-from itertools import accumulate
-from operator import attrgetter
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 
 from shoal.access.engine_parameters import EngineParameters
 from shoal.comm.world import current_world
 from shoal.compat.accelerator import get_accelerator
-from shoal.compat.config_models import OffloadStateTypeEnum
-from shoal.compat.parameters import part_of
-from shoal.engine.engine import Engine
 from shoal.engine.log import make_audible, say_on_rank_0
-from shoal.errors import ConfigError, OptimizerError, UsageError
+from shoal.errors import OptimizerError, UsageError
 from shoal.optim.elementwise import check
 from shoal.optim.loss_scale import LossScale, LossScaleSettings
 from shoal.pipeline.costs import balance
 from shoal.running.parameter_owner import OWNERS
 from shoal.text import format_bytes, version_numbers
-from shoal.zero import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
 # deepspeed.constants
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
@@ -62,6 +53,37 @@ BF16_ZERO_FILE_PREFIX, FP16_ZERO_FILE_PREFIX = "bf16_zero_pp_rank_", "fp16_zero_
 LAYER_FILE_PREFIX = "layer_"
 FP32_WEIGHT_KEY = "fp32"
 UNIVERSAL_CHECKPOINT_VERSION_KEY, UNIVERSAL_CHECKPOINT_VERSION_VALUE = "universal_checkpoint_version", 0.4
+
+# deepspeed.runtime.zero.offload_config and deepspeed.runtime.zero.config
+
+
+class OffloadDeviceEnum(str, Enum):  # noqa: UP042 - its text is the member's, as in DeepSpeed
+    """The tier of state."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):  # noqa: UP042 - likewise
+    """What ``engine.offload_states`` moves."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ZeroStageEnum(int, Enum):
+    """ZeRO's stages."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3  # noqa: PIE796 - another name of the last, as in DeepSpeed
+
 
 # deepspeed.runtime.compiler
 
@@ -120,17 +142,6 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tenso
     return item.to(device) if criterion_func is None and hasattr(item, "to") else item
 
 
-def copy_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool]) -> Any:
-    """As ``move_to_device``, and tensors that are there already are copied."""
-    if isinstance(item, torch.Tensor):
-        return item.detach().clone().to(device) if criterion_func(item) else item
-    if isinstance(item, dict):
-        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
-    if isinstance(item, list | tuple):
-        return type(item)(copy_to_device(value, device, criterion_func) for value in item)
-    return item
-
-
 def see_memory_usage(message: str, force: bool = False) -> None:
     """With ``force``, log on rank 0 the device memory in use now and at most, after ``message``."""
     if force:
@@ -151,11 +162,6 @@ def clip_grad_norm_(
             code="clip-engine",
         )
     return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
-
-
-def mask_nan_or_inf_with_val_inplace(input: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
-    """Replace values that are not finite by ``val``."""
-    input.masked_fill_(~input.isfinite(), val)
 
 
 def get_global_norm(norm_list: Sequence[float | torch.Tensor]) -> float:
@@ -179,65 +185,8 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     return balance(weights, num_parts)
 
 
-def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
-    """The sums of the first 1, 2, ... weights."""
-    return list(accumulate(weights))
-
-
-def is_model_parallel_parameter(p: Any) -> bool:
-    """True if it is marked as one part of a tensor-parallel parameter."""
-    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
-
-
-def ensure_directory_exists(filename: str) -> None:
-    """Make the folder of a file."""
-    Path(filename).parent.mkdir(parents=True, exist_ok=True)
-
-
 def empty_cache() -> None:
     get_accelerator().empty_cache()
-
-
-def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """A call as text.
-
-    >>> call_to_str("f", 1, b=2)
-    'f(1, b=2)'
-    """
-    given = [repr(arg) for arg in args] + [f"{key}={value!r}" for key, value in kwargs.items()]
-    return f"{base}({', '.join(given)})"
-
-
-def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """The one value of ``items``. Raises: UsageError: there are several, or none."""
-    values = set(items)
-    if len(values) != 1:
-        raise UsageError(f"expected one value, got {len(values)}: {sorted(map(str, values))[:5]}.", code="not-unique")
-    return values.pop()
-
-
-def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
-    return func
-
-
-# deepspeed.runtime.zero.offload_states
-
-
-def get_state_devices(model: Engine, state: OffloadStateTypeEnum) -> set[torch.device]:
-    """The devices that this rank's part of a kind of state lies on; where it has none, where it would lie."""
-    trained = [parameter for parameter in model.module.parameters() if model.access.knows(parameter)]
-    if state == OffloadStateTypeEnum.hp_params:
-        parts = [safe_get_local_fp32_param(parameter) for parameter in trained]
-    elif state == OffloadStateTypeEnum.optim_states:
-        parts = [
-            safe_get_local_optimizer_state(parameter, key) for parameter in trained for key in ("exp_avg", "exp_avg_sq")
-        ]
-    elif state == OffloadStateTypeEnum.lp_params:
-        parts = [part_of(parameter) for parameter in model.module.parameters()]
-    else:
-        parts = []
-    home = torch.device("cpu") if model.offloaded.is_away(state.value) else model.device
-    return {part.device for part in parts if part is not None} or {home}
 
 
 # deepspeed.runtime.zero.utils
@@ -250,69 +199,6 @@ def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     except OptimizerError:
         return False
     return True
-
-
-# deepspeed.utils.bwc: values of an ``mpu``, by its newer or older method names
-
-
-def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
-    """This rank's number among the tensor-parallel ones; 0 without an mpu."""
-    return int(_ask(mpu, "rank", 0))
-
-
-def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
-    """Tensor-parallel ranks; 1 without an mpu."""
-    return int(_ask(mpu, "world_size", 1))
-
-
-def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
-    """The group of the tensor-parallel ranks; None without an mpu."""
-    return _ask(mpu, "group", None)
-
-
-def _ask(mpu: Any, what: str, without: Any) -> Any:
-    for name in (f"get_tensor_model_parallel_{what}", f"get_slice_parallel_{what}", f"get_model_parallel_{what}"):
-        if hasattr(mpu, name):
-            return getattr(mpu, name)()
-    return without
-
-
-# deepspeed.utils.debug
-
-
-def printflock(*msgs: Any) -> None:
-    """Print while holding a lock that the processes of this host share."""
-    with open(__file__, encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        sys.stdout.write(" ".join(str(message) for message in msgs) + "\n")
-        sys.stdout.flush()
-
-
-def print_rank0(*msgs: Any, force: bool = False) -> None:
-    """Print on rank 0. ``force``: on every rank."""
-    if force or current_world().rank == 0:
-        printflock(*msgs)
-
-
-# deepspeed.utils.exceptions
-
-
-class DeprecatedException(Exception):
-    """A feature that DeepSpeed has removed."""
-
-
-# deepspeed.utils.module_utils
-
-
-def recursive_getattr(model: nn.Module, module_name: str) -> Any:
-    """The module, parameter or attribute of that dotted name."""
-    return attrgetter(module_name)(model)
-
-
-def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
-    """Replace the module of that dotted name by ``module``."""
-    above, _, name = module_name.rpartition(".")
-    setattr(recursive_getattr(model, above) if above else model, name, module)
 
 
 # deepspeed.utils.torch
@@ -346,38 +232,6 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
             accelerator.range_pop()
 
     return ranged
-
-
-# deepspeed.utils.numa
-
-
-def parse_range(rng: str) -> range:
-    """``"3"`` or ``"2-4"``, the end included. Raises: ConfigError: anything else."""
-    first, _, last = rng.partition("-")
-    if not first.isdigit() or not (last or first).isdigit() or int(last or first) < int(first) or rng.endswith("-"):
-        raise ConfigError(f"{rng!r} is not a core or a range of cores.", do="write 3 or 2-4.", code="cores")
-    return range(int(first), int(last or first) + 1)
-
-
-def parse_range_list(range_str: str) -> list[int]:
-    """The numbers of a list of ranges, which ascend.
-
-    Raises: ConfigError: it is no such list, or does not ascend.
-
-    >>> parse_range_list("0,2-4,6")
-    [0, 2, 3, 4, 6]
-    """
-    numbers: list[int] = []
-    for part in range_str.split(","):
-        cores = parse_range(part)
-        if numbers and cores[0] <= numbers[-1]:
-            raise ConfigError(
-                f"{range_str!r}: {part} does not come after {numbers[-1]}.",
-                do="let the ranges ascend, without overlap.",
-                code="cores",
-            )
-        numbers += cores
-    return numbers
 
 
 # deepspeed.utils.init_on_device
@@ -450,27 +304,11 @@ class LogLevelError(UsageError, ValueError):
     """A level that there is not. DeepSpeed raises a ValueError, so it is one too."""
 
 
-def get_log_level_from_string(log_level_str: str) -> int:
-    """The number of a level. Raises: LogLevelError: no such level."""
-    if log_level_str.lower() not in log_levels:
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Raises: LogLevelError: no such level."""
+    level = log_levels.get(log_level_str.lower())
+    if level is None:
         raise LogLevelError(
             f"{log_level_str!r} is not one of the valid logging levels.", do=f"use one of: {', '.join(log_levels)}."
         )
-    return log_levels[log_level_str.lower()]
-
-
-def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Raises: LogLevelError: no such level."""
-    (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
-
-
-def get_current_level() -> int:
-    """The number of the logger's level."""
-    return logger.getEffectiveLevel()
-
-
-def should_log_le(max_log_level_str: str) -> bool:
-    """True if the logger writes lines of this level. Raises: LogLevelError: no such level, or no text."""
-    if not isinstance(max_log_level_str, str):
-        raise LogLevelError(f"{max_log_level_str!r} is not a string.", do=f"use one of: {', '.join(log_levels)}.")
-    return get_current_level() <= get_log_level_from_string(max_log_level_str)
+    (custom_logger or logger).setLevel(level)

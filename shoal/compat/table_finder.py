@@ -106,7 +106,7 @@ def contents_of(module: str, exports: Mapping[str, str]) -> dict[str, Any]:
     contents: dict[str, Any] = {name: name.lower() for name in KEYS.get(module, "").split()}
     for source, names in exports.items():
         defines = import_module(TARGET + source if source.startswith(".") else source)
-        for theirs, _, ours in (name.partition("=") for name in (defines.__all__ if names == "*" else names.split())):
+        for theirs, _, ours in (name.partition("=") for name in names.split()):
             contents[theirs] = getattr(defines, ours or theirs)
     prefix = f"{ALIAS}.{module}".rstrip(".")
     for do, names in (ABSENT.get(module, ("", "")), *MISSING.get(module, {}).items()):

@@ -10,7 +10,6 @@ from typing import Any
 from shoal.comm.world import current_world
 from shoal.compat.accelerator import get_accelerator
 from shoal.engine.log import logger, say_on_rank_0
-from shoal.observe.collectives import trimmed_mean
 
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
 BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
@@ -156,34 +155,3 @@ class ThroughputTimer:
         if self.config.synchronized:
             get_accelerator().synchronize()
         return time.perf_counter()
-
-
-class NoopTimer:
-    """Timers that measure nothing."""
-
-    class Timer:
-        def start(self) -> None: ...
-
-        def reset(self) -> None: ...
-
-        def stop(self, reset: bool = False, record: bool = True) -> None: ...
-
-        def elapsed(self, reset: bool = True) -> float:
-            return 0.0
-
-        def mean(self) -> float:
-            return 0.0
-
-    def __init__(self) -> None:
-        self.timer = self.Timer()
-
-    def __call__(self, name: str) -> NoopTimer.Timer:
-        return self.timer
-
-    def get_timers(self) -> dict[str, Timer]:
-        return {}
-
-
-def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """The mean without the largest and the smallest values, a share of them at each end; 0 of nothing."""
-    return trimmed_mean(data, trim_percent)

@@ -125,13 +125,11 @@ def test_only_device_and_comm_name_cuda() -> None:
 
 def test_only_comm_and_launch_name_torch_distributed() -> None:
     # torch.distributed.checkpoint is a format: its own modules read and write it, without a collective.
-    # deepspeed.comm and deepspeed.utils.groups are torch's functions and groups under other names; a PartitionedTensor
-    # and reduce_scatter_coalesced() are given one of torch's groups, initialize() a DeviceMesh.
+    # deepspeed.comm and deepspeed.utils.groups are torch's functions and groups under other names; initialize() is
+    # given a DeviceMesh.
     # torch.distributed.pipelining computes orders of actions, and splits a backward, without a group.
     pipelining = ("shoal/pipeline/schedule.py", "shoal/pipeline/run.py")
-    given = ("shoal/compat/partitioned_tensor.py", "shoal/engine/entry.py")
-    of_groups = ("shoal/compat/groups.py", *given)
-    of_torch = ("shoal/compat/collectives.py", *of_groups)
+    of_torch = ("shoal/compat/collectives.py", "shoal/compat/groups.py", "shoal/engine/entry.py")
     allowed = ("shoal/comm/", "shoal/launch/", "shoal/checkpoint/formats/dcp", *pipelining, *of_torch)
     assert places_of("torch.distributed", allowed=allowed) == []
 

@@ -270,28 +270,6 @@ def test_modules_that_the_config_makes_one_unit_bear_the_mark() -> None:
     assert run_ranks(1, job, {}, 3) == [[]]
 
 
-def test_states_say_where_they_are() -> None:
-    from shoal.compat.deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-    from shoal.compat.deepspeed.runtime.zero.offload_states import get_state_devices
-
-    model = nn.Linear(2, 2)
-
-    def job() -> None:
-        config = {**CONFIG, **ADAM, "zero_optimization": {"stage": 3}}
-        engine = initialize(model=model, config=config, dist_init_required=False)[0]
-        assert get_state_devices(engine, OffloadStateTypeEnum.optim_states) == {engine.device}  # there is none yet
-        engine.backward(engine(torch.ones(1, 2)).sum())
-        engine.step()
-        for is_away in (False, True):
-            for kind in OffloadStateTypeEnum:
-                assert get_state_devices(engine, kind) == {torch.device("cpu")}
-                assert engine.offloaded.is_away(kind.value) is is_away
-            engine.offload_states()
-        engine.destroy()
-
-    on_one_rank(job)
-
-
 def test_at_stage_0_the_optimizer_has_deepspeeds_names_for_bf16() -> None:
     def job() -> None:
         engine, optimizer, _, _ = initialize(

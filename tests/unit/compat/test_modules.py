@@ -42,7 +42,6 @@ MODULES = {
         DeepSpeedAccelerator SUPPORTED_ACCELERATOR_LIST get_accelerator is_current_accelerator_supported
         set_accelerator""",
     "checkpoint": """
-        get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank
         AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS BASE_OPTIMIZER_STATE BASE_OPTIMIZER_STATE_STEP
         BF16_ZERO_FILE_PREFIX BUFFER_NAMES CAT_DIM CHECKPOINT_PARALLEL_DIMS CHECKPOINT_PP_DEGREE
         CHECKPOINT_TP_DEGREE CLIP_GRAD DS_VERSION DeepSpeedCheckpoint FP16_ZERO_FILE_PREFIX FP32_FLAT_GROUPS
@@ -76,25 +75,23 @@ MODULES = {
         ITERATION_KEY""",
     "checkpoint.ds_to_universal": "main parse_arguments",
     "checkpoint.universal_checkpoint": "SubparamShape enable_universal_checkpoint load_hp_checkpoint_state",
-    "checkpoint.utils": """
-        clone_tensors_for_torch_save get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank
-        get_zero_ckpt_name_for_rank""",
+    "checkpoint.utils": "clone_tensors_for_torch_save",
     "comm": """
         P2POp ProcessGroup ReduceOp all_gather all_gather_coalesced all_gather_into_tensor all_gather_object
         all_reduce all_reduce_coalesced all_to_all all_to_all_single allgather_fn barrier batch_isend_irecv
         broadcast broadcast_object_list configure destroy_process_group gather get_all_ranks_from_group
-        get_comm_operation_count get_global_rank get_local_rank get_logged_comm_ops get_rank get_world_group
+        get_global_rank get_local_rank get_rank get_world_group
         get_world_size has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager
-        has_comm_data has_reduce_scatter_tensor inference_all_reduce init_distributed initialize_mesh_device
+        has_reduce_scatter_tensor inference_all_reduce init_distributed initialize_mesh_device
         irecv is_available is_initialized isend log_summary monitored_barrier mpi_discovery new_group recv
         reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor reset_log scatter send set_backend""",
     "comm.comm": """
         P2POp ProcessGroup ReduceOp all_gather all_gather_coalesced all_gather_into_tensor all_gather_object
         all_reduce all_reduce_coalesced all_to_all all_to_all_single allgather_fn barrier batch_isend_irecv
         broadcast broadcast_object_list configure destroy_process_group gather get_all_ranks_from_group
-        get_comm_operation_count get_global_rank get_local_rank get_logged_comm_ops get_rank get_world_group
+        get_global_rank get_local_rank get_rank get_world_group
         get_world_size has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager
-        has_comm_data has_reduce_scatter_tensor inference_all_reduce init_distributed initialize_mesh_device
+        has_reduce_scatter_tensor inference_all_reduce init_distributed initialize_mesh_device
         irecv is_available is_initialized isend log_summary monitored_barrier mpi_discovery new_group recv
         reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor reset_log scatter send set_backend""",
     "comm.reduce_op": "ReduceOp",
@@ -125,12 +122,8 @@ MODULES = {
         split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer
         split_params_into_shared_and_expert_params""",
     "monitor": "",
-    "monitor.comet": "CometMonitor",
     "monitor.config": "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig get_monitor_config",
-    "monitor.csv_monitor": "csvMonitor",
     "monitor.monitor": "Monitor MonitorMaster",
-    "monitor.tensorboard": "TensorBoardMonitor",
-    "monitor.wandb": "WandbMonitor",
     "ops": "__compatible_ops__ adagrad adam lamb lion",
     "ops.adagrad": "DeepSpeedCPUAdagrad",
     "ops.adagrad.cpu_adagrad": "DeepSpeedCPUAdagrad",
@@ -171,29 +164,15 @@ MODULES = {
     "runtime.compiler": "disable is_compile_supported is_compiling",
     "runtime.config": """
         ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS DeepSpeedConfig
-        DeepSpeedConfigError LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER get_aio_config get_bfloat16_config
-        get_checkpoint_config get_data_efficiency_config get_data_efficiency_enabled get_expert_parallel_config
-        get_float16_config get_hybrid_engine_config get_scalar_param get_tensor_parallel_config get_timers_config
-        get_zero_config get_checkpoint_parallel_write_pipeline get_checkpoint_params get_checkpoint_tag_validation_mode
-        get_communication_data_type get_data_types_params get_dataloader_drop_last get_disable_allgather
-        get_disable_python_gc get_dump_state get_expert_data_topo_config get_gradient_accumulation_steps
-        get_gradient_allreduce_op get_gradient_clipping get_gradient_predivide_factor get_log_level
-        get_lower_precision_safe_modules get_managed_gradient_accumulation get_memory_breakdown get_monitor_config
-        get_optimizer_gradient_clipping get_optimizer_legacy_fusion get_optimizer_name get_optimizer_params
-        get_pipeline_config get_prescale_gradients get_scheduler_name get_scheduler_params get_steps_per_print
-        get_torch_autocast_dtype get_torch_autocast_enabled get_train_batch_size
-        get_train_micro_batch_size_per_gpu get_wall_clock_breakdown get_zero_allow_untested_optimizer
-        get_zero_force_ds_cpu_optimizer""",
-    "runtime.config_utils": """
-        DeepSpeedConfigModel dict_raise_error_on_duplicate_keys get_dict_param get_list_param get_scalar_param""",
+        DeepSpeedConfigError LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER""",
+    "runtime.config_utils": "DeepSpeedConfigModel",
     "runtime.constants": """
-        BF16 BFLOAT16 COMMUNICATION_DATA_TYPE DISABLE_ALLGATHER DUMP_STATE FP16 GRADIENT_ACCUMULATION_STEPS
+        BF16 COMMUNICATION_DATA_TYPE DISABLE_ALLGATHER DUMP_STATE FP16 GRADIENT_ACCUMULATION_STEPS
         GRADIENT_CLIPPING GRADIENT_PREDIVIDE_FACTOR MAX_GRAD_NORM OPTIMIZER OPTIMIZER_PARAMS
         PRESCALE_GRADIENTS ROUTE_ENCODE ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN SCHEDULER SCHEDULER_PARAMS
         SPARSE_GRADIENTS STEPS_PER_PRINT TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU TYPE
         WALL_CLOCK_BREAKDOWN ZERO_ALLOW_UNTESTED_OPTIMIZER ZERO_FORCE_DS_CPU_OPTIMIZER""",
     "runtime.data_pipeline": "",
-    "runtime.data_pipeline.config": "get_data_efficiency_config get_data_efficiency_enabled",
     "runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
     "runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
     "runtime.engine": "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
@@ -216,9 +195,7 @@ MODULES = {
         LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE ONE_CYCLE OneCycle TOTAL_NUM_STEPS VALID_LR_SCHEDULES
         WARMUP_COSINE_LR WARMUP_DECAY_LR WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR WARMUP_MAX_LR
         WARMUP_MIN_LR WARMUP_MIN_RATIO WARMUP_NUM_STEPS WARMUP_TYPE WarmupCosineLR WarmupDecayLR WarmupLR
-        CYCLE_MOMENTUM EDGE_VALUE LR_SCHEDULE MID_VALUE add_tuning_arguments get_config_from_args get_lr_from_config
-        get_torch_optimizer override_1cycle_params override_lr_range_test_params override_params
-        override_warmupCosineLR_params override_warmupLR_params parse_arguments update_lr""",
+        CYCLE_MOMENTUM EDGE_VALUE LR_SCHEDULE MID_VALUE add_tuning_arguments get_torch_optimizer""",
     "runtime.pipe": "LayerSpec PipelineModule ProcessTopology TiedLayerSpec",
     "runtime.pipe.engine": "PipelineEngine",
     "runtime.pipe.module": "LayerSpec PipelineError PipelineModule TiedLayerSpec",
@@ -228,15 +205,11 @@ MODULES = {
         SendActivation SendGrad TrainSchedule""",
     "runtime.pipe.topology": """
         PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology""",
-    "runtime.precision_config": """
-        BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config FP16 get_bfloat16_config
-        get_float16_config""",
+    "runtime.precision_config": "DeepSpeedBF16Config DeepSpeedFP16Config",
     "runtime.progressive_layer_drop": "ProgressiveLayerDrop",
     "runtime.rollout": """
         HybridEngineRollout RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig build_rollout
         JSDLossOutput ResponseTokenBatch generalized_jsd_loss""",
-    "runtime.rollout.base": "RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig",
-    "runtime.rollout.hybrid_engine_rollout": "HybridEngineRollout",
     "runtime.sequence_parallel": "",
     "runtime.sequence_parallel.parallel_state_sp": """
         get_sequence_data_parallel_group get_sequence_data_parallel_rank get_sequence_data_parallel_world_size
@@ -248,24 +221,21 @@ MODULES = {
     "runtime.sparse_tensor": "SparseTensor",
     "runtime.swap_tensor": "MIN_SWAPPABLE_BYTES",
     "runtime.utils": """
-        DummyOptim PartitionedTensor call_to_str clip_grad_norm_ copy_to_device empty_cache
-        ensure_directory_exists get_accelerator get_global_norm get_grad_norm get_only_unique_item
-        is_model_parallel_parameter mask_nan_or_inf_with_val_inplace move_to_device noop_decorator
-        partition_balanced partition_uniform prefix_sum_inc see_memory_usage set_random_seed""",
+        DummyOptim PartitionedTensor clip_grad_norm_ empty_cache get_accelerator get_global_norm get_grad_norm
+        move_to_device partition_balanced partition_uniform see_memory_usage set_random_seed""",
     "runtime.zero": """
         DeepSpeedTensorOverride DeepSpeedZeRoOffload GatheredParameters Init MiCS_Init TiledLinear
         TiledLinearReturnBias ZeroParamStatus ZeroParamType register_external_parameter
         unregister_external_parameter unwrap_model_for_generation""",
     "runtime.zero.config": """
         DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig
-        OffloadDeviceEnum ZERO_OPTIMIZATION ZeroStageEnum get_zero_config""",
+        OffloadDeviceEnum ZeroStageEnum""",
     "runtime.zero.leaf_module_config": "DeepSpeedZeroLeafModuleConfig",
     "runtime.zero.linear": "LinearModuleForZeroStage3 zero3_linear_wrap",
     "runtime.zero.mics": "MiCS_Init",
     "runtime.zero.offload_config": """
         DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum
         OffloadStateTypeEnum""",
-    "runtime.zero.offload_states": "get_state_devices",
     "runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
     "runtime.zero.partition_parameters": """
         DEFAULT_TENSOR_OVERRIDES DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType
@@ -296,22 +266,14 @@ MODULES = {
         safe_set_local_optimizer_state safe_update_full_grad_vectorized set_log_level_from_string
         set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix
         unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter""",
-    "utils.bwc": "bwc_tensor_model_parallel_group bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size",
-    "utils.comms_logging": "CommsLogger calc_bw_log convert_size get_caller_func",
-    "utils.config": "get_timers_config",
-    "utils.debug": "print_rank0 printflock",
-    "utils.exceptions": "DeprecatedException",
+    "utils.comms_logging": "calc_bw_log convert_size get_caller_func",
     "utils.groups": """
         get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_group
         get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group
         get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank get_tensor_model_parallel_world_size
         initialize""",
     "utils.init_on_device": "OnDevice",
-    "utils.logging": """
-        get_current_level get_log_level_from_string log_dist log_dist_once log_levels logger
-        set_log_level_from_string should_log_le warning_once""",
-    "utils.module_utils": "recursive_getattr recursive_setattr",
-    "utils.numa": "get_numa_cores get_numactl_cmd parse_range parse_range_list",
+    "utils.logging": "log_dist log_dist_once log_levels logger set_log_level_from_string warning_once",
     "utils.nvtx": "instrument_w_nvtx",
     "utils.tensor_fragment": """
         safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param
@@ -319,8 +281,8 @@ MODULES = {
         safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad
         safe_set_local_optimizer_state safe_update_full_grad_vectorized""",
     "utils.timer": """
-        BACKWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER NoopTimer STEP_GLOBAL_TIMER
-        STEP_MICRO_TIMER SynchronizedWallClockTimer ThroughputTimer Timer get_accelerator logger trim_mean""",
+        BACKWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER STEP_GLOBAL_TIMER
+        STEP_MICRO_TIMER SynchronizedWallClockTimer ThroughputTimer Timer get_accelerator logger""",
     "utils.torch": "register_grad_hook required_torch_version",
     "utils.z3_leaf_module": """
         get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name

@@ -28,7 +28,7 @@ THERE = {
         reduce_scatter_tensor reduce_scatter_fn all_to_all all_to_all_single send recv isend irecv gather
         scatter get_rank get_world_size get_local_rank get_global_rank get_all_ranks_from_group get_world_group
         initialize_mesh_device ReduceOp configure log_summary reset_log mpi_discovery P2POp ProcessGroup
-        is_available batch_isend_irecv has_comm_data get_comm_operation_count get_logged_comm_ops""",
+        is_available batch_isend_irecv""",
     "deepspeed.comm.comm": "all_reduce init_distributed",
     "deepspeed.comm.reduce_op": "ReduceOp",
     "deepspeed.constants": "TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
@@ -49,7 +49,6 @@ THERE = {
     "deepspeed.monitor.monitor": "MonitorMaster Monitor",
     "deepspeed.monitor.config": """
         get_monitor_config DeepSpeedMonitorConfig TensorBoardConfig CSVConfig WandbConfig CometConfig""",
-    "deepspeed.monitor.comet": "CometMonitor",
     "deepspeed.ops": "__compatible_ops__ adam adagrad lamb lion",
     "deepspeed.ops.adagrad": "DeepSpeedCPUAdagrad",
     "deepspeed.ops.adam": "DeepSpeedCPUAdam FusedAdam",
@@ -75,7 +74,6 @@ THERE = {
     "deepspeed.runtime.compiler": "is_compile_supported disable is_compiling",
     "deepspeed.runtime.config": "DeepSpeedConfig DeepSpeedConfigError ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS",
     "deepspeed.runtime.constants": "ROUTE_TRAIN GRADIENT_ACCUMULATION_STEPS TRAIN_BATCH_SIZE",
-    "deepspeed.runtime.config_utils": "DeepSpeedConfigModel",
     "deepspeed.runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
     "deepspeed.runtime.engine": "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
     "deepspeed.runtime.fp16.fused_optimizer": "FP16_Optimizer",
@@ -88,7 +86,7 @@ THERE = {
     "deepspeed.runtime.swap_tensor": "MIN_SWAPPABLE_BYTES",
     "deepspeed.runtime.utils": """
         see_memory_usage move_to_device set_random_seed clip_grad_norm_ get_global_norm partition_uniform
-        partition_balanced DummyOptim copy_to_device call_to_str PartitionedTensor""",
+        partition_balanced DummyOptim""",
     "deepspeed.runtime.zero": """
         Init GatheredParameters register_external_parameter unregister_external_parameter
         unwrap_model_for_generation DeepSpeedZeRoOffload
@@ -97,7 +95,6 @@ THERE = {
         ZeroStageEnum DeepSpeedZeroConfig OffloadDeviceEnum DeepSpeedZeroOffloadParamConfig
         DeepSpeedZeroOffloadOptimizerConfig""",
     "deepspeed.runtime.zero.offload_config": "OffloadDeviceEnum OffloadStateTypeEnum",
-    "deepspeed.runtime.zero.offload_states": "get_state_devices",
     "deepspeed.runtime.zero.partition_parameters": """
         Init GatheredParameters ZeroParamStatus ZeroParamType get_accelerator
         zero_wrapper_for_fp_tensor_constructor _orig_torch_arange _orig_torch_empty register_external_parameter""",
@@ -145,7 +142,6 @@ THERE = {
         get_model_parallel_group get_model_parallel_world_size get_model_parallel_rank get_data_parallel_group
         get_data_parallel_world_size get_data_parallel_rank initialize""",
     "deepspeed.utils.logging": "logger log_dist set_log_level_from_string",
-    "deepspeed.utils.numa": "parse_range_list",
     "deepspeed.utils.tensor_fragment": "safe_get_full_fp32_param",
     "deepspeed.utils.timer": "SynchronizedWallClockTimer",
     "deepspeed.utils.torch": "required_torch_version",
@@ -179,16 +175,6 @@ NOT_THERE = {
 
 # What a module has beside its absent names.
 THERE_TOO = {
-    "runtime.rollout": {
-        "HybridEngineRollout",
-        "RolloutBatch",
-        "RolloutConfig",
-        "RolloutEngine",
-        "RolloutRequest",
-        "SamplingConfig",
-        "build_rollout",
-    },
-    "runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced"},
     "runtime.sequence_parallel.ulysses_sp": {
         "SequenceTiledCompute",
         "TiledFusedLogitsLoss",

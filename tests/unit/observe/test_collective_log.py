@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from shoal.comm.world import current_world
 from shoal.compat import finder
-from shoal.observe.collectives import CollectiveLog, bandwidths, trimmed_mean
+from shoal.observe.collectives import CollectiveLog, bandwidths, collective_log, trimmed_mean
 
 
 @pytest.fixture(autouse=True)
@@ -91,53 +92,28 @@ def test_the_summary_is_by_name_and_size() -> None:
     assert log.summary() == {}
 
 
-def test_deepspeeds_logger_switches_as_its_does() -> None:
-    from deepspeed.utils.comms_logging import CommsLogger, calc_bw_log, convert_size
+def test_deepspeeds_helpers_give_sizes_and_rates() -> None:
+    from deepspeed.utils.comms_logging import calc_bw_log, convert_size
 
-    logger = CommsLogger()
-    assert (logger.enabled, logger.prof_all, logger.prof_ops, logger.verbose, logger.debug) == (
-        False, True, [], False, False,
-    )  # fmt: skip
-    logger.stop_profiling_comms()
-    assert logger.prof_all is False
-    logger.start_profiling_comms()
-    assert logger.prof_all is True
-    logger.start_profiling_op(["all_reduce", "all_gather"])
-    logger.start_profiling_op(["all_reduce"])
-    logger.stop_profiling_op(["all_gather"])
-    assert logger.prof_ops == ["all_reduce"]
     assert convert_size(1024) == "1 KiB"
     assert calc_bw_log("all_reduce", 1_000_000, 1.0) == (16.0, 0.0)
 
 
-def test_deepspeeds_logger_keeps_what_was_recorded_as_it_was() -> None:
-    from deepspeed.utils.comms_logging import CommsLogger
+def test_the_log_is_printed_or_returned(capsys: pytest.CaptureFixture[str]) -> None:
+    import deepspeed.comm as dist
 
-    logger = CommsLogger()
-    latencies = [3.0, 1.0, 2.0]
-    rates = [10.0 / latency for latency in latencies]
-    logger.comms_dict = {"all_reduce": {1024: [3, list(latencies), list(rates), [2 * rate for rate in rates]]}}
-    assert logger.get_operation_summary("all_reduce")[1024]["avg_latency_ms"] == 2.0
-    assert logger.get_raw_data()["all_reduce"][1024][1:3] == [latencies, rates]
-    assert logger.get_operation_summary("barrier") is None
-    assert (logger.has_data(), logger.get_operation_names(), logger.get_total_operations()) == (True, ["all_reduce"], 3)
-    logger.append("all_reduce", "mine", 2.0, 1024)
-    assert logger.get_total_operations() == 4
-    logger.reset_data()
-    assert not logger.has_data()
-
-
-def test_it_is_printed_or_returned(capsys: pytest.CaptureFixture[str]) -> None:
-    from deepspeed.utils.comms_logging import CommsLogger
-
-    logger = CommsLogger()
-    logger.append("all_reduce", "all_reduce", 2.0, 1024)
-    found = logger.log_all(show_straggler=True, return_dict=True)
+    log = collective_log(current_world())
+    log.clear()
+    log.add("all_reduce", 1024, 2.0, size=1)
+    found = dist.log_summary(show_straggler=True, return_dict=True)
+    assert found is not None
     assert found["summary"]["all_reduce"][1024]["count"] == 1
     assert found["straggler_analysis"]["all_reduce"][1024]["total_straggler_ms"] == 0.0
     assert sorted(found["metadata"]) == ["rank", "timestamp", "world_size"]
     out = capsys.readouterr().out
     assert "collective  size   count  total ms" in out
     assert "waiting for late ranks" in out
-    assert logger.log_all(print_log=False) is None
-    assert capsys.readouterr().out == ""
+    assert dist.log_summary() is None
+    assert "waiting" not in capsys.readouterr().out
+    dist.reset_log()
+    assert not log.records

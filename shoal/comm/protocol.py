@@ -31,7 +31,7 @@ from shoal.comm.recorder import Recorder
 from shoal.comm.side_stream import SideStream
 from shoal.comm.wire import Wire, decoded_sum, encoded_gather, encoded_scatter
 from shoal.errors import CommError, UsageError
-from shoal.streams import is_in_host_memory, keep_for_current_stream
+from shoal.streams import host_memory, is_in_host_memory, keep_for_current_stream
 
 Verb = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv", "broadcast", "exchange", "barrier"
@@ -373,6 +373,17 @@ class Communicator:
         Recorded separately from the collectives that move parameters and gradients.
         """
         return self.issue(exchange_of(vector, self.size, label))
+
+    def exchange_on_host(self, numbers: Sequence[float], *, label: str) -> list[list[float]]:
+        """Every rank's numbers, which its host knows, in rank order.
+
+        Communicates: as :meth:`exchange`, 8 bytes a number.
+        Order: blocks the host until every rank has called; it does not wait for the device.
+        """
+        vector = host_memory(torch.tensor(list(numbers), dtype=torch.float64), is_pinned=False)
+        result = host_memory(torch.empty(self.size, len(numbers), dtype=torch.float64), is_pinned=False)
+        rows = self.issue(exchange_of(vector, self.size, label)._replace(result=result)).wait()
+        return rows.tolist() if self.backend.carries_values else [list(numbers)] * self.size
 
     def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
         """Every rank's ``value`` (anything that JSON can hold), in rank order, on every rank.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -17,6 +18,8 @@ from shoal.sharding.axes import Axes
 from shoal.sharding.gradient_norm import sums_of_squares
 from shoal.sharding.param_group import ParameterGroup
 from shoal.text import counted, listed
+
+_GRADIENTS = "which parameters have a gradient"
 
 
 @dataclass(frozen=True)
@@ -80,16 +83,16 @@ def synchronize_status(
     rows = _exchange(axes.world, [_sum_of_squares(groups, device), *flags], device)
     mine = rows[axes.world.rank][1:]
     if any(row[2] for row in rows):
-        late = _exchange(axes.same_units, [float(flag) for flag in is_late], device)
-        reducer.reduce_late([any(column) for column in zip(*late, strict=True)])
+        reducer.reduce_late([bool(flag) for flag in _on_any_rank(is_late, axes.same_units, "late gradients")])
         rows = _exchange(axes.world, [_sum_of_squares(groups, device), *mine], device)
     has_grad = {group: bytes(group.gradient.has_grad) for group in groups}
     if any(row[1] for row in rows):
         if axes.same_units.size > 1:
-            has_grad = _union(has_grad, axes.same_units, device)
+            merged = iter(_on_any_rank(b"".join(has_grad.values()), axes.same_units, _GRADIENTS))
+            has_grad = {group: bytes(islice(merged, len(of_group))) for group, of_group in has_grad.items()}
         for group in groups:
             for comm in group.axes.across:
-                has_grad |= _union({group: has_grad[group]}, comm, device)
+                has_grad[group] = _on_any_rank(has_grad[group], comm, _GRADIENTS)
     is_finite = all(math.isfinite(row[0]) for row in rows)
     total = math.fsum(rows[rank][0] for rank in axes.one_gradient) if is_finite else math.nan
     return GlobalStatus(
@@ -143,15 +146,8 @@ def _exchange(comm: Communicator, values: Sequence[float | torch.Tensor], device
     return [numbers[row * width : (row + 1) * width] for row in range(comm.size)]
 
 
-def _union(mine_of: HasGrad, comm: Communicator, device: torch.device) -> dict[ParameterGroup, bytes]:
-    mine = torch.tensor([float(flag) for own in mine_of.values() for flag in own], device=device)
-    anywhere = comm.exchange(mine, label="which parameters have a gradient").wait().amax(dim=0)
-    flags = bytes(int(value) for value in read_vector(anywhere, when_fake=1.0))
-    has_grad, start = {}, 0
-    for group, flags_of_group in mine_of.items():
-        has_grad[group] = flags[start : start + len(flags_of_group)]
-        start += len(flags_of_group)
-    return has_grad
+def _on_any_rank(flags: Sequence[int], comm: Communicator, label: str) -> bytes:
+    return bytes(int(max(column)) for column in zip(*comm.exchange_on_host(flags, label=label), strict=True))
 
 
 def first_bad_parameter(groups: Sequence[ParameterGroup]) -> str | None:

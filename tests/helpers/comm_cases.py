@@ -92,6 +92,8 @@ def check_every_collective(comm: Communicator, dtype: torch.dtype, shard: int) -
     work = comm.exchange(vector, label="exchange")
     vector.zero_()  # a small vector is copied when it is issued
     same(work.wait(), torch.stack([data_of(peer, 3, dtype, 6) for peer in range(size)]), "exchange")
+    found = comm.exchange_on_host([rank, 0.5], label="numbers")
+    assert found == [[float(peer), 0.5] for peer in range(size)]
     objects = [{"rank": peer, "text": "ü" * peer} for peer in range(size)]
     assert comm.gather_objects(objects[rank], label="objects") == objects
     comm.barrier(label="barrier")

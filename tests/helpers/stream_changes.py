@@ -134,12 +134,23 @@ class _Used(nn.Module):
         return self.blocks[1](self.blocks[0](x.to(self.blocks[0].weight.dtype))).float().square().mean()
 
 
-def host_reads(settings: dict[str, Any]) -> Counter[str]:
+class UsedOnOneRank(_Used):
+    """Rank 1 alone uses one layer, and no rank another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.no = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(self.first(x) if current_world().rank == 1 else x)
+
+
+def host_reads(settings: dict[str, Any], model: type[nn.Module] = _Used) -> Counter[str]:
     """Where the host waits for values in the second step of two ranks, by line of Python, as rank 0 sees it."""
 
     def rank() -> Counter[str]:
         with shoal.check_streams() as check:
-            engine = start(_Used, settings, adamw)
+            engine = start(model, settings, adamw)
             for _ in range(2):
                 before = check.host_reads
                 for _ in range(engine.gradient_accumulation_steps()):

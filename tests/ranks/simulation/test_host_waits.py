@@ -12,7 +12,7 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.stacked import ExpertFeedForward
-from tests.helpers.stream_changes import host_reads
+from tests.helpers.stream_changes import UsedOnOneRank, host_reads
 from tests.helpers.training import config
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -24,6 +24,7 @@ PRECISIONS: list[dict[str, Any]] = [
     {},
     {"bf16": {"enabled": True}, "gradient_clipping": 0.1},
     {"fp16": {"enabled": True, "loss_scale": 8}},
+    {"fp16": {"enabled": True, "loss_scale": 0}},
 ]
 
 
@@ -34,6 +35,12 @@ def test_once_a_step(stage: int, more: dict[str, Any], accumulation: int) -> Non
     found = host_reads(config(stage, gradient_accumulation_steps=accumulation, **more))
     assert found.total() == 1, found
     assert "synchronize_status" in next(iter(found))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_without_a_gradient_add_none(stage: int) -> None:
+    found = host_reads(config(stage), UsedOnOneRank)
+    assert found.total() == 1, found
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

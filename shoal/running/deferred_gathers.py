@@ -110,9 +110,10 @@ class DeferredGathers:
 
     def gather(self, unit: Unit) -> None:
         """Make the parameters of a unit valid."""
-        if unit in self._updated_late:
-            self.start(unit)
-        unit.gather()
+        with torch._C._DisableFuncTorch():  # a transform of torch.func refuses that parameters are written inside it
+            if unit in self._updated_late:
+                self.start(unit)
+            unit.gather()
 
     def gather_if_pending(self, unit: Unit) -> None:
         """A parameter of the unit is read between two steps: make the unit's valid."""
@@ -124,5 +125,6 @@ class DeferredGathers:
     def wait(self) -> None:
         """Make all parameters valid."""
         self._updated_late.clear()  # all follow on the current stream
-        for unit in self._units.values():
-            unit.gather()
+        with torch._C._DisableFuncTorch():
+            for unit in self._units.values():
+                unit.gather()

@@ -12,8 +12,10 @@ from torch import nn
 
 import shoal
 from shoal.comm import autograd
+from shoal.comm.formats import format_named
 from shoal.comm.protocol import Communicator
 from shoal.comm.threads import run_ranks
+from shoal.comm.wire import Wire
 from shoal.comm.world import current_world
 from shoal.compat.sequence_parallel import UlyssesSPDataLoaderAdapter
 from shoal.memory.host import aligned_empty
@@ -21,10 +23,13 @@ from shoal.memory.stream_copies import StreamCopies, copies_of, mark
 from shoal.mesh import Mesh
 from shoal.parallel.activations import HostStore, HostTensor
 from shoal.parallel.expert.gate import topkgating
+from shoal.parallel.expert.held import ExpertUsage
 from shoal.parallel.expert.losses import global_batch_loss
+from shoal.parallel.expert.route import compare_tables
 from shoal.parallel.saved_tensors import InPlaceStore, PartitionedStore
 from shoal.parallel.sequence.chunks import chunks_of
 from shoal.parallel.sequence.ring import RingPlan, ring_attention
+from shoal.sharding.placement import Placement
 from shoal.simulation.check import StreamCheck
 from tests.helpers.composition import Combination, Run, settings_of
 from tests.helpers.models import HIDDEN, VOCABULARY, Plain
@@ -46,6 +51,32 @@ def world() -> Communicator:
 
 
 # parts of the library alone
+
+
+def calls_that_block() -> None:
+    comm, values = world().blocking, torch.ones(64) * 2
+    comm.all_reduce(values, label="values")
+    values.mul_(2)
+
+
+def encoded_sum_that_is_drained(is_blocking: bool) -> None:
+    """Before the peers have read what is sent, the script changes it."""
+    comm, values = world(), torch.ones(64) * 2
+    wire = Wire(format_named("int8", 32))
+    if is_blocking:
+        comm.blocking.all_reduce(values, label="values", wire=wire)
+    else:
+        comm.all_reduce(values, label="values", wire=wire).drain()
+    values.mul_(2)
+
+
+def experts_that_are_used() -> None:
+    with ExpertUsage(world()).of([1, 0, 2], CPU):
+        pass
+
+
+def routing_tables_that_are_compared() -> None:
+    compare_tables(torch.arange(12).view(6, 2) % 4, world(), "experts")
 
 
 def exchanges_under_autograd() -> None:
@@ -86,6 +117,14 @@ def saved_tensor_that_is_dropped_after_it_was_fetched() -> None:
     saved.prefetch()
     del saved
     torch.ones(64)
+
+
+def saved_tensor_that_is_read() -> None:
+    store = HostStore(copies_of)
+    saved = store.store(torch.ones(64) * 2, store.begin())
+    assert isinstance(saved, HostTensor)
+    saved.release_source()
+    saved.get().mul(2)
 
 
 def copies_within_copies() -> None:
@@ -236,6 +275,47 @@ def gather_that_is_drained() -> None:
     engine.destroy()
 
 
+def ranges_that_are_gathered_and_drained() -> None:
+    """Of a shard in host memory: after the gather is drained, the script may write."""
+    engine = start(lambda: Plain(1), config(3, zero_optimization={"offload_param": {"device": "cpu"}}), sgd)
+    run_steps(engine, 1)
+    unit = engine.sharded.sharded[0]
+    unit.release()
+    for group in unit.groups:
+        group.buffer.redistribute(Placement(), ranges=[(0, group.buffer.layout.numel // 2)]).drain()
+        group.buffer.full.mul_(2)
+    engine.destroy()
+
+
+def transform_before_parameters_are_gathered() -> None:
+    """Of torch.func, after a step whose parameters are gathered by their next use."""
+    settings = config(1, units={"names": ["0", "1"]}, zero_optimization={"overlap_param_gather": True})
+    engine = start(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), settings, sgd)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 64)).sum())
+        engine.step()
+        torch.func.grad(lambda x: engine.module(x).sum())(torch.ones(2, 64))
+    engine.destroy()
+
+
+def steps_of_their_own(stage: int, zero: dict[str, Any], **section: Any) -> None:
+    """Replicas are synchronised after each second step."""
+    sections = {"local_steps": {"every": 2, **section}, "parallel": {"dp_replicate": 2}}
+    engine = start(lambda: Plain(1), config(stage, zero_optimization=zero, **sections), adamw)
+    run_steps(engine, 3)
+    engine.destroy()
+
+
+def states_that_move_while_they_are_saved(folder: str) -> None:
+    engine = start(lambda: Plain(1), config(1, checkpoint={"async_save": True}), adamw)
+    run_steps(engine, 1)
+    engine.save_checkpoint(folder)
+    engine.offload_states()
+    engine.reload_states()
+    run_steps(engine, 1, first=1)
+    engine.destroy()
+
+
 def gradient_that_arrives_after_its_reduction() -> None:
     engine = start(lambda: Plain(1), config(0), sgd)
     engine.scale(engine(*batch(0, 0, 1))).backward()
@@ -314,6 +394,12 @@ _HPZ = {"stage": "3", "hybrid": "hpz"}
 CASES: dict[str, Callable[[], list[StreamCheck]]] = {
     run.__name__: partial(on_ranks, size, run)
     for size, run in (
+        (2, calls_that_block),
+        (2, experts_that_are_used),
+        (2, routing_tables_that_are_compared),
+        (1, saved_tensor_that_is_read),
+        (2, ranges_that_are_gathered_and_drained),
+        (2, transform_before_parameters_are_gathered),
         (2, exchanges_under_autograd),
         (2, capacity_of_dense_experts),
         (2, loss_of_experts_over_the_global_batch),
@@ -334,6 +420,23 @@ CASES: dict[str, Callable[[], list[StreamCheck]]] = {
     )
 }
 CASES |= {
+    **{
+        f"an encoded sum that {how}": partial(on_ranks, 2, partial(encoded_sum_that_is_drained, is_blocking))
+        for how, is_blocking in (("is drained", False), ("blocks", True))
+    },
+    "steps of their own": partial(on_ranks, 2, partial(steps_of_their_own, 1, {})),
+    "steps of their own, int8, host": partial(
+        on_ranks,
+        4,
+        partial(
+            steps_of_their_own,
+            1,
+            {"overlap_param_gather": True, "offload_optimizer": {"device": "cpu"}},
+            wire="int8",
+            error_feedback=True,
+        ),
+    ),
+    "states that move while they are saved": partial(in_a_folder, 2, states_that_move_while_they_are_saved),
     "muon": partial(on_ranks, 2, partial(muon_with_buffers_that_grow, 1)),
     "on meta": partial(on_ranks, 2, partial(on_meta, 1)),
     **{

@@ -21,6 +21,8 @@ from tests.helpers.stream_matrix import STREAM_AXES, checks_of, named
 
 Scenario = tuple[str, Callable[[], Any]]
 
+_SECONDS = 300  # for a test, whose operations are all checked
+
 # No emulated precision: each scenario runs many times.
 AXES = {
     **STREAM_AXES,
@@ -62,24 +64,31 @@ def matrix() -> list[Scenario]:
 class TestRuns:
     """Runs tests in this process, each rank that is a thread under ``check_streams``.
 
-    Attributes: ``checks``: of the test that ran last. ``passed``: by name, of those that started ranks.
+    Args:
+        begin: called with the name of each test before it runs.
+        has_all_parameters: run each test with all its parameters; else with the first and the last.
+
+    Attributes:
+        checks: of the test that ran last.
+        passed: by name, of those that started ranks.
+        errors: by name, the message of those that failed.
     """
 
     __test__ = False
 
-    def __init__(self, begin: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(self, begin: Callable[[str], None] = lambda name: None, *, has_all_parameters: bool = False) -> None:
         self.checks: list[StreamCheck] = []
         self.passed: dict[str, bool] = {}
+        self.errors: dict[str, str] = {}
         self.of_test: dict[str, list[StreamCheck]] = {}
         self._begin = begin
-        self._keeps_all = False
+        self._has_all_parameters = has_all_parameters
         self._run_ranks = threads.run_ranks
         self._replaced: list[ModuleType] = []
 
     def run(self, names: Sequence[str]) -> None:
-        self._keeps_all = len(names) == 1
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            pytest.main([*names, "-q", "-n0", "-p", "no:cacheprovider", "--durations=0"], plugins=[self])
+            pytest.main([*names, "-q", "-n0", "-p", "no:cacheprovider", f"--timeout={_SECONDS}"], plugins=[self])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: Any) -> None:
@@ -88,8 +97,8 @@ class TestRuns:
         self._replaced = [
             module
             for name, module in list(sys.modules.items())
-            if name.startswith("tests.") and not name.startswith("tests.stream_") and hasattr(module, "run_ranks")
-        ]
+            if name.startswith("tests.") and hasattr(module, "run_ranks")
+        ] + [threads]  # the fixture ``ranks`` looks the function up there
         for module in self._replaced:
             module.run_ranks = self._checked  # type: ignore[attr-defined]
 
@@ -104,27 +113,30 @@ class TestRuns:
                 self.checks.append(check)
                 return fn(*args)
 
-        return self._run_ranks(size, run, *args, **kwargs)
+        return self._run_ranks(size, run, *args, **{"timeout": _SECONDS, **kwargs})
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Without ranks that are processes; of each test the first and the last parameters."""
-        if self._keeps_all:
+        """Without ranks that are processes."""
+        with_threads = [item for item in items if "process" not in item.name and "gloo" not in item.fixturenames]
+        if self._has_all_parameters:
+            items[:] = with_threads
             return
         kept: dict[str, list[Any]] = {}
-        for item in items:
-            if "process" not in item.name:
-                kept.setdefault(f"{item.fspath}{getattr(item, 'originalname', item.name)}", []).append(item)
+        for item in with_threads:
+            kept.setdefault(f"{item.fspath}{getattr(item, 'originalname', item.name)}", []).append(item)
         items[:] = [item for some in kept.values() for item in dict.fromkeys((some[0], some[-1]))]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" and self.checks:
             self.passed[report.nodeid] = report.passed
             self.of_test[report.nodeid] = self.checks
+            if report.failed:
+                self.errors[report.nodeid] = str(report.longrepr.reprcrash.message)
 
 
 def of_test(name: str) -> list[StreamCheck]:
     """The checks of a test. Raises: AssertionError: it fails."""
-    runs = TestRuns()
+    runs = TestRuns(has_all_parameters=True)
     runs.run([name])
     assert runs.passed.get(name), "the test fails"
     return runs.of_test[name]

@@ -37,11 +37,11 @@ def small_model() -> torch.nn.Module:
 MODEL = small_model()  # ranks as threads share the generator, so that each must not draw values of its own
 
 
-def engine_of(stage: int) -> shoal.Engine:
+def engine_of(stage: int, **zero: Any) -> shoal.Engine:
     config = {
         "train_micro_batch_size_per_gpu": 3,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
     }
     return shoal.initialize(model=copy.deepcopy(MODEL), config=config)[0]
 
@@ -66,6 +66,22 @@ def test_transforms_run_through_the_engine_and_its_module_and_training_goes_on(s
             engine.step()
             losses.append(loss.item())
         assert losses[2] < losses[0]
+        engine.destroy()
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("zero", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["device", "host"])
+def test_a_transform_waits_for_parameters_that_the_step_has_left_to_their_first_use(zero: dict[str, Any]) -> None:
+    def run() -> None:
+        engine = engine_of(1, overlap_param_gather=True, **zero)
+        for model in (engine, engine.module):
+            engine.backward(engine(torch.ones(3, 4)).square().mean())
+            engine.step()
+            x = torch.ones(2, 4)
+            first = grad(lambda x, model=model: model(x).sum())(x)
+            assert torch.equal(first, grad(lambda x: engine.module(x).sum())(x))
+            assert torch.isfinite(first).all()
         engine.destroy()
 
     run_ranks(2, run)

@@ -40,6 +40,16 @@ def _of_module(name: str, on_cpu: Callable[[], Any]) -> Callable[..., Any]:
     return call
 
 
+def _passed_on(name: str, on_cpu: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that calls torch's function, or class, of that name with its own arguments; on the CPU ``on_cpu``."""
+
+    def call(self: DeepSpeedAccelerator, *args: Any, **kwargs: Any) -> Any:
+        return (on_cpu if self._is_cpu else getattr(self._module, name))(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
 class DeepSpeedAccelerator:
     """One kind of device: "cuda", "cpu", or another of torch's device types."""
 
@@ -115,14 +125,9 @@ class DeepSpeedAccelerator:
         state: torch.Tensor = self._module.get_rng_state(*self._index(device_index))
         return state
 
-    def manual_seed(self, seed: int) -> Any:
-        return torch.manual_seed(seed) if self._is_cpu else self._module.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> Any:
-        return torch.manual_seed(seed) if self._is_cpu else self._module.manual_seed_all(seed)
-
-    def initial_seed(self) -> int:
-        return torch.initial_seed() if self._is_cpu else int(self._module.initial_seed())
+    manual_seed = _passed_on("manual_seed", torch.manual_seed)
+    manual_seed_all = _passed_on("manual_seed_all", torch.manual_seed)
+    initial_seed = _passed_on("initial_seed", torch.initial_seed)
 
     def default_generator(self, device_index: int) -> torch.Generator:
         generator: torch.Generator = (
@@ -140,17 +145,12 @@ class DeepSpeedAccelerator:
     def Event(self) -> Any:
         return None if self._is_cpu else self._module.Event
 
-    def stream(self, stream: Any) -> Any:
-        return nullcontext() if self._is_cpu else self._module.stream(stream)
-
+    stream = _passed_on("stream", nullcontext)
     current_stream = _of_module("current_stream", _nothing)
     default_stream = _of_module("default_stream", _nothing)
 
-    def is_current_stream_capturing(self) -> bool:
-        return not self._is_cpu and bool(self._module.is_current_stream_capturing())
-
-    def create_graph(self) -> Any:
-        return None if self._is_cpu else self._module.CUDAGraph()
+    is_current_stream_capturing = _passed_on("is_current_stream_capturing", bool)
+    create_graph = _passed_on("CUDAGraph", _nothing)
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
         return nullcontext() if self._is_cpu else self._module.graph(graph, pool, stream)
@@ -161,10 +161,7 @@ class DeepSpeedAccelerator:
 
     # memory, in bytes; on CPU what the process has resident
 
-    def empty_cache(self) -> None:
-        if not self._is_cpu:
-            self._module.empty_cache()
-
+    empty_cache = _passed_on("empty_cache", _nothing)
     memory_allocated = _of_module("memory_allocated", resident_nbytes)
     max_memory_allocated = _of_module("max_memory_allocated", _peak)
     memory_reserved = memory_cached = _of_module("memory_reserved", resident_nbytes)

@@ -41,15 +41,6 @@ def split_params_into_shared_and_expert_params(params: Iterable[nn.Parameter]) -
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 
 
-def split_params_grads_into_shared_and_expert_params(
-    group: Iterable[nn.Parameter],
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The gradients of the parameters that are no expert's, and those of experts, without parameters that have none."""
-    parts = split_params_into_shared_and_expert_params(p for p in group if p.grad is not None)
-    shared, experts = ([p.grad.to(p.dtype) for p in part if p.grad is not None] for part in parts)
-    return shared, experts
-
-
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: float | None = 178956971
 ) -> list[dict[str, Any]]:

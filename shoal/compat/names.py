@@ -131,7 +131,7 @@ moe.sharded_moe = shoal.parallel.expert.layer: MOELayer TopKGate
     shoal.parallel.expert.gate: top1gating top2gating topkgating
     shoal.compat.experts: drop_tokens gather_tokens
 moe.utils = shoal.compat.experts: configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group
-        split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer
+        split_params_into_different_moe_groups_for_optimizer
         split_params_into_shared_and_expert_params
     shoal.parallel.expert.layer: MoE
 monitor
@@ -297,7 +297,7 @@ utils.tensor_fragment = shoal.compat.parameters: {_SAFE_ACCESSORS}
 utils.timer = shoal.compat.accelerator: get_accelerator
     shoal.compat.small_functions: logger
     shoal.compat.timer: BACKWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER
-        STEP_GLOBAL_TIMER STEP_MICRO_TIMER SynchronizedWallClockTimer ThroughputTimer Timer
+        STEP_GLOBAL_TIMER STEP_MICRO_TIMER SynchronizedWallClockTimer ThroughputTimer
 utils.torch = shoal.compat.small_functions: register_grad_hook required_torch_version
 utils.z3_leaf_module = shoal.compat.leaf_modules: {_LEAF_MODULES}
 utils.zero_to_fp32 = shoal.compat.zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict

@@ -60,7 +60,16 @@ class CountsOptimizers(type):
         return isinstance(wrapped, torch.optim.Optimizer) and vars(wrapped).get(_STANDS_FOR) == cls.__name__
 
 
-class DeepSpeedCPUAdam(FP32States, AdamWithBias, metaclass=CountsOptimizers):
+class _FusedWherePossible(AdamWithBias):
+    """Adam, or AdamW, by torch's fused step where that supports the parameters."""
+
+    def __init__(self, params: Any, *, betas: Any, is_adamw: bool, **options: Any) -> None:
+        params, is_fused = fused_where_possible(params)
+        betas = tuple(betas)  # JSON gives a list
+        super().__init__(params, betas=betas, fused=is_fused, decoupled_weight_decay=is_adamw, **options)
+
+
+class DeepSpeedCPUAdam(FP32States, _FusedWherePossible, metaclass=CountsOptimizers):
     """Adam, or with ``adamw_mode`` AdamW."""
 
     def __init__(
@@ -75,23 +84,13 @@ class DeepSpeedCPUAdam(FP32States, AdamWithBias, metaclass=CountsOptimizers):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        super().__init__(
-            **adam_arguments(
-                model_params,
-                bias_correction=bias_correction,
-                betas=betas,
-                is_adamw=adamw_mode,
-                lr=lr,
-                eps=eps,
-                weight_decay=weight_decay,
-                amsgrad=amsgrad,
-            )
-        )
+        options = {"lr": lr, "bias_correction": bias_correction, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(model_params, betas=betas, is_adamw=adamw_mode, amsgrad=amsgrad, **options)
         self.adam_w_mode = adamw_mode
         self.fp32_optimizer_states = fp32_optimizer_states
 
 
-class FusedAdam(AdamWithBias, metaclass=CountsOptimizers):
+class FusedAdam(_FusedWherePossible, metaclass=CountsOptimizers):
     """Adam, or with ``adam_w_mode`` AdamW."""
 
     def __init__(
@@ -106,18 +105,8 @@ class FusedAdam(AdamWithBias, metaclass=CountsOptimizers):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        super().__init__(
-            **adam_arguments(
-                params,
-                bias_correction=bias_correction,
-                betas=betas,
-                is_adamw=adam_w_mode,
-                lr=lr,
-                eps=eps,
-                weight_decay=weight_decay,
-                amsgrad=amsgrad,
-            )
-        )
+        options = {"lr": lr, "bias_correction": bias_correction, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, betas=betas, is_adamw=adam_w_mode, amsgrad=amsgrad, **options)
         self.adam_w_mode = int(adam_w_mode)
 
 
@@ -186,17 +175,8 @@ class FusedLamb(Lamb, metaclass=CountsOptimizers):
     ) -> None:
         only_false("FusedLamb", "amsgrad", amsgrad)
         only_false("FusedLamb", "max_grad_norm", max_grad_norm, do="set gradient_clipping in the config.")
-        super().__init__(
-            params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            eps_inside_sqrt=eps_inside_sqrt,
-            weight_decay=weight_decay,
-            max_coeff=max_coeff,
-            min_coeff=min_coeff,
-        )
+        adam = lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay
+        super().__init__(params, *adam, max_coeff, min_coeff)
 
 
 class OnebitAdam(one_bit.OneBitAdam, metaclass=CountsOptimizers):
@@ -246,13 +226,6 @@ def fused_where_possible(params: Any) -> tuple[Any, bool | None]:
     plain = [entry[1] if isinstance(entry, tuple) else entry for entry in tensors]
     can = all(tensor.is_floating_point() and tensor.device.type in ("cpu", "cuda") for tensor in plain)
     return entries, True if can and plain else None
-
-
-def adam_arguments(params: Any, *, betas: Any, is_adamw: bool, **others: Any) -> dict[str, Any]:
-    """The arguments of ``AdamWithBias`` for a class of DeepSpeed's: fused where possible."""
-    params, is_fused = fused_where_possible(params)
-    betas = tuple(betas)  # JSON gives a list
-    return {"params": params, "betas": betas, "fused": is_fused, "decoupled_weight_decay": is_adamw, **others}
 
 
 def only_false(name: str, option: str, value: Any, do: str = "leave it out.") -> None:

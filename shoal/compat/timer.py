@@ -9,59 +9,26 @@ from typing import Any
 
 from shoal.comm.world import current_world
 from shoal.compat.accelerator import get_accelerator
+from shoal.device import Device
 from shoal.engine.log import logger, say_on_rank_0
+from shoal.observe.timers import PhaseTimer, StepTimers
 
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
 BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
 STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
 
 
-class Timer:
-    """The accumulated time of one name."""
-
-    def __init__(self, name: str) -> None:
-        self.name_ = name
-        self.started_ = False
-        self._began = 0.0
-        self._seconds = 0.0
-        self._count = 0
-
-    def start(self) -> None:
-        get_accelerator().synchronize()
-        self._began, self.started_ = time.perf_counter(), True
-
-    def stop(self, reset: bool = False, record: bool = True) -> None:
-        get_accelerator().synchronize()
-        passed = time.perf_counter() - self._began
-        self._seconds = passed if reset else self._seconds + passed
-        self._count += int(record)
-        self.started_ = False
-
-    def reset(self) -> None:
-        self._seconds, self._count, self.started_ = 0.0, 0, False
-
-    def elapsed(self, reset: bool = True) -> float:
-        """Milliseconds so far."""
-        milliseconds = self._seconds * 1000
-        if reset:
-            self.reset()
-        return milliseconds
-
-    def mean(self) -> float:
-        """Milliseconds of one interval."""
-        return self._seconds * 1000 / max(1, self._count)
-
-
-class SynchronizedWallClockTimer:
-    """Timers by name; each start and stop waits for the device."""
+class SynchronizedWallClockTimer(StepTimers):
+    """A script's own timers, by name; each start and stop waits for the device."""
 
     def __init__(self) -> None:
-        self.timers: dict[str, Timer] = {}
+        super().__init__(Device(current_world().device), is_on=True)
+        self.timers: dict[str, PhaseTimer] = {}
 
-    def __call__(self, name: str) -> Timer:
-        return self.timers.setdefault(name, Timer(name))
+    def __call__(self, name: str) -> PhaseTimer:
+        return self.timers.setdefault(name, PhaseTimer(self, name))
 
-    def get_timers(self) -> dict[str, Timer]:
+    def get_timers(self) -> dict[str, PhaseTimer]:
         return self.timers
 
     def log(

@@ -46,14 +46,12 @@ class KeySupport:
 def keys_with_support(reading: Normalised) -> list[KeySupport]:
     """Every key that the file sets, in its order."""
     keys = []
-    chosen = reading.given.get("zero_optimization.stage")
-    stage = 0 if chosen is None else chosen.value
     for path, given in reading.given.items():
         if not given.schema_path:
             support = PARAMS.get(path.rpartition(".")[2], SUPPORTED)
             keys.append(KeySupport(path, given.value, support, asks=_is_on(given.value)))
             continue
-        support = _support(given.schema_path, stage)
+        support = support_of(given.schema_path)
         is_changed = given.key.model is None and given.value is not None and given.value != given.key.default
         off = [
             switch for switch, default in given.switches if switch != path and _is_switch_off(switch, default, reading)
@@ -71,10 +69,6 @@ def keys_with_support(reading: Normalised) -> list[KeySupport]:
             )
         )
     return keys
-
-
-def _support(path: str, stage: Any) -> Support:
-    return support_of(path)
 
 
 def _is_switch_off(switch: str, default: Any, reading: Normalised) -> bool:

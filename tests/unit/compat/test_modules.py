@@ -119,7 +119,7 @@ MODULES = {
     "moe.sharded_moe": "MOELayer TopKGate drop_tokens gather_tokens top1gating top2gating topkgating",
     "moe.utils": """
         MoE configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group
-        split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer
+        split_params_into_different_moe_groups_for_optimizer
         split_params_into_shared_and_expert_params""",
     "monitor": "",
     "monitor.config": "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig get_monitor_config",
@@ -282,7 +282,7 @@ MODULES = {
         safe_set_local_optimizer_state safe_update_full_grad_vectorized""",
     "utils.timer": """
         BACKWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER STEP_GLOBAL_TIMER
-        STEP_MICRO_TIMER SynchronizedWallClockTimer ThroughputTimer Timer get_accelerator logger""",
+        STEP_MICRO_TIMER SynchronizedWallClockTimer ThroughputTimer get_accelerator logger""",
     "utils.torch": "register_grad_hook required_torch_version",
     "utils.z3_leaf_module": """
         get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name

@@ -354,3 +354,20 @@ def test_a_log_of_collectives_that_is_off_is_empty_and_says_how_it_is_switched_o
     assert json.dumps(found).startswith("{")
     assert "set comms_logger.enabled in the config" in caplog.text
     assert deepspeed.comm.log_summary() is None
+
+
+def test_a_scripts_own_timers_add_up_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    from deepspeed.utils.timer import SynchronizedWallClockTimer
+
+    timers = SynchronizedWallClockTimer()
+    for _ in range(2):
+        for name in ("fwd", "fwd_microstep"):  # two timers, although an engine has one phase for both
+            timers(name).start()
+            timers(name).stop()
+    assert list(timers.get_timers()) == ["fwd", "fwd_microstep"]
+    total = timers("fwd").elapsed(reset=False)
+    assert timers.get_mean(["fwd", "none"]) == {"fwd": pytest.approx(total / 2)}
+    with caplog.at_level("INFO", logger="shoal"):
+        timers.log(["fwd", "none"])
+    assert "time (ms) | fwd: " in caplog.text
+    assert timers("fwd").elapsed() == 0.0

@@ -392,6 +392,9 @@ class Debug(Section):
         False,
         "simulate an accelerator on the CPU from initialize to destroy, and check that its streams wait for each other",
     )
+    replica_check_steps: int | None = key(
+        None, "steps between two comparisons of what several ranks hold alike, bit by bit; null: none", ge=1
+    )
 
 
 class Timeouts(Section):

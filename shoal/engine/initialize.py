@@ -49,6 +49,7 @@ from shoal.engine.parts.inputs import FirstInputs
 from shoal.engine.parts.local_steps import LocalSteps
 from shoal.engine.parts.low_precision import LowPrecision
 from shoal.engine.parts.part import Part
+from shoal.engine.parts.replicas import ReplicaCheck
 from shoal.engine.parts.save_on_signal import SaveOnSignal
 from shoal.engine.parts.sections import Sections
 from shoal.engine.parts.sequence import AttentionCheck, SequenceRanks
@@ -320,6 +321,9 @@ def _parts(
         yield ErrorFeedback(sharding, accumulation, wire.error_reset)
     if axes.apart is not None and sharding.step is not None:
         yield LocalSteps(sharding, properties)
+    if properties.config.debug.replica_check_steps is not None:
+        steps = properties.config.debug.replica_check_steps
+        yield ReplicaCheck(sharding, properties, accumulation.counters, steps)
     if properties.config.checkpoint.save_on_signal:
         yield SaveOnSignal()
     if properties.config.autotuning.enabled:

@@ -152,7 +152,8 @@ AXES: dict[str, Values] = {
     "fp8": _switch(fp8={"recipe": "rowwise", "modules": ["*"]}),
     # In the runs each element is a block: what is stored is another form, whose values lose the last bit.
     "stored state": {"fp32": {}, "int8": {"precision": {"state_dtype": "int8"}}},
-    "buckets": {"wide": {}, "narrow": _zero(reduce_bucket_size=40)},
+    # With narrow buckets the ranks also compare what they hold alike.
+    "buckets": {"wide": {}, "narrow": _zero(reduce_bucket_size=40) | {"debug": {"replica_check_steps": 1}}},
     "gathering": {
         "ahead": {},
         "late": _zero(stage3_prefetch_bucket_size=0, stage3_max_live_parameters=100),

@@ -8,8 +8,8 @@
     sp            see other parts of one sequence, and exchange attention heads (Ulysses)
     tp            hold different parts of one layer's weights
 
-``tp`` varies fastest and ``pp`` slowest, so the ranks that talk most are neighbours. The derived axes are products or
-parts of these:
+Unless ``order`` says otherwise ``tp`` varies fastest and ``pp`` slowest, so the ranks that talk most are neighbours.
+The derived axes are products or parts of these:
 
     axis          made of                         the ranks along it
     fsdp          dp_shard x cp x sp              shard one dense parameter
@@ -20,8 +20,9 @@ parts of these:
     model         pp x tp                         hold other parts of one copy of the model
     etp           runs of etp of tp               hold other parts of one expert: tp = tp_fold x etp
     tp_fold       every etp-th rank of tp         take other tokens to the experts
-    ep            runs of ep of fsdp x tp_fold    hold different experts
-    expert_dp     every ep-th of fsdp x tp_fold   shard one expert: fsdp x tp_fold = expert_dp x ep
+    ep            runs of ep of fsdp x tp_fold    hold different experts; or, outside in ``order``, every
+                                                  expert_dp-th of them
+    expert_dp     the rest of fsdp x tp_fold      shard one expert: fsdp x tp_fold = expert_dp x ep
     expert_model  ep x etp                        hold other parts of one copy of a layer's experts
     expert_data   dp_replicate x expert_dp        hold the same experts
     tied:0,3      stages 0 and 3 of pp            hold copies of one tied weight
@@ -32,7 +33,7 @@ With ``etp`` 1 experts are not split over ``tp``: its ranks take different token
 folding). With ``etp = tp`` each rank of ``tp`` holds a part of each expert, and ``ep`` and ``expert_dp`` are made of
 ``fsdp`` alone. In between, each expert is split over ``etp`` neighbours, and each run of them takes different tokens.
 
-A group's first rank is the first member of its axis; every group is that rank plus fixed offsets.
+A group's first rank is the first member of its axis; every group is that rank plus fixed offsets, in ascending order.
 
     >>> mesh = Mesh.of(8, pp=2, tp=2)
     >>> mesh
@@ -54,6 +55,9 @@ A group's first rank is the first member of its axis; every group is that rank p
     (((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7)))
     >>> mesh.groups("ep"), mesh.groups("expert_dp")
     (((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7)))
+    >>> mesh = Mesh.of(8, pp=2, tp=2, order=("dp_shard", "pp", "tp"))
+    >>> mesh.groups("pp"), mesh.groups("dp_shard")
+    (((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7)))
     >>> Mesh.of(8, tp=8).groups(factor_axis("tp", (2, 4), (0,)))
     ((0, 4), (1, 5), (2, 6), (3, 7))
 """
@@ -61,13 +65,14 @@ A group's first rank is the first member of its axis; every group is that rank p
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import Literal, NamedTuple, get_args
 
 from shoal.errors import ConfigError
+from shoal.text import did_you_mean
 
 Axis = Literal[
     "pp", "dp_replicate", "dp_shard", "cp", "sp", "tp", "ep",
@@ -75,16 +80,16 @@ Axis = Literal[
     "expert_model", "world",
 ]  # fmt: skip
 
-_SLOWEST_FIRST = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 _PRODUCTS = {
     "fsdp": ("dp_shard", "cp", "sp"),
     "dp": ("dp_replicate", "dp_shard"),
     "batch": ("dp_replicate", "dp_shard"),
     "loss": ("dp_replicate", "dp_shard", "cp", "sp"),
     "sequence": ("cp", "sp"),
-    "pipeline_stage": _SLOWEST_FIRST[1:],
+    "pipeline_stage": ORDER[1:],
     "model": ("pp", "tp"),
-    "world": _SLOWEST_FIRST,
+    "world": ORDER,
 }
 _TIED = "tied:"
 
@@ -135,9 +140,11 @@ class Mesh:
 
     Args:
         etp: the ranks over which one expert is split. It divides ``tp``.
+        order: the basic axes, the slowest first. Axes of degree 1 may be left out. ``ep`` before ``dp_shard``, ``cp``
+            and ``sp`` is outside of ``expert_dp``.
 
-    Raises: ConfigError: a degree below 1, an ``etp`` that does not divide ``tp``, or an ``ep`` that does not divide
-        ``dp_shard x cp x sp x tp / etp``.
+    Raises: ConfigError: a degree below 1, an ``etp`` that does not divide ``tp``, an ``ep`` that does not divide
+        ``dp_shard x cp x sp x tp / etp``, or an unknown, missing or doubled axis in ``order``.
     """
 
     pp: int = 1
@@ -148,9 +155,19 @@ class Mesh:
     tp: int = 1
     ep: int = 1
     etp: int = field(default=1, repr=False)
+    order: tuple[str, ...] = field(default=ORDER, repr=False)
 
     def __post_init__(self) -> None:
-        for axis in (*_SLOWEST_FIRST, "ep", "etp"):
+        if problem := order_problem(self.order, vars(self)):
+            raise ConfigError(f"the order of the axes is {problem[0]}", do=problem[1], code="mesh-order")
+        order = tuple(axis for axis in self.order if axis != "ep" and self._degree(axis) > 1)
+        shards = [self.order.index(axis) for axis in _PRODUCTS["fsdp"] if axis in order]
+        if self.ep > 1 and "ep" in self.order[: min(shards, default=0)]:
+            order = ("ep", *order)
+        elif order == tuple(axis for axis in ORDER if axis in order):
+            order = ORDER  # one form of what is the same
+        object.__setattr__(self, "order", order)
+        for axis in (*ORDER, "ep", "etp"):
             if self._degree(axis) < 1:
                 raise ConfigError(
                     f"the mesh axis {axis!r} has degree {self._degree(axis)}",
@@ -189,6 +206,7 @@ class Mesh:
         tp: int = 1,
         ep: int = 1,
         etp: int = 1,
+        order: Iterable[str] = ORDER,
     ) -> Mesh:
         """The mesh of ``world_size`` ranks. ``dp_shard`` takes the ranks that the other axes leave.
 
@@ -230,7 +248,8 @@ class Mesh:
                 code="mesh-size",
             )
         rest = world_size // product if dp_shard is None else dp_shard
-        return cls(pp=pp, dp_replicate=dp_replicate, dp_shard=rest, cp=cp, sp=sp, tp=tp, ep=ep, etp=etp)
+        degrees = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": rest, "cp": cp, "sp": sp, "tp": tp, "ep": ep}
+        return cls(**degrees, etp=etp, order=tuple(order))
 
     @property
     def world_size(self) -> int:
@@ -260,16 +279,12 @@ class Mesh:
     def coordinate(self, rank: int) -> Coordinate:
         """Where ``rank`` is."""
         self._check_rank(rank)
-        values = []
-        for axis in reversed(_SLOWEST_FIRST):
-            rank, value = divmod(rank, self._degree(axis))
-            values.append(value)
-        return Coordinate(*reversed(values))
+        return Coordinate(*(rank // self._stride(axis) % self._degree(axis) for axis in ORDER))
 
     def rank(self, coordinate: Coordinate | tuple[int, int, int, int, int, int]) -> int:
         """Which rank is at ``coordinate``: the inverse of :meth:`coordinate`."""
         rank = 0
-        for axis, value in zip(_SLOWEST_FIRST, coordinate, strict=True):
+        for axis, value in zip(ORDER, coordinate, strict=True):
             if not 0 <= value < self._degree(axis):
                 raise ConfigError(
                     f"coordinate {axis}={value} is not on an axis of degree {self._degree(axis)}",
@@ -277,7 +292,7 @@ class Mesh:
                     do=f"use {axis} from 0 to {self._degree(axis) - 1}.",
                     code="mesh-rank",
                 )
-            rank = rank * self._degree(axis) + value
+            rank += value * self._stride(axis)
         return rank
 
     def index(self, axis: Axis | str, rank: int) -> int:
@@ -298,9 +313,10 @@ class Mesh:
         self._check_rank(rank)
         offsets = _offsets(self, axis)
         if axis.startswith(_TIED):
-            first = rank % self._stride("pp")
-            if rank - first not in offsets:
+            offset = self.coordinate(rank).pp * self._stride("pp")
+            if offset not in offsets:
                 return (rank,)
+            first = rank - offset
         else:
             first = rank - sum(rank // stride % degree * stride for stride, degree in self._extents(axis))
         return tuple(first + offset for offset in offsets)
@@ -329,33 +345,55 @@ class Mesh:
         )
 
     def _stride(self, axis: str) -> int:
-        return prod(self._degree(name) for name in _SLOWEST_FIRST[_SLOWEST_FIRST.index(axis) + 1 :])
+        inner = self.order[self.order.index(axis) + 1 :] if axis in self.order else ()  # of an axis of one rank: any
+        return prod(self._degree(name) for name in inner if name != "ep")
 
     def _extents(self, axis: str) -> tuple[_Extent, ...]:
-        """The axis as nested runs of ranks, the slowest first. ``dp_shard``, ``cp`` and ``sp`` are neighbours."""
+        """The axis as nested runs of ranks, the slowest first."""
         match axis:
             case "etp":
-                return (_Extent(1, self.etp),)
+                return _nested([_Extent(self._stride("tp"), self.etp)])
             case "tp_fold":
-                return (_Extent(self.etp, self.tp_fold),)
-            case "ep":
-                return (_Extent(self.etp, self.ep),)
+                return _nested([_Extent(self._stride("tp") * self.etp, self.tp_fold)])
             case "expert_model":
-                return (_Extent(1, self.ep * self.etp),)
-        if axis in ("expert_dp", "expert_data"):
-            shard = _Extent(self.ep * self.etp, self.expert_ranks // self.ep)
-            return (shard,) if axis == "expert_dp" else (*self._extents("dp_replicate"), shard)
+                return _nested([*self._extents("ep"), *self._extents("etp")])
+            case "expert_data":
+                return _nested([*self._extents("dp_replicate"), *self._extents("expert_dp")])
+            case "ep" | "expert_dp":
+                holders = _nested([*self._extents("fsdp"), *self._extents("tp_fold")])
+                is_outside = "ep" in self.order
+                outer, inner = self._cut(holders, self.expert_ranks // self.ep if is_outside else self.ep)
+                return outer if is_outside == (axis == "ep") else inner
         if "/" in axis:
             return self._factors(axis)
         names = _PRODUCTS.get(axis, (axis,))
-        return tuple(_Extent(degree=self._degree(name), stride=self._stride(name)) for name in names)
+        return _nested([_Extent(degree=self._degree(name), stride=self._stride(name)) for name in names])
+
+    def _cut(self, extents: Sequence[_Extent], size: int) -> tuple[tuple[_Extent, ...], tuple[_Extent, ...]]:
+        """Runs of ranks cut in two: the ``size`` fastest ones are the second part."""
+        outer: list[_Extent] = []
+        inner: list[_Extent] = []
+        left = size
+        for stride, degree in reversed(extents):
+            here = gcd(degree, left)
+            if here not in (degree, left):
+                raise ConfigError(
+                    f"{size} of the ranks {' x '.join(str(each.degree) for each in extents)} are no runs of ranks",
+                    where=f"{self!r} in the order {', '.join(self.order)}",
+                    do="list the data-parallel, sequence and tensor axes next to each other in parallel.order.",
+                    code="mesh-order",
+                )
+            inner.append(_Extent(stride, here))
+            outer.append(_Extent(stride * here, degree // here))
+            left //= here
+        return _nested(outer), _nested(inner)
 
     def _factors(self, axis: str) -> tuple[_Extent, ...]:
         match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)/(\d(?:,\d)*)", axis)
         base, sizes_text, kept_text = match.groups() if match else ("", "1", "0")
         sizes = [int(size) for size in sizes_text.split("x")]
         kept = [int(factor) for factor in kept_text.split(",")]
-        degree = self.size(base) if base in (*_SLOWEST_FIRST, "fsdp", "ep") else 0
+        degree = self.size(base) if base in (*ORDER, "fsdp", "ep") else 0
         if degree != prod(sizes) or max(kept) >= len(sizes) or kept != sorted(set(kept)):
             raise ConfigError(
                 f"the axis {axis!r} is not made of factors of an axis of this mesh",
@@ -363,9 +401,12 @@ class Mesh:
                 do="use factor_axis(axis, sizes, factors) with sizes whose product is the degree of the axis.",
                 code="mesh-axis",
             )
-        # Of fsdp: that of the last of the neighbours that make it up.
-        stride = self.etp if base == "ep" else self._stride("sp" if base == "fsdp" else base)
-        return tuple(_Extent(stride * prod(sizes[factor + 1 :]), sizes[factor]) for factor in kept)
+        rest = self._extents(base)
+        parts: list[tuple[_Extent, ...]] = []
+        for size in reversed(sizes):
+            rest, part = self._cut(rest, size)
+            parts.insert(0, part)
+        return _nested([extent for factor in kept for extent in parts[factor]])
 
     def _tied_stages(self, axis: str) -> list[int]:
         text = axis.removeprefix(_TIED)
@@ -395,11 +436,9 @@ def _offsets(mesh: Mesh, axis: str) -> tuple[int, ...]:
 def _groups(mesh: Mesh, axis: str) -> tuple[tuple[int, ...], ...]:
     offsets = _offsets(mesh, axis)
     if axis.startswith(_TIED):
-        stride = mesh._stride("pp")
-        alone: list[tuple[int, ...]] = [
-            (rank,) for rank in range(mesh.world_size) if rank // stride * stride not in offsets
-        ]
-        tied = [tuple(first + offset for offset in offsets) for first in range(stride)]
+        every = [(rank, rank // mesh._stride("pp") % mesh.pp * mesh._stride("pp")) for rank in range(mesh.world_size)]
+        alone: list[tuple[int, ...]] = [(rank,) for rank, of_stage in every if of_stage not in offsets]
+        tied = [tuple(rank + offset for offset in offsets) for rank, of_stage in every if not of_stage]
         return tuple(sorted([*alone, *tied]))
     # A rank is the first of its group if it is at coordinate 0 of every extent.
     extents = mesh._extents(axis)
@@ -408,6 +447,35 @@ def _groups(mesh: Mesh, axis: str) -> tuple[tuple[int, ...], ...]:
         for first in range(mesh.world_size)
         if all(first // stride % degree == 0 for stride, degree in extents)
     )
+
+
+def _nested(extents: Iterable[_Extent]) -> tuple[_Extent, ...]:
+    """Runs of ranks, the slowest first; those that follow each other without a gap are one."""
+    made: list[_Extent] = []
+    for stride, degree in sorted(extents, reverse=True):
+        if degree > 1 and made and made[-1].stride == stride * degree:
+            made[-1] = _Extent(stride, made[-1].degree * degree)
+        elif degree > 1:
+            made.append(_Extent(stride, degree))
+    return tuple(made)
+
+
+def order_problem(order: Sequence[str], degrees: Mapping[str, object]) -> tuple[str, str] | None:
+    """What is wrong with an order of axes, and what to do; None: nothing.
+
+    Args:
+        degrees: by axis; those that are not named have degree 1.
+    """
+    known, names = (*ORDER, "ep"), ", ".join(order)
+    for name in order:
+        if name not in known:
+            return f"{names}: {name!r} is no basic axis{did_you_mean(name, known) or '.'}", f"use {', '.join(known)}."
+        if order.count(name) > 1:
+            return f"{names}: {name!r} is there {order.count(name)} times.", "name each axis once."
+    missing = [f"{name} = {degrees[name]}" for name in ORDER if name not in order and degrees.get(name, 1) != 1]
+    if missing:
+        return f"{names}: without {', '.join(missing)}.", "name every axis of more than one rank, the outermost first."
+    return None
 
 
 def expert_ranks_text(tp: int, etp: int) -> str:

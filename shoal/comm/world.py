@@ -293,7 +293,8 @@ def communicator_of(group: dist.ProcessGroup | None, axis: str = "sp") -> Commun
     ranks = list(range(world.size)) if group is None else dist.get_process_group_ranks(group)
     stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if stride > 0 and world.size % (stride * len(ranks)) == 0:
-        mesh = Mesh.of(world.size, tp=stride, **{axis: len(ranks)})
+        degrees: dict[str, Any] = {"tp": stride, axis: len(ranks)}
+        mesh = Mesh.of(world.size, **degrees)
         if mesh.ranks_along(axis, world.rank) == tuple(ranks):
             return world.communicator(axis, mesh)
     raise UsageError(

@@ -27,6 +27,12 @@ class Parallel(Section):
     sp: Degree = key("auto", "sequence-parallel ranks: parts of a sequence, with Ulysses' all-to-all over heads")
     tp: Degree = key("auto", "tensor-parallel ranks: parts of each layer")
     ep: Degree = key("auto", "expert-parallel ranks")
+    order: tuple[str, ...] | Auto = key(
+        "auto",
+        "names of the axes of more than one rank, the outermost first; those at the end are inside a node; auto: pp, "
+        "dp_replicate, dp_shard, cp, sp, tp. Experts are divided among neighbours; with `ep` before dp_shard, cp and "
+        "sp, among ranks that are far apart",
+    )
     tp_plan: dict[str, str] | Auto = key(
         "auto", "how modules are split, by name with wildcards (`column`, `row` ...); auto: the model's own plan"
     )

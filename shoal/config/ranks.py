@@ -8,7 +8,7 @@ from math import prod
 from shoal.config.problems import Problem
 from shoal.config.schema import Schema
 from shoal.errors import ConfigError
-from shoal.mesh import Mesh, divisors_text, expert_ranks_text
+from shoal.mesh import ORDER, Mesh, divisors_text, expert_ranks_text, order_problem
 
 HPZ = "zero_optimization.zero_hpz_partition_size"
 MODEL_AXES = ("pp", "cp", "sp", "tp")  # along which ranks see the same samples
@@ -82,7 +82,12 @@ def rank_problems(config: Schema, num_ranks: int) -> Iterator[Problem]:
         over = f" / ({_product(degrees)})" if degrees else ""
         what = f"{config.data_parallel_size}, but {num_ranks} ranks{over} = {dp}."
         yield Problem("data_parallel_size", what, f"write {dp}, or leave it out.", code="mesh")
-    yield from _shard_problems(config, dp)
+    problems = list(_shard_problems(config, dp))
+    yield from problems
+    order = config.parallel.order
+    problem = None if order == "auto" or problems else order_problem(order, _degrees(config, dp))
+    if problem is not None:
+        yield Problem("parallel.order", *problem, code="mesh-order")
 
 
 def _shard_keys(config: Schema) -> dict[str, int]:
@@ -150,10 +155,15 @@ def mesh_of(config: Schema, num_ranks: int) -> Mesh:
     """
     for problem in rank_problems(config, num_ranks):
         raise ConfigError(f"{problem.path} = {problem.what}", do=problem.do, code="mesh")
-    dp = num_ranks // model_size(config)
+    degrees = _degrees(config, num_ranks // model_size(config))
+    order = ORDER if config.parallel.order == "auto" else config.parallel.order
+    return Mesh.of(num_ranks, etp=config.expert_parallel.expert_tensor_parallel_size, order=order, **degrees)
+
+
+def _degrees(config: Schema, dp: int) -> dict[str, int]:
+    """The degree of each axis, of so many data-parallel ranks."""
     groups = [dp // size if path.endswith("dp_replicate") else size for path, size in _shard_keys(config).items()]
     is_local, stage = config.local_steps.every is not None, config.zero_optimization.stage
     dp_shard = groups[0] if groups and (stage or is_local) else 1 if is_local and not stage else dp
     ep = max(_asked(config)["ep"].values(), default=1)
-    split = config.expert_parallel.expert_tensor_parallel_size
-    return Mesh.of(num_ranks, dp_replicate=dp // dp_shard, dp_shard=dp_shard, ep=ep, etp=split, **model_degrees(config))
+    return {"dp_replicate": dp // dp_shard, "dp_shard": dp_shard, "ep": ep, **model_degrees(config)}

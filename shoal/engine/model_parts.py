@@ -189,7 +189,9 @@ def with_experts(
     """
     if axes.get("ep") is None and not any(True for _ in modules_with_experts(model)):
         return specs, axes
-    divided = divide(model, axes.get("ep"), axes.get("tp_fold"), axes.get("pp"), specs)
+    mesh = axes.mesh
+    tokens = tuple(mesh.ranks_along("tp_fold", rank)[0] for rank in mesh.ranks_along("ep", current_world().rank))
+    divided = divide(model, axes.get("ep"), axes.get("tp_fold"), axes.get("pp"), specs, tokens)
     split = [name for name in divided if name in specs and specs[name].split_over]
     if split and axes.mesh.etp == 1:
         raise ModelError(

@@ -10,10 +10,11 @@ from typing import Any
 
 from shoal.comm.world import current_world
 from shoal.errors import ConfigError
-from shoal.mesh import Mesh
+from shoal.mesh import ORDER, Mesh
 
-# The axes of a pipeline's topology, the slowest first, as the mesh orders them: DeepSpeed's name, the mesh's.
+# The axes of a pipeline's topology: DeepSpeed's name, the mesh's.
 _AXES = {"pipe": "pp", "data": "dp_shard", "sequence": "sp", "model": "tp"}
+_OF_MESH = {"pipe": ("pp",), "data": ("dp_replicate", "dp_shard"), "sequence": ("cp", "sp"), "model": ("tp",)}
 
 
 class ProcessTopology:
@@ -123,8 +124,11 @@ class PipeModelDataParallelTopology(ProcessTopology):
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
 
 
-def mesh_of_topology(topology: ProcessTopology) -> Mesh:
+def mesh_of_topology(topology: ProcessTopology, order: Sequence[str] = ORDER) -> Mesh:
     """The mesh with the ranks of a topology.
+
+    Args:
+        order: as of ``Mesh``.
 
     Raises: ConfigError: an axis that is not pipe, data, sequence or model, or axes in another order: the ranks would be
         others than the mesh's.
@@ -134,23 +138,39 @@ def mesh_of_topology(topology: ProcessTopology) -> Mesh:
     if unknown:
         raise _wrong(f"the topology has the axes {unknown}", f"use axes from {', '.join(_AXES)}.")
     axes = [axis for axis in topology.axes if dims[axis] > 1]
-    if axes != [axis for axis in _AXES if axis in axes]:
+    known = _ordered(order)
+    if axes != [axis for axis in known if axis in axes]:
         raise _wrong(
-            f"the topology orders the axes {topology.axes}, so that its rank 1 is at {topology.get_coord(1)}; Shoal's"
-            " pipeline stages are outermost and its tensor-parallel ranks neighbours",
-            f"list the axes in this order: {', '.join(axis for axis in _AXES if axis in topology.axes)}.",
+            f"the topology orders the axes {topology.axes}, so that its rank 1 is at {topology.get_coord(1)}; the"
+            f" mesh has the order {', '.join(order)}",
+            f"list the axes in this order: {', '.join(axis for axis in known if axis in topology.axes)}.",
         )
-    return Mesh(**{_AXES[axis]: dims[axis] for axis in axes})
+    return Mesh(order=tuple(_AXES[axis] for axis in axes), **{_AXES[axis]: dims[axis] for axis in axes})
+
+
+def _ordered(order: Sequence[str]) -> list[str]:
+    return sorted(_OF_MESH, key=lambda axis: min((order.index(of) for of in _OF_MESH[axis] if of in order), default=-1))
 
 
 def topology_of_mesh(mesh: Mesh) -> ProcessTopology:
     """The topology with the ranks of a mesh. An axis for sequence or tensor parallelism only where there is one.
 
+    Raises: ConfigError: other axes lie between ``dp_replicate`` and ``dp_shard``, or between ``cp`` and ``sp``.
+
     >>> topology_of_mesh(Mesh.of(8, pp=2, tp=2)).get_coord(5)
     ProcessCoord(pipe=1, data=0, model=1)
     """
-    dims = {"pipe": mesh.pp, "data": mesh.dp, "sequence": mesh.size("sequence"), "model": mesh.tp}
+    dims = {axis: prod(getattr(mesh, of) for of in _OF_MESH[axis]) for axis in _ordered(mesh.order)}
     kept = {axis: dim for axis, dim in dims.items() if dim > 1 or axis in ("pipe", "data")}
+    if mesh.order != ORDER:
+        made = ProcessTopology(list(kept), list(kept.values()))
+        for axis, of in (("data", "dp"), ("sequence", "sequence")):
+            if axis in kept and {*map(tuple, made.get_axis_comm_lists(axis))} != {*mesh.groups(of)}:
+                raise _wrong(
+                    f"a topology has one axis {axis!r}, and the mesh's order is {', '.join(mesh.order)}",
+                    f"list {' and '.join(_OF_MESH[axis])} next to each other in parallel.order.",
+                )
+        return made
     if set(kept) == {"pipe", "data"}:
         return PipeDataParallelTopology(mesh.pp, mesh.dp)
     if set(kept) == {"pipe", "data", "model"}:
@@ -177,7 +197,7 @@ class PipelineParallelGrid:
     ) -> None:
         world = current_world()
         self._topo = topology_of_mesh(world.mesh) if topology is None else topology
-        self._mesh = mesh_of_topology(self._topo)
+        self._mesh = mesh_of_topology(self._topo, world.mesh.order)
         self.world_size = self._topo.world_size()
         if rank is None and self.world_size != world.size:
             raise _wrong(

@@ -29,6 +29,7 @@ from shoal.memory.host import host_available_nbytes
 from shoal.mesh import Mesh
 from shoal.planner.model_of import longest_sequence
 from shoal.planner.search import plan
+from shoal.planner.space import order_name
 from shoal.simulation.collective_times import Links
 from shoal.simulation.machines import GpuNode, machine_of, nearest_machine
 from shoal.text import format_bytes
@@ -87,7 +88,7 @@ def _plan(
         raise ConfigError("the model is in pipeline stages, which a plan at start does not cover.")
     space: dict[str, tuple[Any, ...]] = {axis: (getattr(mesh, axis),) for axis in ("pp", "tp", "sp", "cp", "ep")}
     space |= {"micro": (micro,), "recompute": ("none",), "offload": ("none",), "virtual": (1,), "stage": (stage,)}
-    space["schedule"] = ("1f1b",)
+    space |= {"schedule": ("1f1b",), "order": (order_name(mesh),)}
     space |= {"shards": ("all",) if mesh.dp_replicate == 1 else ("node",)}
     if PARALLEL not in keys:
         said = {"tp_sequence_parallel": False, "tp_loss_parallel": False, **fixed.get("parallel", {})}

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.config import Config, load
 from shoal.config.parallel import SCHEDULES
-from shoal.config.ranks import model_degrees
+from shoal.config.ranks import mesh_of, model_degrees
 from shoal.engine.entry import initialize
 from shoal.engine.parts.activations import SavedActivations
 from shoal.errors import ModelError
@@ -216,7 +216,8 @@ class _ModelRun:
             engine.destroy()
 
         if self.num_stages > 1:
-            pipeline = dry_run_pipeline(train, self.num_ranks, self.num_stages, machine=self.node)
+            stride = mesh_of(self.settings, self.num_ranks).ranks_along("pp", 0)[1]
+            pipeline = dry_run_pipeline(train, self.num_ranks, self.num_stages, stride=stride, machine=self.node)
         else:
             with dry_run(self.num_ranks, machine=self.node) as run:
                 train(run)

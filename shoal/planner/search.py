@@ -19,7 +19,7 @@ from shoal.errors import UsageError
 from shoal.planner.closed_forms import USABLE, ClosedForms, Guess
 from shoal.planner.facts import ModelFacts, facts_of
 from shoal.planner.model_of import as_builder
-from shoal.planner.space import Candidate, PlanRequest, candidates, parse_filter, refused, with_savings
+from shoal.planner.space import Candidate, PlanRequest, candidates, order_name, parse_filter, refused, with_savings
 from shoal.planner.trial import Trial, run_trial
 from shoal.simulation.machines import GpuNode, machine_of
 from shoal.text import format_bytes
@@ -139,7 +139,9 @@ def _fixed(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Axes of which a configuration that proposals keep says the value."""
     parallel, zero = config.get("parallel", {}), config.get("zero_optimization", {})
     said = {axis: parallel.get(axis) for axis in ("pp", "tp", "sp", "cp", "ep")} | {"stage": zero.get("stage")}
-    return {axis: (value,) for axis, value in said.items() if isinstance(value, int)}
+    fixed: dict[str, tuple[Any, ...]] = {axis: (value,) for axis, value in said.items() if isinstance(value, int)}
+    order = parallel.get("order", "auto")
+    return fixed if order == "auto" else fixed | {"order": ("-".join(order),)}
 
 
 class _Here(Executor):
@@ -198,6 +200,7 @@ def judge(
     budget, single = checkpointing.memory_budget, {name: each for each, name in INTERLEAVED.items()}
     one = Candidate(
         **{axis: getattr(mesh, axis) for axis in ("pp", "tp", "sp", "cp", "ep")},
+        order=order_name(mesh),
         virtual=pipeline.virtual_stages,
         schedule="1f1b" if mesh.pp == 1 else single.get(pipeline.schedule, pipeline.schedule),
         stage=zero.stage,

@@ -11,7 +11,7 @@ from typing import Any
 from shoal.config import load
 from shoal.config.parallel import INTERLEAVED
 from shoal.errors import ShoalError, UsageError
-from shoal.mesh import Mesh
+from shoal.mesh import ORDER, Mesh, order_problem
 from shoal.planner.facts import ModelFacts
 from shoal.simulation.machines import GpuNode
 
@@ -25,12 +25,24 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "sp": (1, 2, 4, 8),
     "cp": (1, 2, 4, 8),
     "ep": (1, 2, 4, 8, 16, 32, 64),
+    "order": ("auto", "pp_inside", "cp_outside", "ep_outside"),
     "stage": (1, 2, 3),
     "shards": ("all", "node"),
     "micro": (1, 2, 4, 8, 16, 32),
     "recompute": ("none", "budget", "blocks"),
     "offload": ("none", "optimizer", "all"),
 }
+_ORDERS = {
+    "auto": ORDER,
+    "pp_inside": ("dp_replicate", "dp_shard", "cp", "pp", "sp", "tp"),
+    "cp_outside": ("pp", "cp", "dp_replicate", "dp_shard", "sp", "tp"),
+    "ep_outside": ("ep", *ORDER),
+}
+
+
+def order_name(mesh: Mesh) -> str:
+    """The value of ``Candidate.order``."""
+    return "auto" if mesh.order == ORDER else "-".join(mesh.order)
 
 
 @dataclass(frozen=True)
@@ -59,10 +71,11 @@ class PlanRequest:
 class Candidate:
     """A configuration by its axes.
 
-    Attributes: ``virtual``: pipeline stages of a rank. ``schedule``: of one stage on a rank; of several always
-    interleaved 1F1B. ``shards``: state is sharded over "all" data-parallel ranks or those of a "node". ``micro``: rows
-    of a micro-batch. ``recompute``: "none", all "blocks", or as many as a memory "budget" needs, which is ``budget``,
-    such as "12288MiB". ``offload``: "none", the "optimizer", or "all": parameters, too.
+    Attributes: ``order``: of the axes: "auto", one that puts an axis inside of nodes or outside, or its axes, the
+    outermost first: "cp-dp_shard-tp". ``virtual``: pipeline stages of a rank. ``schedule``: of one stage on a rank; of
+    several always interleaved 1F1B. ``shards``: state is sharded over "all" data-parallel ranks or those of a "node".
+    ``micro``: rows of a micro-batch. ``recompute``: "none", all "blocks", or as many as a memory "budget" needs, which
+    is ``budget``, such as "12288MiB". ``offload``: "none", the "optimizer", or "all": parameters, too.
     """
 
     pp: int = 1
@@ -72,6 +85,7 @@ class Candidate:
     sp: int = 1
     cp: int = 1
     ep: int = 1
+    order: str = "auto"
     stage: int = 1
     shards: str = "all"
     micro: int = 1
@@ -96,7 +110,8 @@ class Candidate:
         if self.shards == "node":
             replicas = dp // max(request.machine.gpus_per_node // (self.tp * self.sp * self.cp), 1)
         degrees = {axis: getattr(self, axis) for axis in ("pp", "tp", "sp", "cp", "ep")}
-        return Mesh.of(request.num_ranks, dp_replicate=replicas, dp_shard=dp // replicas, **degrees)
+        order = _ORDERS.get(self.order) or self.order.split("-")
+        return Mesh.of(request.num_ranks, dp_replicate=replicas, dp_shard=dp // replicas, order=order, **degrees)
 
     def config(self, request: PlanRequest, facts: ModelFacts) -> dict[str, Any]:
         """The file for ``shoal.initialize``."""
@@ -117,6 +132,8 @@ class Candidate:
             parallel["dp_replicate"] = mesh.dp_replicate
         if self.tp > 1:
             parallel |= {"tp_sequence_parallel": True, "tp_loss_parallel": True}
+        if mesh.order != ORDER:
+            parallel["order"] = list(mesh.order)
         if parallel:
             made["parallel"] = {**parallel, **made.get("parallel", {})}
         if self.pp > 1:
@@ -141,9 +158,14 @@ def candidates(request: PlanRequest, facts: ModelFacts) -> Iterator[tuple[Candid
         if why := _degrees_problem(whole, request, facts):
             yield whole, why
             continue
-        for rest in product(*(request.values(axis) for axis in axes if axis not in degrees)):
-            one = replace(whole, **dict(zip(("stage", "shards", "micro"), rest, strict=True)))
-            yield one, _problem(one, request)
+        for order in request.values("order"):
+            if why := _order_problem(whole, order, request):
+                if "order" in request.space:
+                    yield replace(whole, order=order), why
+                continue
+            for rest in product(*(request.values(axis) for axis in axes if axis not in (*degrees, "order"))):
+                one = replace(whole, order=order, **dict(zip(("stage", "shards", "micro"), rest, strict=True)))
+                yield one, _problem(one, request)
 
 
 def with_savings(possible: Candidate, request: PlanRequest) -> Iterator[Candidate]:
@@ -177,6 +199,21 @@ def _degrees_problem(one: Candidate, request: PlanRequest, facts: ModelFacts) ->
     return ""
 
 
+def _order_problem(one: Candidate, order: str, request: PlanRequest) -> str:
+    """Why an order of the axes is not tried: all but the first one of ``SPACE`` matter on several nodes only."""
+    node, dp = request.machine.gpus_per_node, request.num_ranks // one.model_ranks
+    matters = {
+        "pp_inside": one.pp > 1 and dp * one.cp > 1 and one.pp * one.sp * one.tp <= node,
+        "cp_outside": one.cp > 1 and dp > 1,
+        "ep_outside": one.ep > 1 and dp * one.cp * one.sp * one.tp > one.ep,
+    }
+    if order in matters and not (matters[order] and request.num_ranks > node):
+        return f"the order {order} changes nothing"
+    degrees = {axis: getattr(one, axis) for axis in ("pp", "cp", "sp", "tp")} | {"dp_shard": dp}
+    problem = order_problem(_ORDERS.get(order) or order.split("-"), degrees)
+    return "" if problem is None else f"the order of the axes is {problem[0]}"
+
+
 def _problem(one: Candidate, request: PlanRequest) -> str:
     dp, num_micro = request.num_ranks // one.model_ranks, one.num_micro(request)
     if not num_micro:
@@ -186,6 +223,8 @@ def _problem(one: Candidate, request: PlanRequest) -> str:
     if one.pp > 1 and one.stage == 3 and "stage" not in request.space:
         return "stage 3 in pipeline stages is tried with --space stage=3 only: its dry run takes minutes"
     per_node = request.machine.gpus_per_node // (one.tp * one.sp * one.cp)
+    if one.shards == "node" and one.order != "auto":
+        return "the shards of a node with another order of the axes are not tried"
     if one.shards == "node" and (per_node < 2 or dp % per_node or dp == per_node):
         return "the shards of a node are all shards, or none"
     if (one.ep > 1 and (dp * one.sp * one.cp * one.tp) % one.ep) or (one.ep > 1 and one.shards == "node"):
@@ -211,6 +250,8 @@ def parse_filter(text: str) -> dict[str, Any]:
     for each in text.replace(",", " ").split():
         axis, _, value = each.partition("=")
         known = {str(at): at for at in SPACE.get(axis, ())}
+        if axis == "order" and order_problem(value.split("-"), {}) is None:
+            known[value] = value
         if axis not in SPACE or (value not in known and not value.isdecimal()):
             raise UsageError(
                 f"{each!r} is no value of the search.",

@@ -1,7 +1,7 @@
 """A candidate's step from a dry run of the engine: what it takes, and how far the run may be off.
 
-A pipeline of more than two stages is run with two, which have as many blocks each. Each further stage adds a
-micro-batch's time to the bubble, and one micro-batch more in flight to the first stage.
+A pipeline of more than two stages, the outermost axis, is run with two, which have as many blocks each. Each further
+stage adds a micro-batch's time to the bubble, and one micro-batch more in flight to the first stage.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ def run_trial(
     Args:
         config: what the candidate was read from; it runs with all its pipeline stages. None: the candidate's own.
     """
-    num_stages = min(candidate.pp, _MOST_STAGES) if config is None else candidate.pp
+    # Fewer stages inside of a node would leave room for other ranks.
+    is_outermost = next(axis for axis in candidate.mesh(request).order if axis != "ep") == "pp"
+    num_stages = min(candidate.pp, _MOST_STAGES) if config is None and is_outermost else candidate.pp
     config = config or candidate.config(request, facts)
     fewer, num_ranks = config, request.num_ranks // candidate.pp * num_stages
     if candidate.pp > num_stages:

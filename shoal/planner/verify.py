@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shoal.config import load
-from shoal.config.ranks import model_degrees
+from shoal.config.ranks import mesh_of, model_degrees
 from shoal.engine.entry import initialize
 from shoal.planner.model_of import Batch, as_builder, token_batch
 from shoal.planner.short_training import take_step
@@ -50,4 +50,7 @@ def verify_model(
         take_step(engine, repeat(given, num_micro), loss)
         engine.destroy()
 
-    return verify(train, num_ranks, num_stages=num_stages)
+    def stride(num: int) -> int:
+        return mesh_of(load(dict(config), world_size=num, warns=False), num).ranks_along("pp", 0)[1]
+
+    return verify(train, num_ranks, num_stages=num_stages, stride=stride if num_stages > 1 else None)

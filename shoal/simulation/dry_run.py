@@ -304,6 +304,7 @@ def dry_run_pipeline(
     num_ranks: int,
     num_stages: int,
     *,
+    stride: int | None = None,
     machine: str | Path | GpuNode = "h100",
     is_fused: bool = False,
 ) -> PipelineDryRun:
@@ -315,6 +316,7 @@ def dry_run_pipeline(
 
     Args:
         num_ranks: of all stages together.
+        stride: ranks from one stage's first to the next one's; None: pipeline stages are the outermost axis.
         machine, is_fused: as of ``dry_run``.
 
     Memory: that of the model's objects, once for each stage.
@@ -322,7 +324,7 @@ def dry_run_pipeline(
         ``train`` raised on a stage.
     """
     _check_not_nested()
-    stages, node = stages_of(num_ranks, num_stages), machine_of(machine)
+    stages, node = stages_of(num_ranks, num_stages, stride), machine_of(machine)
     runs: dict[int, DryRun] = {}
 
     def of_stage(rank: int) -> None:
@@ -335,7 +337,7 @@ def dry_run_pipeline(
     return PipelineDryRun([runs[rank] for rank in stages.ranks])
 
 
-def stages_of(num_ranks: int, num_stages: int) -> FakeStages:
+def stages_of(num_ranks: int, num_stages: int, stride: int | None = None) -> FakeStages:
     """The first rank of each pipeline stage. Raises: UsageError: stages that do not divide the ranks."""
     if num_stages < 1 or num_ranks % num_stages:
         raise UsageError(
@@ -343,7 +345,8 @@ def stages_of(num_ranks: int, num_stages: int) -> FakeStages:
             do="give a number of stages that divides the number of ranks.",
             code="dry-run-pipeline",
         )
-    return FakeStages(range(0, num_ranks, num_ranks // num_stages))
+    stride = num_ranks // num_stages if stride is None else stride
+    return FakeStages(range(0, num_stages * stride, stride))
 
 
 def run_stages(stages: FakeStages, of_stage: Callable[[int], object]) -> None:

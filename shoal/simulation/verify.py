@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
+from functools import partial
 from math import isclose
 from typing import Any
 
@@ -74,24 +75,34 @@ class TypeReport:
 _MAX_SHOWN = 8
 
 
-def verify(train: Callable[[], object], num_ranks: int, *, num_stages: int = 1) -> TypeReport:
+def verify(
+    train: Callable[[], object],
+    num_ranks: int,
+    *,
+    num_stages: int = 1,
+    stride: Callable[[int], int] | None = None,
+) -> TypeReport:
     """Run ``train()`` as one rank of ``num_ranks`` without values, and check the kinds of all tensors.
 
     ``train`` builds the model, initializes, takes one step and destroys the engine. With several pipeline stages it is
     called once for each, in threads of which one runs at a time. It is called again where dropout or another draw of
     random numbers has to be compared with that of another rank, and where the script scales the loss down.
 
+    Args:
+        stride: of a number of ranks, as of ``dry_run_pipeline``.
+
     Raises: UsageError: stages that do not divide the ranks. What ``train`` raises.
     Memory: that of the model's objects; tensors have none.
     """
-    ranks = _step(train, num_ranks, num_stages)
+    step = partial(_step, train, num_stages, stride)
+    ranks = step(num_ranks)
     for place, digit in enumerate(ranks[0].digits):
         if any(draw.needs and draw.needs[place] for types in ranks for draw in types.draws):
-            for types, other in zip(ranks, _step(train, num_ranks, num_stages, ranks, digit.stride), strict=True):
+            for types, other in zip(ranks, step(num_ranks, ranks, digit.stride), strict=True):
                 types.compare_draws(other, place)
     if any(factor and factor < 1.0 for types in ranks for factor, _ in types.losses):
         with suppress(ShoalError):  # a configuration for one number of ranks
-            for types, other in zip(ranks, _step(train, 2 * num_ranks, num_stages), strict=True):
+            for types, other in zip(ranks, step(2 * num_ranks), strict=True):
                 _compare_losses(types, other)
     return TypeReport(ranks)
 
@@ -108,14 +119,19 @@ def _compare_losses(types: Types, of_twice: Types) -> None:
 
 
 def _step(
-    train: Callable[[], object], num_ranks: int, num_stages: int, first: Sequence[Types] = (), rank_0: int = 0
+    train: Callable[[], object],
+    num_stages: int,
+    stride: Callable[[int], int] | None,
+    num_ranks: int,
+    first: Sequence[Types] = (),
+    rank_0: int = 0,
 ) -> list[Types]:
     """``train()`` as one rank, from ``rank_0``, of each pipeline stage.
 
     Args:
         first: what rank 0 of each has recorded.
     """
-    numbers = [rank + rank_0 for rank in stages_of(num_ranks, num_stages).ranks]
+    numbers = [rank + rank_0 for rank in stages_of(num_ranks, num_stages, stride and stride(num_ranks)).ranks]
     stages = FakeStages(numbers)
     every = {rank: Types() for rank in stages.ranks}
     for number, types in enumerate(every.values()):

@@ -57,7 +57,8 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if len(positions) > x.shape[1]:  # between layers that are split, this tensor-parallel rank has a part of them
-            positions = positions.split(x.shape[1])[current_world().rank % (len(positions) // x.shape[1])]
+            world = current_world()
+            positions = positions.split(x.shape[1])[world.mesh.index("tp", world.rank)]
         first = positions % 3
         index = torch.stack([first, first + 1 - 2 * (first > 0).long()], -1).expand(len(x), -1, -1).flatten(0, 1)
         weights = scores.flatten(0, 1).gather(1, index).softmax(-1, dtype=torch.float32)

@@ -17,7 +17,7 @@ AXES = get_args(Axis)
 
 def test_the_examples_in_the_docstring_hold() -> None:
     result = doctest.testmod(shoal.mesh)
-    assert result.attempted == 16
+    assert result.attempted == 18
     assert result.failed == 0
 
 
@@ -56,6 +56,11 @@ def test_expert_groups_partition_the_dp_shard_sp_and_tp_ranks_a_second_time() ->
         Mesh.of(4096),
         Mesh.of(4096, pp=4, dp_replicate=4, cp=2, sp=2, tp=8, ep=16),
         Mesh.of(4095, dp_replicate=9, sp=7, ep=5),
+        Mesh.of(
+            4096, pp=4, dp_replicate=4, cp=2, sp=2, tp=8, order=["dp_shard", "pp", "cp", "tp", "dp_replicate", "sp"]
+        ),
+        Mesh.of(4096, pp=4, cp=2, tp=8, etp=2, ep=16, order=["tp", "cp", "dp_shard", "pp"]),
+        Mesh.of(4096, pp=4, cp=2, tp=8, etp=8, ep=16, order=["ep", "dp_shard", "pp", "cp", "tp"]),
     ],
     ids=repr,
 )
@@ -68,6 +73,55 @@ def test_groups_partition_the_ranks_at_4096(mesh: Mesh) -> None:
             assert group[-1] == group[0] or mesh.ranks_along(axis, group[-1]) == group
             assert [mesh.index(axis, rank) for rank in group[-3:]] == list(range(len(group)))[-3:]
     assert all(mesh.rank(mesh.coordinate(rank)) == rank for rank in range(0, mesh.world_size, 37))
+
+
+def test_an_order_says_which_axes_are_inside_of_a_node() -> None:
+    mesh = Mesh.of(16, pp=2, cp=2, tp=2, order=("cp", "dp_shard", "pp", "tp"))
+    assert [mesh.groups(axis)[0] for axis in ("tp", "pp", "dp_shard", "cp")] == [(0, 1), (0, 2), (0, 4), (0, 8)]
+    assert mesh.groups("fsdp")[:2] == ((0, 4, 8, 12), (1, 5, 9, 13))
+    assert mesh.groups("model")[0] == (0, 1, 2, 3)
+    assert mesh.groups("pipeline_stage") == ((0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15))
+    assert mesh.coordinate(10) == Coordinate(pp=1, dp_replicate=0, dp_shard=0, cp=1, sp=0, tp=0)
+    assert mesh.groups(tied_axis([0, 1]))[:3] == ((0, 2), (1, 3), (4, 6))
+    assert Mesh.of(12, pp=3, order=("dp_shard", "pp")).groups(tied_axis([0, 2]))[:3] == ((0, 2), (1,), (3, 5))
+    of_shards = factor_axis("fsdp", (2, 2), (1,))
+    assert mesh.groups(of_shards)[:2] == ((0, 4), (1, 5))
+
+
+def test_experts_are_divided_among_neighbours_or_among_ranks_that_are_far_apart() -> None:
+    near, far = (Mesh.of(8, ep=2, order=order) for order in (("dp_shard", "ep"), ("ep", "dp_shard")))
+    assert near == Mesh.of(8, ep=2)
+    assert far.groups("ep") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert far.groups("expert_dp") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    both = Mesh.of(16, tp=4, etp=2, ep=2, order=("ep", "dp_shard", "tp"))
+    assert both.groups("ep")[:2] == ((0, 8), (1, 9))
+    assert both.groups("expert_dp")[:2] == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert both.groups("expert_model")[:2] == ((0, 1, 8, 9), (2, 3, 10, 11))
+    between = Mesh.of(24, pp=2, cp=3, ep=6, order=("cp", "pp", "dp_shard"))
+    with pytest.raises(ConfigError, match=r"6 of the ranks 3 x 4 are no runs of ranks") as error:
+        between.groups("ep")
+    assert "cp, pp, dp_shard" in str(error.value)
+
+
+def test_orders_that_put_ranks_at_the_same_places_are_equal() -> None:
+    assert Mesh.of(8, tp=2, order=("dp_shard", "tp")) == Mesh.of(8, tp=2)
+    assert Mesh.of(8, tp=2, order=("tp", "dp_shard")) == Mesh.of(8, tp=2, order=("tp", "pp", "dp_shard", "sp"))
+    assert Mesh.of(8, tp=2, order=("tp", "dp_shard")) != Mesh.of(8, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [
+        (("dp_shard", "pq", "tp"), r"dp_shard, pq, tp: 'pq' is no basic axis.*(?s:.)*use pp, dp_replicate"),
+        (("dp_shard", "fsdp", "tp"), "'fsdp' is no basic axis"),
+        (("dp_shard", "tp", "dp_shard"), r"'dp_shard' is there 2 times.*(?s:.)*name each axis once"),
+        (("dp_shard", "pp"), r"dp_shard, pp: without tp = 2.*(?s:.)*the outermost first"),
+    ],
+)
+def test_an_unknown_missing_or_doubled_axis_of_an_order_is_an_error(order: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as error:
+        Mesh.of(8, tp=2, order=order)
+    assert error.value.code == "mesh-order"
 
 
 def test_the_derived_axes_are_products_of_the_basic_ones() -> None:

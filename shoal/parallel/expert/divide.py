@@ -38,6 +38,7 @@ def divide(
     same_tokens: Communicator | None = None,
     pp: Communicator | None = None,
     parts: Mapping[str, ParameterSpec] | None = None,
+    tokens: tuple[int, ...] = (),
 ) -> dict[str, ParameterSpec]:
     """Give each layer its expert-parallel ranks, and keep this rank's experts of stacked parameters.
 
@@ -47,6 +48,7 @@ def divide(
             all have their own.
         pp: the ranks that hold other layers, some of which may have no experts; None: there is one.
         parts: by name, what this rank holds of tensors that are split over tensor-parallel ranks.
+        tokens: by rank of ``comm`` a number, equal for those of ``same_tokens``.
 
     Returns: by name in this rank's model, what each parameter of experts is of the whole model. Layers whose experts
         are all on every rank are not in it.
@@ -62,7 +64,8 @@ def divide(
         return {}
     divided = [(name, module, held) for name, module, held in layers if held.ep_size > 1]
     for _, _, held in divided:
-        held.tensor = replace(held.tensor, same=None if held.tensor.splits_sequence else same_tokens)
+        same = None if held.tensor.splits_sequence else same_tokens
+        held.tensor = replace(held.tensor, same=same, tokens=tokens)
     _check_alike(divided, comm)
     if not any([bool(divided)] if pp is None else pp.gather_objects(bool(divided), label="stages with experts")):
         raise ModelError(

@@ -66,11 +66,13 @@ class TensorRanks:
 
     Args:
         same: those that hold the same tokens and other experts; None: each rank has its own tokens.
+        tokens: by expert-parallel rank a number, equal for those of the same tokens.
         etp: those over which each expert of this model is split; None: experts are whole.
         region: the tensor-parallel layers around; None: there are none.
     """
 
     same: Communicator | None = None
+    tokens: tuple[int, ...] = ()
     etp: Communicator | None = None
     region: TensorRegion | None = None
 

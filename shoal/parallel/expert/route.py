@@ -154,7 +154,7 @@ def route(
     if counts is None and (size > 1 or may_drop):
         values = [int(value) for value in read_vector(every.flatten(), when_fake=0.0)]
         if digest is not None and comm is not None and held.tensor.same is not None:
-            _check_tables(values[:: len(vector)], comm, held.tensor.same)
+            _check_tables(values[:: len(vector)], held.tensor.tokens)
             del values[:: len(vector)]
         rows = [values[at : at + held.num_experts] for at in range(0, len(values), held.num_experts)]
         counts = [rows[chunk::num_chunks] for chunk in range(num_chunks)]
@@ -270,18 +270,18 @@ def compare_tables(expert_index: Tensor, comm: Communicator, label: str) -> None
         raise _other_tables(f"ranks 0 and {other} of those that hold the parts of each expert", label)
 
 
-def _check_tables(digests: Sequence[int], comm: Communicator, same: Communicator) -> None:
+def _check_tables(digests: Sequence[int], tokens: Sequence[int]) -> None:
     """Compare the routing tables of ranks that hold the same tokens.
 
     Args:
-        digests: of each rank of ``comm``, the expert-parallel ranks. Ranks of ``same`` are neighbours among them.
+        digests: of each expert-parallel rank. ``tokens``: as of ``TensorRanks``.
 
-    Raises: UsageError: on every rank of ``comm``, if two tables differ.
+    Raises: UsageError: on every expert-parallel rank, if two tables differ.
     """
-    before = (same.rank - comm.rank) % same.size  # ranks of the first tensor-parallel group that are not in ``comm``
-    for rank in range(1, comm.size):
-        if (rank + before) % same.size and digests[rank] != digests[rank - 1]:
-            raise _other_tables(f"expert-parallel ranks {rank - 1} and {rank}")
+    for rank, digest in enumerate(digests):
+        first = tokens.index(tokens[rank])
+        if digest != digests[first]:
+            raise _other_tables(f"expert-parallel ranks {first} and {rank}")
 
 
 def _other_tables(ranks: str, label: str = "") -> UsageError:

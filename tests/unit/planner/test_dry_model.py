@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,32 @@ def test_it_is_the_third_step_of_a_script() -> None:
     assert step.memory.allocated == pytest.approx(last.memory.allocated, rel=0.002)
     assert step.exposed_communication == pytest.approx(last.by_kind[COMMUNICATION])
     assert step.bubble == 0 and step.fits
+
+
+def test_tensor_parallel_ranks_of_several_nodes_wait_longer_for_each_other() -> None:
+    wide = replace(SHAPE, sequence_length=2048, num_layers=2, hidden_size=2048, num_heads=16)
+    inside, across = (
+        dry_run_model(lambda: GPT(wide), config(1, parallel={"tp": 4, "order": order}), 32)
+        for order in (["dp_shard", "tp"], ["tp", "dp_shard"])
+    )
+    assert across.seconds > 1.05 * inside.seconds
+    assert across.exposed_communication > 1.5 * inside.exposed_communication
+    assert across.received == inside.received
+    assert across.links["the network"] > inside.links["the network"]
+    assert across.memory.by_kind == inside.memory.by_kind
+
+
+def test_pipeline_stages_of_one_node_send_over_its_links() -> None:
+    parallel = {"pp": 4, "dp_shard": 4}
+    across, inside = (
+        dry_run_model(gpt, config(1, 4, parallel={**parallel, "order": order}), 16)
+        for order in (["pp", "dp_shard"], ["dp_shard", "pp"])
+    )
+    assert [link_nbytes("recv", 8, ranks, 8)[1] for ranks in ((0, 4), (4, 8))] == [0, 8]
+    assert across.received == inside.received
+    assert inside.stages[1].links["the network"] < inside.received["recv"]
+    assert across.stages[2].links["the network"] >= across.received["recv"] / 2
+    assert inside.stages[0].received == across.stages[0].received
 
 
 def test_a_pipeline_is_run_as_one() -> None:

@@ -234,6 +234,41 @@ def test_a_pipeline_of_four_is_told_from_one_of_two() -> None:
 # the search
 
 
+def test_other_orders_of_the_axes_are_proposed_where_nodes_make_a_difference() -> None:
+    def orders(asked: PlanRequest, **axes: Any) -> set[str]:
+        of = [one for one, why in candidates(asked, facts()) if not why]
+        return {one.order for one in of if all(getattr(one, axis) == value for axis, value in axes.items())}
+
+    assert orders(request(8, 32)) == {"auto"}  # on one node
+    asked = request(16, 32, cp=(1, 2))
+    assert orders(asked, pp=1, cp=1) == {"auto"}
+    assert orders(asked, pp=2, cp=1, tp=4) == {"auto", "pp_inside"}
+    assert orders(asked, pp=2, cp=1, tp=8) == {"auto"}
+    assert orders(asked, pp=1, cp=2, tp=4, shards="all") == {"auto", "cp_outside"}
+    assert orders(request(16, 32, order=("tp-dp_shard",), cp=(1,)), pp=1, tp=2, shards="all") == {"tp-dp_shard"}
+    why = {text for one, text in candidates(request(8, 8, order=("pp_inside", "tp")), facts()) if text}
+    assert {"the order pp_inside changes nothing", "the order of the axes is tp: without dp_shard = 8."} <= why
+    one = Candidate(pp=2, tp=2, order="pp_inside")
+    config = one.config(request(16, 32), facts())
+    assert config["parallel"]["order"] == ["dp_shard", "pp", "tp"]
+    assert judge("nano", 16, config={**config, "bf16": {"enabled": True}}, sequence=64).trials[0].candidate == replace(
+        one, order="dp_shard-pp-tp", micro=1
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_formulas_and_the_dry_run_know_which_axes_are_inside_of_a_node(stage: int) -> None:
+    asked = request(16, 8)
+    trials = []
+    for one in (Candidate(cp=2, stage=stage), Candidate(cp=2, stage=stage, order="cp_outside")):
+        trials.append(run_trial(one, ClosedForms(asked, facts()).guess(one), build, asked, facts()))
+        assert not trials[-1].error
+    inside, outside = trials
+    assert outside.guess.seconds > 1.1 * inside.guess.seconds
+    assert outside.seconds > 1.1 * inside.seconds
+    assert (outside.received, outside.nbytes) == (inside.received, inside.nbytes)
+
+
 def test_impossible_degrees_are_not_proposed() -> None:
     possible, reasons = [], set()
     for one, why in candidates(
@@ -275,6 +310,9 @@ def test_what_is_refused_or_slower_is_explained() -> None:
     assert "slower" in explain(made, f"stage={4 - made.best.candidate.stage}")
     with pytest.raises(UsageError, match="tp=three"):
         parse_filter("tp=three")
+    with pytest.raises(UsageError, match="'order=pp-dq' is no value of the search"):
+        parse_filter("order=pp-dq")
+    assert parse_filter("order=cp-dp_shard tp=2") == {"order": "cp-dp_shard", "tp": 2}
 
 
 def test_what_does_not_fit_is_said_with_what_would_do() -> None:

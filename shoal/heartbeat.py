@@ -14,10 +14,9 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from shoal.process import started
 
@@ -55,14 +54,22 @@ class Beat:
         return 0.0 < self.seconds < time.monotonic() - self.began
 
 
+class SectionLog(Protocol):
+    """What is told of each section that begins."""
+
+    def enter(self, section: str, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Heartbeat:
     """This rank's. Args: ``memory``: ``_NBYTES``; None: nothing is written."""
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
         self._memory = memory
         self._labels: dict[tuple[str, str, str], bytes] = {}
-        self._last: tuple[int, float, int] = 0, 0.0, 0
-        self.is_on = memory is not None
+        self.log: SectionLog | None = None
+        self.is_read = memory is not None  # by a launcher
 
     def enter(self, section: str, seconds: float | None, step: int = 0) -> None:
         """A section begins now, and the one before has ended.
@@ -72,24 +79,17 @@ class Heartbeat:
             seconds: its time-out; None: none.
             step: steps taken.
         """
-        self._last = SECTIONS.index(section), seconds or 0.0, step
-        self._write()
-
-    @contextmanager
-    def inside(self, section: str, seconds: float | None) -> Iterator[None]:
-        """A section inside another one, which begins anew after it."""
-        outer, step = self._last, self._last[2]
-        self.enter(section, seconds, step)
-        try:
-            yield
-        finally:
-            self._last = outer
-            self._write()
-
-    def _write(self) -> None:
         if self._memory is not None:
-            number, seconds, step = self._last
-            _SECTION.pack_into(self._memory, _SECTION_AT, number, time.monotonic(), seconds, step)
+            number = SECTIONS.index(section)
+            _SECTION.pack_into(self._memory, _SECTION_AT, number, time.monotonic(), seconds or 0.0, step)
+        if self.log is not None:
+            self.log.enter(section, step)
+
+    def end_log(self) -> None:
+        """Close the log. Idempotent."""
+        if self.log is not None:
+            self.log.close()
+            self.log = None
 
     def issued(self, number: int, axis: str, op: str, label: str) -> None:
         """This rank issues its collective ``number``, counted from 1 over all axes."""

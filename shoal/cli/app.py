@@ -187,6 +187,30 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a run, which n
     print(write_report(folder))
 
 
+@app.command("goodput", cls=UsageCommand)
+def goodput(
+    file: Annotated[Path, typer.Argument(help="The file of goodput.file, or the folder of a run of shoal train.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print where the time of a run went, over all its starts."""
+    from shoal.observe.goodput import GOODPUT_FILE, read_goodput
+    from shoal.text import counted, table
+
+    found = read_goodput(file / GOODPUT_FILE if file.is_dir() else file)
+    if json:
+        print(
+            json_text.dumps(
+                {"goodput": found.share, "starts": found.num_starts, "steps": found.num_steps, **found.seconds}
+            )
+        )
+        return
+    print(
+        f"goodput {found.share:.1%}: {counted(found.num_steps, 'step')} in {found.total:,.1f} s,"
+        f" {counted(found.num_starts, 'start')}"
+    )
+    print(table(found.rows(), ["category", "seconds", "share", "what"]))
+
+
 @app.command("doctor", cls=UsageCommand)
 def doctor(
     file: Annotated[

@@ -24,13 +24,14 @@ from shoal.cli.job import (
 from shoal.comm.environment import is_first_process, read_launch
 from shoal.errors import UsageError
 from shoal.launch import LocalJob, run_local
+from shoal.observe.goodput import GOODPUT_FILE
 from shoal.observe.report import METRICS_FILE, REPORT_FILE, RUN_FILE
 
 _SHAPE = ("model", "parameters", "layers", "hidden", "heads", "vocab", "sequence", "experts", "top_k")
 _STOP_SECONDS = 60  # for a save after Ctrl-C; a second Ctrl-C ends the ranks at once
 _LIMITS = ("steps", "minutes")
 _OF_ONE_COMMAND = ("resume", "out", "verbose", "command")  # a resumed run does not take these from the earlier command
-_WRITTEN = (JOB_FILE, CHECKPOINTS, METRICS_FILE, RUN_FILE, REPORT_FILE, "csv", "tensorboard")
+_WRITTEN = (JOB_FILE, CHECKPOINTS, METRICS_FILE, GOODPUT_FILE, RUN_FILE, REPORT_FILE, "csv", "tensorboard")
 
 
 def start(job: TrainJob, *, overwrites: bool = False) -> int:

@@ -52,6 +52,7 @@ from shoal.engine.pipeline import PipelineEngine
 from shoal.errors import NonFiniteError, ShoalError
 from shoal.models import GPT, GPTConfig
 from shoal.observe.expert_load import load_events
+from shoal.observe.goodput import GOODPUT_FILE
 from shoal.observe.monitor import CsvWriter, JsonLinesWriter, Monitor, TensorBoardWriter
 from shoal.observe.placement_table import HEADERS, Table
 from shoal.observe.report import METRICS_FILE, RunRecord, write_report
@@ -210,8 +211,9 @@ class _Run:
             def own_schedule(optimizer: torch.optim.Optimizer) -> Any:
                 return torch.optim.lr_scheduler.LambdaLR(optimizer, self.budget.multiplier)
 
+        config = {"goodput": {"file": str(self.folder / GOODPUT_FILE)}} | self.config
         engine, _, loader, _ = shoal.initialize(
-            model=model, config=self.config, training_data=self.training, lr_scheduler=own_schedule
+            model=model, config=config, training_data=self.training, lr_scheduler=own_schedule
         )
         return engine, RepeatingLoader(loader)
 

@@ -44,7 +44,7 @@ class Recorder:
         self.num_issued = 0
         self._ring: deque[tuple[Any, ...]] = deque(maxlen=ring)  # the fields of entries, which are made when asked for
         self._recordings: list[list[Entry]] = []
-        self._heartbeat = heartbeat if heartbeat is not None and heartbeat.is_on else None
+        self._heartbeat = heartbeat if heartbeat is not None and heartbeat.is_read else None
 
     def add(
         self,

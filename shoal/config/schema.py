@@ -215,6 +215,12 @@ class CsvMonitor(Section):
     job_name: str = key("DeepSpeedJobName", "folder inside it")
 
 
+class Goodput(Section):
+    """Where the time of a run goes, over all its starts."""
+
+    file: str | None = key(None, "rank 0 appends the seconds of each section to it; `shoal goodput` reads it")
+
+
 class Wandb(Section):
     """Weights & Biases."""
 
@@ -473,6 +479,7 @@ class Schema(Section):
     )
     tensorboard: Tensorboard = section(Tensorboard, "TensorBoard's event files")
     csv_monitor: CsvMonitor = section(CsvMonitor, "CSV files")
+    goodput: Goodput = section(Goodput, "where the time of a run goes")
     wandb: Wandb = section(Wandb, "Weights & Biases")
     comet: Comet = section(Comet, "Comet")
     mlflow: MlflowMonitor = section(MlflowMonitor, "MLflow")

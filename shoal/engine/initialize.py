@@ -73,6 +73,7 @@ from shoal.host_heap import HostHeap
 from shoal.launch.environment import heap_is_set, schedulers_elasticity
 from shoal.mesh import Mesh
 from shoal.observe.collectives import TimedCommunicator, collective_log
+from shoal.observe.goodput import GoodputLog
 from shoal.observe.monitor import Monitor, make_monitor
 from shoal.observe.placement_table import Table
 from shoal.observe.timers import StepTimers
@@ -127,6 +128,9 @@ def initialize(
     if is_split and settings.expert_parallel.expert_tensor_parallel_size == 1:
         split = {"expert_tensor_parallel_size": model_degrees(settings).get("tp", 1)}
         settings = settings.model_copy(update={"expert_parallel": settings.expert_parallel.model_copy(update=split)})
+    world.heartbeat.end_log()
+    if settings.goodput.file is not None and world.rank == 0:
+        world.heartbeat.log = GoodputLog(pathlib.Path(settings.goodput.file), world.size)
     world.heartbeat.enter("init", settings.timeouts.init)
     with checking_streams(settings) as checks:
         return _start(
@@ -302,8 +306,9 @@ def _parts(
 ) -> Iterator[Part]:
     """What joins the steps of an engine, as the config and the mesh ask for it."""
     axes = properties.axes
-    if properties.world.heartbeat.is_on:
-        yield Sections(properties.world.heartbeat, properties.config.timeouts)
+    heartbeat = properties.world.heartbeat
+    if heartbeat.is_read or heartbeat.log is not None:
+        yield Sections(heartbeat, properties.config.timeouts)
     if curriculum:
         yield curriculum
     yield FirstInputs(sharding, properties, accumulation, 2 if isinstance(sharding.module, StageModule) else None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -293,8 +293,14 @@ class EngineState(nn.Module):
                 custom_load_fn=custom_load_fn,
             )
 
-    def _in_checkpoint(self) -> AbstractContextManager[None]:
-        return self.world.heartbeat.inside("checkpoint", self.properties.config.timeouts.checkpoint)
+    @contextmanager
+    def _in_checkpoint(self) -> Iterator[None]:
+        heartbeat, timeouts = self.world.heartbeat, self.properties.config.timeouts
+        heartbeat.enter("checkpoint", timeouts.checkpoint, self.global_steps)
+        try:
+            yield
+        finally:
+            heartbeat.enter("data", timeouts.data, self.global_steps)
 
     def save_16bit_model(
         self,

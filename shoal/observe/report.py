@@ -15,8 +15,9 @@ from typing import Any
 from shoal.errors import UsageError
 from shoal.observe.chart import Chart, Line, card, draw, short, table
 from shoal.observe.expert_load import PREFIX, load_section
+from shoal.observe.goodput import GOODPUT_FILE, Goodput, read_goodput
 from shoal.observe.monitor import read_json_lines
-from shoal.text import format_bytes, format_count
+from shoal.text import counted, format_bytes, format_count
 
 METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"
@@ -82,12 +83,13 @@ def write_report(folder: Path) -> Path:
     record = RunRecord.load(folder)
     metrics = folder / METRICS_FILE
     series = read_json_lines(metrics) if metrics.is_file() else {}
+    log = folder / GOODPUT_FILE
     path = folder / REPORT_FILE
-    path.write_text(render(record, series), encoding="utf-8")
+    path.write_text(render(record, series, read_goodput(log) if log.is_file() else None), encoding="utf-8")
     return path
 
 
-def render(record: RunRecord, series: Series) -> str:
+def render(record: RunRecord, series: Series, goodput: Goodput | None = None) -> str:
     """The whole page."""
     sections = [
         _facts(record.facts),
@@ -97,6 +99,7 @@ def render(record: RunRecord, series: Series) -> str:
         load_section(series),
         card("Pipeline", f'<div class="scroll">{record.pipeline}</div>') if record.pipeline else "",
         _sample(record.prompt, record.sample),
+        _goodput(goodput),
         _ledger(record.ledger, record.allocator),
         _placement(record.placement),
         _pairs("Model", record.model),
@@ -178,6 +181,15 @@ def _messages(messages: Sequence[str]) -> str:
 def _sample(prompt: str, sample: str) -> str:
     text = f'<pre class="sample"><mark>{html.escape(prompt)}</mark>{html.escape(sample)}</pre>'
     return card("Sample", text, "the prompt, then what the model wrote") if sample else ""
+
+
+def _goodput(goodput: Goodput | None) -> str:
+    if goodput is None:
+        return ""
+    cells = table("goodput", ("category", "seconds", "share"), [row[:3] for row in goodput.rows()])
+    return card(
+        "Goodput", cells, f"{goodput.share:.1%} of the time was productive, in {counted(goodput.num_starts, 'start')}"
+    )
 
 
 def _ledger(rows: Sequence[Sequence[str]], allocator: str) -> str:

@@ -5,6 +5,8 @@ forward               step, or evaluation without gradients; of a compiled model
 backward, step        step
 after a step, and
 after an evaluation   data: the script's own work
+
+The log of ``goodput`` sums the time of the same sections.
 """
 
 from __future__ import annotations
@@ -62,3 +64,4 @@ class Sections(Part):
 
     def before_destroy(self) -> None:
         self._heartbeat.enter("data", None, self._engine.global_steps)
+        self._heartbeat.end_log()

@@ -367,4 +367,11 @@ def test_training_lowers_the_loss_and_leaves_logs_and_a_report(tmp_path: Path) -
     assert record["prompt"] == "the "
     assert len(record["sample"]) > 0
     assert record["ledger"][-1][0] == "total"
-    assert "</svg>" in (out / "report.html").read_text()
+    page = (out / "report.html").read_text()
+    assert "</svg>" in page and "<td>productive</td>" in page
+    shown = CliRunner().invoke(app, ["goodput", str(out)])
+    assert shown.exit_code == 0 and re.match(r"goodput \d+\.\d%: 20 steps in [\d.]+ s, 1 start\n", shown.output), (
+        shown.output
+    )
+    read = json.loads(CliRunner().invoke(app, ["goodput", "--json", str(out / "goodput.jsonl")]).output)
+    assert (read["steps"], read["starts"]) == (20, 1) and 0.0 < read["goodput"] < 1.0

@@ -55,8 +55,8 @@ class Case:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         if self.offload == "all":
             zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-        if self.overlap:
-            zero["overlap_param_gather"] = True
+        if self.stage in (1, 2):
+            zero["overlap_param_gather"] = self.overlap
         return {
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal
 
-from shoal.config.base import Section, key, section
+from shoal.config.base import Auto, Section, key, section
 from shoal.config.tables import with_unsupported
 
 Tier = Literal["none", "cpu", "nvme"]
@@ -181,11 +181,11 @@ class ZeroOptimization(Section):
         alias=("max_reuse_distance",),
         ge=0,
     )
-    overlap_param_gather: bool = key(
-        False,
+    overlap_param_gather: bool | Auto = key(
+        "auto",
         "at stages 1 and 2, step() does not wait until parameters are updated on the host (offload_optimizer) and "
-        "gathered: the next forward waits, unit by unit; until then a parameter reads as NaN outside of the engine's "
-        "calls and GatheredParameters",
+        "gathered: the next forward waits, unit by unit; what reads a parameter before waits for it, but inside of a "
+        "mode of torch it reads as NaN; auto: on accelerators",
     )
     enable_sanity_checks: bool = key(False, "raise an error for changes that GatheredParameters would lose")
     zero_hpz_partition_size: int = key(1, "ranks of one group in the second sharding of the parameters (hpZ)", ge=0)

@@ -26,6 +26,7 @@ from shoal.running.status import GlobalStatus, refuse_unused, synchronize_status
 from shoal.running.step import ShardedStep
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
+from shoal.streams import is_accelerator
 from shoal.text import counted, listed
 
 logger = logging.getLogger("shoal")
@@ -65,8 +66,10 @@ class Sharding:
             stage=properties.stage,
             checks_changes=bool(properties.config.zero_optimization.enable_sanity_checks),
         )
-        # Where parameters are sharded, only small ones are stored whole.
-        overlaps = bool(properties.config.zero_optimization.overlap_param_gather) and not model.sharded
+        overlaps = properties.config.zero_optimization.overlap_param_gather
+        if overlaps == "auto":  # a CPU has no stream that gathers while it computes
+            overlaps = is_accelerator(properties.device.torch_device)
+        overlaps = overlaps and not model.sharded  # where parameters are sharded, only small ones are stored whole
         cpu_optimizer = None if step is None else step.cpu_optimizer
         has_waits = properties.axes.shard.size > 1 or cpu_optimizer is not None
         if overlaps and properties.stage in (1, 2) and has_waits:

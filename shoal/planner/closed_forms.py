@@ -136,7 +136,10 @@ class _Formulas:
         exposed += self._message_seconds()
         if not is_per_micro:
             hidden = 0.0 if is_reduced_per_micro or one.pp > 1 else self.blocks * backward
-            exposed += self.blocks * gather + max((0.0 if is_reduced_per_micro else self.blocks * reduce) - hidden, 0.0)
+            # Gathers after a step at stages 1 and 2 overlap the next forward: ``overlap_param_gather``.
+            overlapped = 0.0 if one.stage == 0 or self.node.is_cpu else min(gather, forward)
+            exposed += self.blocks * (gather - overlapped)
+            exposed += max((0.0 if is_reduced_per_micro else self.blocks * reduce) - hidden, 0.0)
         return Guess(compute + exposed + bubble, compute, exposed, bubble, self._memory())
 
     def _layer_seconds(self) -> float:

@@ -159,6 +159,7 @@ AXES: dict[str, Values] = {
         "late": _zero(stage3_prefetch_bucket_size=0, stage3_max_live_parameters=100),
         "kept": _zero(stage3_max_reuse_distance=1_000_000_000),
     },
+    "overlap": _switch(**_zero(overlap_param_gather=True)),  # gathers after the step, with the next forward
     "compile": _switch(**_run(compiled="blocks")),  # each block; the whole model: tests/ranks/engine/test_compiled.py
     "backward": {"engine": {}, "loss": _run(style="loss"), "no_sync": _run(style="no_sync")},
     "thread": {"of the caller": {}, "other": _run(is_backward_apart=True)},  # where backward runs: on GPUs another one

@@ -46,6 +46,7 @@ STREAM_AXES: dict[str, Values] = {
     "recompute": _some("recompute", "no", "host", "offload"),
     "precision": _some("precision", "fp32", "bf16", "fp16"),
     "accumulation": AXES["accumulation"],
+    "overlap": {"yes": AXES["overlap"]["yes"], "no": {"zero_optimization": {"overlap_param_gather": False}}},
     "gathering": AXES["gathering"],
     "wire": AXES["wire"],
     "between": {

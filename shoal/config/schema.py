@@ -403,6 +403,17 @@ class Debug(Section):
     )
 
 
+class LossSpikeSection(Section):
+    """Steps whose loss is far above those before."""
+
+    action: Literal["warn", "skip", "stop"] | None = key(
+        None,
+        "what such a step does: a warning, no update (10 in a row at most), or an error; null: losses are not judged",
+    )
+    factor: float = key(6.0, "a spike is a loss above the mean by so many standard deviations", gt=0)
+    window: int = key(100, "of the losses of so many steps before", ge=2)
+
+
 class Timeouts(Section):
     """Seconds after which `shoal run` takes a section of a rank for hung; null: never."""
 
@@ -513,6 +524,7 @@ class Schema(Section):
     )
     wire: WireSection = section(WireSection, "formats in which parameters, gradients and activations are sent")
     local_steps: LocalStepsSection = section(LocalStepsSection, "replicas that are synchronised from time to time")
+    loss_spike: LossSpikeSection = section(LossSpikeSection, "steps whose loss is far above those before")
     timeouts: Timeouts = section(Timeouts, "hangs that `shoal run` ends and explains")
     debug: Debug = section(Debug, "checks that cost time")
     data: Data = section(Data, "the position in the training data")

@@ -98,6 +98,7 @@ class Accumulation:
         self._token_unit = 1.0
         self._step_tokens: float | None = None  # of all ranks, once they are known
         self.mean_loss: float | None = None  # over this rank's micro-batches of the last step
+        self.step_loss: float | None = None  # over those of all ranks
         self.is_loss_elsewhere = False  # another pipeline stage computes the losses of this step
 
     @property

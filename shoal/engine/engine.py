@@ -338,17 +338,15 @@ class Engine(PartShortcuts):
         if sharding.step is None:
             raise NoOptimizerError("step() needs an optimizer, and this engine was made without one.")
         status = self._reduce_for_step("step()")
-        accumulation.mean_loss = self._mean_loss(status)
+        accumulation.mean_loss, accumulation.step_loss = self._mean_loss(status), self._step_loss(status)
         self._norm = status.norm * accumulation.gradient_scale()
-        for call in self._calls.before_step:
-            call()
+        is_wanted = False not in [call() for call in self._calls.before_step]
         sharding.refuse_unused(status, self.global_steps)
         sharding.warn_without_gradients(status, self.global_steps)
         self._was_step_applied = False
         try:
-            self._was_step_applied = self._nonfinite.judge(
-                status, self.global_steps, is_loss_known=accumulation.is_loss_known
-            )
+            is_finite = self._nonfinite.judge(status, self.global_steps, is_loss_known=accumulation.is_loss_known)
+            self._was_step_applied = is_finite and is_wanted
         finally:
             counters.skipped_steps += not self._was_step_applied
             if self.sharded_optimizer is not None:
@@ -376,6 +374,13 @@ class Engine(PartShortcuts):
     def _mean_loss(self, status: GlobalStatus) -> float | None:
         """The loss of the step that is logged."""
         return status.mean_loss
+
+    def _step_loss(self, status: GlobalStatus) -> float | None:
+        """The loss of the step over all ranks, by tokens where they are counted: the same on every rank."""
+        if status.mean_loss is None:
+            return None
+        total = math.fsum(loss * tokens for loss, tokens in zip(status.losses, status.tokens, strict=True))
+        return total / max(math.fsum(status.tokens), 1.0)
 
     def _reduce_for_step(self, call: str) -> GlobalStatus:
         if not self.accumulation.has_backward:

@@ -47,6 +47,7 @@ from shoal.engine.parts.experiment import ExperimentSteps
 from shoal.engine.parts.experts import ExpertBalance
 from shoal.engine.parts.inputs import FirstInputs
 from shoal.engine.parts.local_steps import LocalSteps
+from shoal.engine.parts.loss_spike import LossSpike
 from shoal.engine.parts.low_precision import LowPrecision
 from shoal.engine.parts.part import Part
 from shoal.engine.parts.replicas import ReplicaCheck
@@ -326,6 +327,8 @@ def _parts(
         yield ErrorFeedback(sharding, accumulation, wire.error_reset)
     if axes.apart is not None and sharding.step is not None:
         yield LocalSteps(sharding, properties)
+    if properties.config.loss_spike.action is not None:
+        yield LossSpike(properties.config.loss_spike, accumulation, properties.rank)
     if properties.config.debug.replica_check_steps is not None:
         steps = properties.config.debug.replica_check_steps
         yield ReplicaCheck(sharding, properties, accumulation.counters, steps)

@@ -276,6 +276,9 @@ class PipelineEngine(Engine):
         weight = sum(status.tokens[rank] for rank in ranks)
         return sum(status.losses[rank] * status.tokens[rank] for rank in ranks) / max(weight, 1.0)
 
+    def _step_loss(self, status: GlobalStatus) -> float | None:
+        return self._mean_loss(status)
+
     @cached_property
     def _ranks_of_last_stage(self) -> tuple[int, ...]:
         index = self.axes.mesh.index

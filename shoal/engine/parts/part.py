@@ -65,14 +65,18 @@ class Part:
             loss: one number with a graph, not scaled yet.
         """
 
-    def before_step(self) -> None:
-        """The gradients of a step are reduced; clipping and the optimizer follow."""
+    def before_step(self) -> bool | None:
+        """The gradients of a step are reduced, and its mean loss is known; clipping and the optimizer follow.
+
+        Returns: False: the step is skipped, and its gradients are discarded. Every rank returns the same.
+        """
 
     def at_step(self, was_applied: bool) -> None:
         """After the optimizer, before the functions of ``engine.on_step``; ``global_steps`` counts the step.
 
         Args:
-            was_applied: False: the step was skipped, since a loss or a gradient was not finite.
+            was_applied: False: the step was skipped, since a loss or a gradient was not finite, or ``before_step`` of
+                a part has said so.
         """
 
     def after_step(self) -> None:

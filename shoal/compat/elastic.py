@@ -5,7 +5,6 @@ The arithmetic is ``shoal.config.elastic``'s; this module adds DeepSpeed's signa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,42 +14,12 @@ from shoal.config.elastic import (
     ElasticityConfigError,
     ElasticityError,
     ElasticityIncompatibleWorldSize,
-    check_scheduler,
     shared_batch,
 )
 from shoal.config.schema import Elasticity
-from shoal.engine.log import logger
-from shoal.launch.environment import schedulers_elasticity
 from shoal.text import version_numbers
 
 MINIMUM_DEEPSPEED_VERSION = "0.3.8"
-
-
-class ElasticityConfig:
-    """A checked section ``elasticity``, with DeepSpeed's names for what is in it.
-
-    Raises: ElasticityConfigError: the section is wrong.
-    """
-
-    def __init__(self, param_dict: Mapping[str, Any]) -> None:
-        section = section_of(param_dict)
-        self.enabled = section.enabled
-        self.max_acceptable_batch_size = section.max_train_batch_size
-        self.micro_batches = list(section.micro_batch_sizes)
-        self.min_gpus, self.max_gpus = section.min_gpus, section.max_gpus
-        self.num_gpus_per_node = section.num_gpus_per_node
-        self.model_parallel_size = section.model_parallel_size
-        self.min_time = section.min_time
-        self.version = section.version
-        self.prefer_larger_batch_size = section.prefer_larger_batch
-        self.ignore_non_elastic_batch_info = section.ignore_non_elastic_batch_info
-
-    def repr(self) -> dict[str, Any]:
-        """The attributes."""
-        return dict(vars(self))
-
-    def __repr__(self) -> str:
-        return json.dumps(self.repr(), sort_keys=True, indent=4)
 
 
 def section_of(given: Mapping[str, Any]) -> Elasticity:
@@ -64,20 +33,6 @@ def section_of(given: Mapping[str, Any]) -> Elasticity:
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
     """True if the config enables elasticity."""
     return bool((ds_config.get("elasticity") or {}).get("enabled", False))
-
-
-def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
-    """Compare a section with the one that the job's scheduler has planned with (``DEEPSPEED_ELASTICITY_CONFIG``).
-
-    Raises: ElasticityConfigError: they differ in the largest batch, the micro-batches or the version.
-    """
-    planned = schedulers_elasticity()
-    if planned is None:
-        logger.warning(
-            "DEEPSPEED_ELASTICITY_CONFIG is not set, so the section that the job's scheduler used is unknown."
-        )
-        return
-    check_scheduler(section_of(runtime_elastic_config_dict), planned)
 
 
 def compute_elastic_config(

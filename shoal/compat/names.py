@@ -109,12 +109,11 @@ comm.reduce_op = torch.distributed: ReduceOp
 constants = shoal.compat.small_functions: CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT
         default_pg_timeout
 elasticity = .elasticity: config
-    .elasticity.config: ElasticityConfig ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize
+    .elasticity.config: ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize
     .elasticity.elastic_agent: DSElasticAgent
-    shoal.compat.elastic: compute_elastic_config elasticity_enabled ensure_immutable_elastic_config
-elasticity.config = shoal.compat.elastic: ElasticityConfig
-    shoal.config.elastic: ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize
-elasticity.elasticity = shoal.compat.elastic: compute_elastic_config elasticity_enabled ensure_immutable_elastic_config
+    shoal.compat.elastic: compute_elastic_config elasticity_enabled
+elasticity.config = shoal.config.elastic: ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize
+elasticity.elasticity = shoal.compat.elastic: compute_elastic_config elasticity_enabled
 env_report = shoal.compat.about: cli_main main report
 git_version_info = shoal.compat.about: compatible_ops=__compatible_ops__ git_branch git_hash installed_ops torch_info
         version

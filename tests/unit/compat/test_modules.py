@@ -97,11 +97,11 @@ MODULES = {
     "comm.reduce_op": "ReduceOp",
     "constants": "CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
     "elasticity": """
-        DSElasticAgent ElasticityConfig ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize
-        compute_elastic_config config elasticity_enabled ensure_immutable_elastic_config""",
-    "elasticity.config": "ElasticityConfig ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize",
+        DSElasticAgent ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize
+        compute_elastic_config config elasticity_enabled""",
+    "elasticity.config": "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize",
     "elasticity.elastic_agent": "DSElasticAgent",
-    "elasticity.elasticity": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
+    "elasticity.elasticity": "compute_elastic_config elasticity_enabled",
     "env_report": "cli_main main report",
     "git_version_info": "compatible_ops git_branch git_hash installed_ops torch_info version",
     "launcher": "",

@@ -102,11 +102,11 @@ THERE = {
         DeepSpeedZeroOptimizer_Stage3 estimate_zero3_model_states_mem_needs_all_live
         estimate_zero3_model_states_mem_needs_all_cold unwrap_model_for_generation""",
     "deepspeed.elasticity": """
-        compute_elastic_config elasticity_enabled ensure_immutable_elastic_config ElasticityError
+        compute_elastic_config elasticity_enabled ElasticityError
         ElasticityConfigError ElasticityIncompatibleWorldSize""",
     "deepspeed.elasticity.config": """
-        ElasticityConfig ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize""",
-    "deepspeed.elasticity.elasticity": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
+        ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize""",
+    "deepspeed.elasticity.elasticity": "compute_elastic_config elasticity_enabled",
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
     "deepspeed.runtime.pipe": "PipelineModule LayerSpec TiedLayerSpec ProcessTopology",
     "deepspeed.runtime.pipe.engine": "PipelineEngine",

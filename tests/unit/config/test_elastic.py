@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 
 import shoal
 from shoal.cli.app import doctor
-from shoal.compat import finder
-from shoal.compat.elastic import compute_elastic_config, elasticity_enabled, ensure_immutable_elastic_config
+from shoal.compat.elastic import compute_elastic_config, elasticity_enabled
 from shoal.config import load
 from shoal.config.elastic import (
     ElasticBatch,
@@ -231,13 +229,6 @@ def test_doctor_shows_what_was_chosen(tmp_path: Path, capsys: pytest.CaptureFixt
 # the engine
 
 
-@pytest.fixture
-def deepspeed_alias() -> Iterator[None]:
-    finder.install(children=False)
-    yield
-    finder.uninstall()
-
-
 @pytest.mark.usefixtures("deepspeed_classes")
 def test_the_engine_trains_with_the_batch_that_was_chosen() -> None:
     model = torch.nn.Linear(2, 2)
@@ -251,31 +242,11 @@ def test_the_engine_trains_with_the_batch_that_was_chosen() -> None:
 def test_a_scheduler_that_planned_with_another_section_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"elasticity": SMALL, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", json.dumps(SMALL))
-    ensure_immutable_elastic_config(SMALL)
     shoal.initialize(model=torch.nn.Linear(2, 2), config=config)[0].destroy()
     for key, value in (("max_train_batch_size", 27), ("micro_batch_sizes", [1]), ("version", 0.2)):
         monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", json.dumps(SMALL | {key: value}))
         with pytest.raises(ElasticityError, match=rf"elasticity\.{key} is .* here and"):
             shoal.initialize(model=torch.nn.Linear(2, 2), config=config)
-        with pytest.raises(ElasticityConfigError):
-            ensure_immutable_elastic_config(SMALL)
     monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", "{")
     with pytest.raises(ElasticityConfigError, match="is no JSON"):
-        ensure_immutable_elastic_config(SMALL)
-
-
-def test_where_no_scheduler_says_anything_deepspeeds_function_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("DEEPSPEED_ELASTICITY_CONFIG", raising=False)
-    ensure_immutable_elastic_config(SMALL)
-    assert "DEEPSPEED_ELASTICITY_CONFIG is not set" in caplog.text
-
-
-@pytest.mark.usefixtures("deepspeed_alias")
-def test_deepspeeds_class_has_its_names() -> None:
-    from deepspeed.elasticity.config import ElasticityConfig
-
-    made = ElasticityConfig(TEN_THOUSAND)
-    assert (made.max_acceptable_batch_size, made.micro_batches, made.version) == (10000, [8, 12, 16, 17], 0.1)
-    assert json.loads(repr(made))["prefer_larger_batch_size"] is True
+        shoal.initialize(model=torch.nn.Linear(2, 2), config=config)

@@ -184,8 +184,7 @@ runtime.constants = shoal.compat.small_functions: OPTIMIZER_PARAMS ROUTE_ENCODE 
         SCHEDULER_PARAMS
 runtime.data_pipeline
 runtime.data_pipeline.curriculum_scheduler = shoal.data.curriculum: CurriculumScheduler
-runtime.dataloader = shoal.compat.small_functions: RepeatingLoader
-    shoal.data: DeepSpeedDataLoader=Loader
+runtime.dataloader = shoal.data: DeepSpeedDataLoader=Loader RepeatingLoader
 runtime.engine = shoal.compat.entry: DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable
     shoal.compat.engine: DeepSpeedEngine
 runtime.entry = shoal.compat.entry: DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable initialize set_autotp_mode
@@ -272,8 +271,8 @@ utils = .utils: groups
     shoal.compat.collectives: get_caller_func
     shoal.compat.groups: {_GROUP_NAMES}
     shoal.compat.parameters: {_SAFE_ACCESSORS}
-    shoal.compat.small_functions: OnDevice RepeatingLoader instrument_w_nvtx log_dist log_dist_once logger
-        set_log_level_from_string
+    shoal.compat.small_functions: OnDevice instrument_w_nvtx log_dist log_dist_once logger set_log_level_from_string
+    shoal.data: RepeatingLoader
     shoal.zero: {_SAFE_SETTERS}
 utils.comms_logging = shoal.compat.collectives: calc_bw_log convert_size get_caller_func
 utils.groups = shoal.compat.groups: {_GROUP_NAMES} _clone_world_group _get_data_parallel_group

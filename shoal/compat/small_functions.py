@@ -92,27 +92,6 @@ def is_compile_supported() -> bool:
     return True
 
 
-# deepspeed.runtime.dataloader
-
-
-class RepeatingLoader:
-    """Starts the loader again when it ends. Raises: StopIteration: the loader has no batch at all."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-        self.data_iter = iter(loader)
-
-    def __iter__(self) -> RepeatingLoader:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self.data_iter)
-        except StopIteration:
-            self.data_iter = iter(self.loader)
-            return next(self.data_iter)
-
-
 # deepspeed.runtime.fp16.loss_scaler
 
 

@@ -26,7 +26,6 @@ from shoal.access.init import Init as ShardingInit
 from shoal.build.materialize import widen
 from shoal.comm.world import current_world, init_distributed
 from shoal.compat.environment import launched_ranks
-from shoal.compat.hook_switch import ParameterOffload
 from shoal.engine.engine import Engine
 from shoal.engine.settings import wide_buffers_of
 from shoal.errors import UsageError
@@ -179,13 +178,10 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
         with GatheredParameters(model.parameters()):
             yield model
         return
-    offload = ParameterOffload(model.sharded.model, model.sharded.switch, model.sharded.order)
     with GatheredParameters(model.module.parameters()):
-        for hook in (*offload.forward_hooks, *offload.backward_hooks):
-            hook.remove()
-        offload.forward_hooks, offload.backward_hooks = [], []
-        offload.param_coordinator._invalidate_trace()
+        model.sharded.switch.is_on = False
+        model.sharded.order.forget()
         try:
             yield model.module
         finally:
-            offload._register_deepspeed_module(offload.module)
+            model.sharded.switch.is_on = True

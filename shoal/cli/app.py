@@ -187,6 +187,17 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a run, which n
     print(write_report(folder))
 
 
+@app.command("watch", cls=UsageCommand)
+def watch(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run of shoal train.")],
+    once: Annotated[bool, typer.Option("--once", help="Print the values as they are now, and exit.")] = False,
+) -> None:
+    """Show a run's last values in the terminal, while it goes on. Ctrl-C ends it."""
+    from shoal.cli.progress import watch as show
+
+    show(folder, once=once)
+
+
 @app.command("goodput", cls=UsageCommand)
 def goodput(
     file: Annotated[Path, typer.Argument(help="The file of goodput.file, or the folder of a run of shoal train.")],

@@ -1,19 +1,33 @@
-"""The terminal output of a run: a progress bar where there is a terminal, a line at each validation everywhere."""
+"""The terminal output of a run: a progress bar where there is a terminal, a line at each validation everywhere; and
+``shoal watch RUN``, its last values from outside.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn, track
+from rich.table import Table
 
-from shoal.observe.monitor import Event
+from shoal.errors import UsageError
+from shoal.observe.goodput import GOODPUT_FILE, read_goodput
+from shoal.observe.monitor import Event, read_json_lines
+from shoal.observe.report import METRICS_FILE
 from shoal.text import format_bytes, format_count
 
 _PARTS = 10_000  # of a whole run, for the bar
+_WATCH_SECONDS = 2.0
+_COLUMNS = 24
+_BARS = "▁▂▃▄▅▆▇█"
+_IN_BYTES = "_bytes"
 
 
 @dataclass(frozen=True)
@@ -109,3 +123,65 @@ class TrainingProgress:
                 f"   {format_bytes(self._last.allocated_bytes)}"
             )
         self.say(line)
+
+
+def watch(folder: Path, *, once: bool) -> None:
+    """Redraw every two seconds, or print once.
+
+    Raises: UsageError: the folder has no metrics of a run.
+    """
+    console = Console()
+    if once:
+        console.print(_view(folder))
+        return
+    with suppress(KeyboardInterrupt), Live(_view(folder), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(_WATCH_SECONDS)
+            live.update(_view(folder), refresh=True)
+
+
+def _view(folder: Path) -> Table:
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        raise UsageError(f"{str(folder)!r} holds no {METRICS_FILE}.", do="name the folder of a run of shoal train.")
+    series = {name: points for name, points in read_json_lines(path).items() if points}
+    step = max((points[-1][0] for points in series.values()), default=0)
+    age = time.time() - path.stat().st_mtime
+    table = Table(title=f"{folder}: step {step:,}, {age:.0f} s ago{_goodput(folder)}", title_justify="left", box=None)
+    for header in ("", "last", "", "of the run"):
+        table.add_column(header, justify="right" if header == "last" else "left", no_wrap=True)
+    for name, points in series.items():
+        values = [value for _, value in points]
+        table.add_row(name, _shown(name, values[-1]), sparkline(values), _extent(name, values))
+    return table
+
+
+def _goodput(folder: Path) -> str:
+    with suppress(UsageError):  # another program's run, or its first seconds
+        return f", goodput {read_goodput(folder / GOODPUT_FILE).share:.1%}"
+    return ""
+
+
+def _shown(name: str, value: float) -> str:
+    if name.endswith(_IN_BYTES):
+        return format_bytes(int(value))
+    return format_count(int(value)) if 1e4 <= abs(value) < math.inf else f"{value:.4g}"
+
+
+def _extent(name: str, values: Sequence[float]) -> str:
+    return f"{_shown(name, min(values))} to {_shown(name, max(values))}"
+
+
+def sparkline(values: Sequence[float], columns: int = _COLUMNS) -> str:
+    """The values as a row of bars, each the mean of as many.
+
+    >>> sparkline([0.0, 1.0, 2.0, 3.0, 7.0])
+    '▁▂▃▄█'
+    """
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return ""
+    size = max(1, -(-len(values) // columns))
+    means = [sum(part) / len(part) for at in range(0, len(values), size) if (part := values[at : at + size])]
+    low, high = min(means), max(means)
+    return "".join(_BARS[round((mean - low) / ((high - low) or 1.0) * (len(_BARS) - 1))] for mean in means)

@@ -215,6 +215,14 @@ class CsvMonitor(Section):
     job_name: str = key("DeepSpeedJobName", "folder inside it")
 
 
+class PrometheusSection(Section):
+    """Values that a Prometheus server fetches from rank 0."""
+
+    enabled: bool = key(False, "serve the last values at http://address:port/metrics")
+    address: str = key("127.0.0.1", "interface to listen at; the default is reached from this machine only")
+    port: int = key(9400, "port to listen at", ge=1, le=65535)
+
+
 class Goodput(Section):
     """Where the time of a run goes, over all its starts."""
 
@@ -490,6 +498,7 @@ class Schema(Section):
     )
     tensorboard: Tensorboard = section(Tensorboard, "TensorBoard's event files")
     csv_monitor: CsvMonitor = section(CsvMonitor, "CSV files")
+    prometheus: PrometheusSection = section(PrometheusSection, "values for a Prometheus server")
     goodput: Goodput = section(Goodput, "where the time of a run goes")
     wandb: Wandb = section(Wandb, "Weights & Biases")
     comet: Comet = section(Comet, "Comet")

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -243,6 +244,49 @@ class MlflowWriter:
             self._mlflow.end_run()
 
 
+class PrometheusWriter:
+    """The last value of each name as a gauge, at ``http://address:port/metrics``; ``Train/Samples/lr`` is
+    ``shoal_train_samples_lr``, and ``shoal_step`` what it was written with.
+
+    Raises: UsageError: the ``prometheus_client`` package is not installed, or the address cannot be listened at.
+    """
+
+    def __init__(self, address: str, port: int) -> None:
+        self._client = _needed("prometheus_client", "serving Prometheus", "prometheus_client", "'shoal[prometheus]'")
+        self._registry: Any = self._client.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        try:
+            self._server, _ = self._client.start_http_server(port, addr=address, registry=self._registry)
+        except OSError as error:
+            raise UsageError(
+                f"prometheus cannot listen at {address}:{port}: {error.strerror or error}.",
+                do="set prometheus.port to one that is free, and prometheus.address to one of this machine.",
+                code="monitor-port",
+            ) from error
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, step in events:
+            self._gauge(name).set(value)
+            self._gauge("step").set(step)
+
+    def _gauge(self, name: str) -> Any:
+        if name not in self._gauges:
+            self._gauges[name] = self._client.Gauge(gauge_name(name), name, registry=self._registry)
+        return self._gauges[name]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def gauge_name(name: str) -> str:
+    """
+    >>> gauge_name("Train/Samples/train_loss")
+    'shoal_train_samples_train_loss'
+    """
+    return "shoal_" + re.sub(r"\W", "_", name.lower(), flags=re.ASCII)
+
+
 def _by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
     by_step: dict[int, dict[str, float]] = {}
     for name, value, step in events:
@@ -314,6 +358,8 @@ def make_monitor(config: Config, rank: int) -> Monitor | None:
         writers.append(
             MlflowWriter(tracking_uri=mlflow.tracking_uri, experiment=mlflow.experiment_name, run=mlflow.run_name)
         )
+    if config.prometheus.enabled:
+        writers.append(PrometheusWriter(config.prometheus.address, config.prometheus.port))
     return Monitor(writers) if writers else None
 
 

@@ -373,5 +373,8 @@ def test_training_lowers_the_loss_and_leaves_logs_and_a_report(tmp_path: Path) -
     assert shown.exit_code == 0 and re.match(r"goodput \d+\.\d%: 20 steps in [\d.]+ s, 1 start\n", shown.output), (
         shown.output
     )
+    shown = CliRunner(env={"COLUMNS": "120"}).invoke(app, ["watch", "--once", str(out)])
+    assert shown.exit_code == 0 and "step 20," in shown.output and "train/loss" in shown.output and "█" in shown.output
+    assert "holds no metrics.jsonl" in str(CliRunner().invoke(app, ["watch", "--once", str(tmp_path)]).exception)
     read = json.loads(CliRunner().invoke(app, ["goodput", "--json", str(out / "goodput.jsonl")]).output)
     assert (read["steps"], read["starts"]) == (20, 1) and 0.0 < read["goodput"] < 1.0

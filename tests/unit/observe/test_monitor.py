@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,15 @@ import torch
 import shoal
 from shoal.config import load
 from shoal.errors import UsageError
-from shoal.observe.monitor import CsvWriter, JsonLinesWriter, Monitor, TensorBoardWriter, make_monitor, read_json_lines
+from shoal.observe.monitor import (
+    CsvWriter,
+    JsonLinesWriter,
+    Monitor,
+    TensorBoardWriter,
+    gauge_name,
+    make_monitor,
+    read_json_lines,
+)
 
 
 def test_events_of_one_step_are_one_json_line(tmp_path: Path) -> None:
@@ -170,7 +180,38 @@ def test_mlflow_gets_a_run_and_each_steps_values_at_once(
     ]
 
 
-@pytest.mark.parametrize(("section", "package"), [("wandb", "wandb"), ("comet", "comet_ml"), ("mlflow", "mlflow")])
+def fetch(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = [line.split() for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
+def test_prometheus_fetches_the_last_values_while_the_run_goes_on() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    config = load({"train_batch_size": 1, "prometheus": {"enabled": True, "port": port}})
+    monitor = make_monitor(config, rank=0)
+    assert monitor is not None
+    with monitor:
+        monitor.write_events(EVENTS)
+        assert fetch(port) == {"shoal_train_loss": 1.5, "shoal_train_lr": 0.1, "shoal_step": 28.0}
+        with pytest.raises(UsageError, match=rf"monitor-port.*cannot listen at 127.0.0.1:{port}"):
+            make_monitor(config, rank=0)
+    with pytest.raises(OSError):
+        fetch(port)
+
+
+def test_the_dashboard_shows_values_that_the_engine_writes() -> None:
+    dashboard = json.loads((Path(__file__).parents[3] / "docs" / "how-to" / "grafana.json").read_text())
+    shown = {target["expr"].partition("{")[0] for panel in dashboard["panels"] for target in panel["targets"]}
+    written = [f"Train/Samples/{name}" for name in ("lr", "train_loss", "loss_scale")]
+    assert shown == {"shoal_step", *map(gauge_name, written)}
+
+
+@pytest.mark.parametrize(
+    ("section", "package"),
+    [("wandb", "wandb"), ("comet", "comet_ml"), ("mlflow", "mlflow"), ("prometheus", "prometheus_client")],
+)
 def test_a_service_whose_package_is_missing_is_an_error_that_names_it(
     section: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

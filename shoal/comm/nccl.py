@@ -38,6 +38,7 @@ from shoal.streams import is_in_host_memory
 # The names of newer versions of torch, which warn about the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_coalescing: Any = dist.distributed_c10d._coalescing_manager
 _premul_sum: Any = torch._C._distributed_c10d._make_nccl_premul_sum
 
 
@@ -197,6 +198,13 @@ class NcclCommunicator(Backend):
                 work = dist.isend(result, group=group, group_dst=call.peer)
             case "recv":
                 work = dist.irecv(result, group=group, group_src=call.peer)
+            case "batch":
+                with _coalescing(group, result.device, async_ops=True) as work:
+                    for one in call.messages:
+                        if one.verb == "send":
+                            dist.isend(one.result, group=group, group_dst=one.peer)
+                        else:
+                            dist.irecv(one.result, group=group, group_src=one.peer)
             case _:
                 work = dist.broadcast(result, group=group, group_src=call.peer, async_op=True)
         return NcclWork(self, what, work, result, landing, self._factor(after, sent), call.accumulate)

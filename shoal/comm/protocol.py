@@ -34,7 +34,8 @@ from shoal.errors import CommError, UsageError
 from shoal.streams import host_memory, is_in_host_memory, keep_for_current_stream
 
 Verb = Literal[
-    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv", "broadcast", "exchange", "barrier"
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv", "batch", "broadcast", "exchange",
+    "barrier",
 ]  # fmt: skip
 
 _CONTROL = ("broadcast", "exchange")  # verbs that move neither parameters nor gradients
@@ -112,6 +113,31 @@ class StagedWork:
             work.drain()
 
 
+class BatchWork:
+    """Sends and receives that were issued together; ``wait()`` returns the tensor of the last one."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> torch.Tensor:
+        return [work.wait() for work in self._works][-1]
+
+    def drain(self) -> None:
+        for work in self._works:
+            work.drain()
+
+
+class Message(NamedTuple):
+    """A send or a receive of ``Communicator.batch``. Attributes: ``peer``: a coordinate on the axis."""
+
+    verb: Literal["send", "recv"]
+    tensor: torch.Tensor
+    peer: int
+    label: str
+
+
 class Call(NamedTuple):
     """One call of a communicator, whose arguments are checked: all that a backend, or a wrapper of one, gets.
 
@@ -122,6 +148,7 @@ class Call(NamedTuple):
         peer: of a send or a receive the other rank, of a broadcast the one that sends: a coordinate on the axis.
         out_splits: elements of each part of an all_to_all's ``result``, as ``source_splits`` of its ``source``; None:
             equal parts.
+        messages: of a batch its sends, then its receives; ``result`` is that of the last one.
     """
 
     verb: Verb
@@ -134,6 +161,7 @@ class Call(NamedTuple):
     peer: int = -1
     out_splits: Sequence[int] | None = None
     source_splits: Sequence[int] | None = None
+    messages: tuple[Call, ...] = ()
 
     @property
     def sent(self) -> torch.Tensor:
@@ -168,7 +196,11 @@ class Backend:
 
     def issue(self, call: Call) -> Work:
         """Begin a call. Does not block."""
-        return self.verbs[call.verb](self, call)
+        return self.issue_each(call) if call.messages else self.verbs[call.verb](self, call)
+
+    def issue_each(self, batch: Call) -> Work:
+        """Begin the messages of a batch one by one."""
+        return BatchWork([self.issue(message) for message in batch.messages])
 
     def divides(self, whole: torch.Tensor, part: torch.Tensor, dim: int, label: str) -> None:
         """This rank takes its ``part``, along ``dim``, of what all ranks have: nothing is sent."""
@@ -223,7 +255,8 @@ class Communicator:
                 return FinishedWork(call.result)
             self._raise_for_shapes(call.verb, call.label)
         kind: Literal["data", "control"] = "control" if call.verb in _CONTROL else "data"
-        self.recorder.add(self.axis, call.verb, call.label, call.nbytes, call.sent.dtype, kind)
+        for one in call.messages or (call,):
+            self.recorder.add(self.axis, one.verb, one.label, one.nbytes, one.sent.dtype, kind)
         return self.backend.issue(call)
 
     def staged(self, first: Work, *steps: Callable[[torch.Tensor], Work]) -> Work:
@@ -350,16 +383,39 @@ class Communicator:
         ``wait()`` does not wait for the peer; ``drain()`` waits until ``tensor`` may be overwritten. The n-th send to a
         peer matches its n-th receive from this rank, whatever else the two issue in between.
         """
-        check_peer("send", peer, self.rank, self.size, label=label)
-        return self.issue(Call("send", label, tensor, peer=peer))
+        return self.batch([Message("send", tensor, peer, label)])
 
     def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
         """Receive ``tensor`` from coordinate ``peer``.
 
         Communicates: ``tensor`` received.
         """
-        check_peer("recv", peer, self.rank, self.size, label=label)
-        return self.issue(Call("recv", label, tensor, nbytes=tensor.nbytes, peer=peer))
+        return self.batch([Message("recv", tensor, peer, label)])
+
+    def batch(self, messages: Sequence[Message]) -> Work:
+        """Begin sends and receives together: none of them waits for another one, and links carry both directions.
+
+        Each matches a send or a receive of its peer as one of :meth:`send` or :meth:`recv` does, also where the peer
+        has issued it alone. On NCCL a batch is one kernel: it ends, and what this rank issues after it begins, when all
+        its messages have been sent and received.
+
+        Args:
+            messages: at least one.
+
+        Returns: ``wait()`` returns the tensor of the last receive; ``drain()`` waits for all of them.
+        Raises: UsageError: a peer is this rank, or not on the axis.
+        Communicates: what is received. Recorded as one send or recv a message, sends first.
+        """
+        calls: list[Call] = []
+        for verb, tensor, peer, label in sorted(messages, key=lambda message: message.verb == "recv"):
+            check_peer(verb, peer, self.rank, self.size, label=label)
+            calls.append(Call(verb, label, tensor, nbytes=tensor.nbytes if verb == "recv" else 0, peer=peer))
+        if len(calls) == 1:
+            return self.issue(calls[0])
+        labels = " and ".join(dict.fromkeys(call.label for call in calls))
+        return self.issue(
+            Call("batch", labels, calls[-1].result, nbytes=sum(call.nbytes for call in calls), messages=tuple(calls))
+        )
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
         """Copy ``tensor`` of coordinate ``source`` into ``tensor`` of every rank, in place."""

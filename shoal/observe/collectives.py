@@ -244,7 +244,7 @@ class TimedCommunicator(Communicator):
         self._device = device
 
     def issue(self, call: Call) -> Work:
-        if call.verb in ("send", "recv"):
+        if call.verb in ("send", "recv", "batch"):
             return super().issue(call)
         nbytes = call.sent.nbytes // (self.size if call.verb == "reduce_scatter" else 1)
         return self._timed(call.verb, call.label, nbytes, partial(super().issue, call), lambda work: work.wait())

@@ -5,6 +5,7 @@
     tree        all_reduce          2 (ranks of a node - 1 + log2 nodes)                     2 n
     direct      all_to_all          1                                what leaves this rank
     direct      send, recv          1                                n
+    direct      batch               1                                n, of the direction with more
 
     protocol    a step takes        of the link's bandwidth
     LL          least               a quarter, a third inside of a node (no all_reduce), and little on fast links
@@ -91,7 +92,7 @@ def collective_seconds(op: str, nbytes: int, ranks: Sequence[int], gpus_per_node
     ring = _Ring.of(tuple(ranks), gpus_per_node)
     if len(ranks) == 1:
         return 0.0
-    if op in ("send", "recv", "all_to_all"):
+    if op in ("send", "recv", "batch", "all_to_all"):
         return _direct_seconds(op, nbytes, ring, links)
     algorithms = (RING, TREE) if op == "all_reduce" else (RING,)
     return min(
@@ -110,8 +111,8 @@ def link_nbytes(op: str, nbytes: int, ranks: Sequence[int], gpus_per_node: int) 
     Args: as of ``collective_seconds``.
     """
     ring = _Ring.of(tuple(ranks), gpus_per_node)
-    if op in ("send", "recv"):
-        received, remote = float(nbytes if op == "recv" else 0), float(ring.num_nodes > 1)
+    if op in ("send", "recv", "batch"):
+        received, remote = float(0 if op == "send" else nbytes), float(ring.num_nodes > 1)
     elif op == "broadcast":
         received, remote = float(nbytes), float(ring.num_nodes > 1) / ring.in_node
     else:

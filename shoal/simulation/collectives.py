@@ -20,6 +20,8 @@ from shoal.simulation.clocks import SimulatedEvent, SimulatedStream
 from shoal.simulation.issue_order import Issues
 from shoal.simulation.times import Cost, StreamTimes
 
+_MESSAGES = ("send", "recv", "batch")
+
 
 class StreamsOfCollectives(Protocol):
     """What the communicators of a simulated accelerator need of it."""
@@ -118,10 +120,11 @@ class SimulatedCommunicator(Backend):
         def deliver() -> None:
             with torch.no_grad(), waiting:
                 values = work.wait()
-                if call.source is None and call.verb not in ("send", "recv"):  # the backend wrote into the copy
+                if call.source is None and call.verb not in _MESSAGES:  # the backend wrote into the copy
                     call.result.detach().copy_(values)
 
-        return SimulatedWork(self._accelerator, event, result, (call.sent, call.result, result), deliver, land)
+        reads, writes = accesses(call)
+        return SimulatedWork(self._accelerator, event, result, (*reads, *writes, result), deliver, land)
 
     def _queue(self, call: Call) -> tuple[Work, SimulatedEvent, AbstractContextManager[None]]:
         """Queue a call on its stream.
@@ -130,8 +133,10 @@ class SimulatedCommunicator(Backend):
         """
         accelerator = self._accelerator
         is_on_stream = not (accelerator.is_host(call.sent) or accelerator.is_host(call.result))
+        reads, writes = accesses(call)
         if is_on_stream:
-            accelerator.connect(self, call.verb, self.ranks)
+            for one in call.messages or (call,):
+                accelerator.connect(self, one.verb, self.ranks)
             self._stream.wait_stream(accelerator.current())
         waiting: AbstractContextManager[None] = nullcontext()
         if self._issues is not None:
@@ -139,13 +144,14 @@ class SimulatedCommunicator(Backend):
         work = self._begin(call)
         event = accelerator.event()
         if is_on_stream:  # else the host waits for the peers
-            for tensor in (call.sent, call.result):
+            for tensor in (*reads, *writes):
                 accelerator.label(tensor, f"memory of unit {call.label!r}", is_weak=True)
             accelerator.run(
                 f"{call.verb} {call.label!r}",
                 self._stream,
-                *accesses(call),
-                lambda times: times.collective(call.verb, max(call.sent.nbytes, call.result.nbytes), self.ranks),
+                reads,
+                writes,
+                lambda times: times.collective(call.verb, most_nbytes(call), self.ranks),
             )
             event.record(self._stream)
         return work, event, waiting
@@ -153,11 +159,7 @@ class SimulatedCommunicator(Backend):
     def _begin(self, call: Call) -> Work:
         """Give a call to the backend, with a copy of what it sends."""
         with self._accelerator.paused(), torch.no_grad():
-            if call.source is not None:
-                call = call._replace(source=call.source.detach().clone())
-            elif call.verb != "recv":
-                call = call._replace(result=call.result.detach().clone())
-            return self._backend.issue(call)
+            return self._backend.issue(_with_copies(call))
 
     def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
         with self._accelerator.paused():
@@ -177,7 +179,22 @@ class SimulatedCommunicator(Backend):
 
 def accesses(call: Call) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors that a call reads, and those that it writes."""
-    return [] if call.verb == "recv" else [call.sent], [] if call.verb == "send" else [call.result]
+    each = call.messages or (call,)
+    return [one.sent for one in each if one.verb != "recv"], [one.result for one in each if one.verb != "send"]
+
+
+def most_nbytes(call: Call) -> int:
+    """Of what a call reads, or of what it writes if that is more."""
+    return max(sum(tensor.nbytes for tensor in tensors) for tensors in accesses(call))
+
+
+def _with_copies(call: Call) -> Call:
+    """The call with copies of what it sends."""
+    if call.messages:
+        return call._replace(messages=tuple(map(_with_copies, call.messages)))
+    if call.source is not None:
+        return call._replace(source=call.source.detach().clone())
+    return call if call.verb == "recv" else call._replace(result=call.result.detach().clone())
 
 
 class SimulatedStageCommunicator(SimulatedCommunicator):
@@ -211,6 +228,9 @@ class SimulatedStageCommunicator(SimulatedCommunicator):
             self._of_messages[way, call.peer] = self._new_stream(f"the stream of messages {way} stage {call.peer}")
         return self._of_messages[way, call.peer]
 
+    def issue(self, call: Call) -> Work:
+        return self.issue_each(call) if call.messages else super().issue(call)
+
     def _queue(self, call: Call) -> tuple[Work, SimulatedEvent, AbstractContextManager[None]]:
         accelerator, stages, times = self._accelerator, self._stages, self._times
         verb, peer, stream = call.verb, call.peer, self._stream_of(call)
@@ -220,7 +240,7 @@ class SimulatedStageCommunicator(SimulatedCommunicator):
         what = f"{verb} {call.label!r}"
         accelerator.run(what, stream, *accesses(call))
         ranks = (self.ranks[self.rank], self.ranks[peer]) if verb in ("send", "recv") else self.ranks
-        cost = times.collective(verb, max(call.sent.nbytes, call.result.nbytes), ranks)
+        cost = times.collective(verb, most_nbytes(call), ranks)
         event = accelerator.event()
         if verb == "send":
             times.add(stream, what, cost)

@@ -2,7 +2,8 @@
 
 A collective ends when all its ranks have begun it, and a rank begins it when what its stream has waited for is over. So
 collectives are the nodes of a graph, over all ranks: an edge leads from one to those that begin after it. A circle
-hangs on NCCL, where also a send ends with its receive, and where the collectives of the same ranks run one by one.
+hangs on NCCL, where also a send ends with its receive, and where the collectives of the same ranks run one by one. The
+messages of a batch begin together, and what follows it begins after all of them.
 
 Ranks that are threads share one ``IssueOrder``. Where values are needed to go on, a circle would hang here too: it is
 found when the last of its ranks begins to wait.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
@@ -22,7 +23,8 @@ from shoal.simulation.accesses import place_of_call
 from shoal.simulation.clocks import SimulatedStream
 
 NodeKey = tuple[object, ...]
-IssuedOn = dict[SimulatedStream, list[tuple[int, NodeKey, tuple[int, ...]]]]  # number in the stream, key, ranks
+Needed = tuple[NodeKey, Collection[int]]  # a collective and the ranks that must have issued it
+IssuedOn = dict[SimulatedStream, list[tuple[int, list[Needed], tuple[int, ...]]]]  # number in the stream, ..., ranks
 
 
 @dataclass
@@ -44,7 +46,7 @@ class IssueOrder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._nodes: dict[NodeKey, _Node] = {}
-        self._waiting: dict[int, tuple[NodeKey, Collection[int], str]] = {}  # by rank: as given to ``waiting``
+        self._waiting: dict[int, tuple[Sequence[Needed], str]] = {}  # by rank: as given to ``waiting``
         self._numbers: defaultdict[tuple[int, object], int] = defaultdict(int)
 
     def issue(self, rank: int, kind: tuple[object, ...], name: str, after: Iterable[NodeKey], place: str) -> NodeKey:
@@ -64,16 +66,13 @@ class IssueOrder:
         return key
 
     @contextmanager
-    def waiting(self, rank: int, key: NodeKey, needed: Collection[int], place: str) -> Iterator[None]:
-        """Inside the block, the host of ``rank`` waits for the values of a collective.
-
-        Args:
-            needed: the ranks that must have issued it.
+    def waiting(self, rank: int, needed: Sequence[Needed], place: str) -> Iterator[None]:
+        """Inside the block, the host of ``rank`` waits for the values of a collective, or of a batch of messages.
 
         Raises: CommError: all of a circle of ranks wait for what the next one has not issued.
         """
         with self._lock:
-            self._waiting[rank] = key, needed, place
+            self._waiting[rank] = needed, place
             circle = self._circle_of_ranks(rank)
         if circle:
             with self._lock:
@@ -89,11 +88,10 @@ class IssueOrder:
             with self._lock:
                 self._waiting.pop(rank, None)
 
-    def _missing(self, rank: int) -> list[int]:
-        if rank not in self._waiting:
-            return []
-        key, needed, _ = self._waiting[rank]
-        return [each for each in needed if each not in self._nodes[key].issued]
+    def _missing(self, rank: int) -> list[tuple[NodeKey, int]]:
+        """What a rank waits for: collectives, each with a rank that has not issued it."""
+        needed, _ = self._waiting.get(rank, ((), ""))
+        return [(key, each) for key, ranks in needed for each in ranks if each not in self._nodes[key].issued]
 
     def _circle_of_ranks(self, start: int) -> list[int]:
         path: list[int] = []
@@ -102,7 +100,7 @@ class IssueOrder:
             if rank in path:
                 return rank == start
             path.append(rank)
-            if any(visit(each) for each in self._missing(rank)):
+            if any(visit(each) for _, each in self._missing(rank)):
                 return True
             path.pop()
             return False
@@ -110,9 +108,10 @@ class IssueOrder:
         return path if visit(start) else []
 
     def _said(self, rank: int) -> str:
-        key, _, place = self._waiting[rank]
-        missing = ", ".join(map(str, self._missing(rank)))
-        return f"\n  rank {rank} waits for {self._nodes[key].name}, which rank {missing} has not issued, at {place}"
+        missing = self._missing(rank)
+        ranks = ", ".join(str(each) for key, each in missing if key == missing[0][0])
+        name, place = self._nodes[missing[0][0]].name, self._waiting[rank][1]
+        return f"\n  rank {rank} waits for {name}, which rank {ranks} has not issued, at {place}"
 
     def circle(self) -> list[str]:
         """A circle of collectives, each of which begins on some rank after the one before: lines; empty: there is none.
@@ -172,29 +171,35 @@ class Issues:
 
         Returns: a block in which the host waits for the values.
         """
+        place = place_of_call()
+        after = list(self._before()) if is_on_stream else []
+        issued: list[Needed] = []
+        for one in call.messages or (call,):
+            pair, needed, what = self._taking_part(one)
+            kind = self._axis, self._ranks, *pair
+            issued.append((self._order.issue(self._rank, kind, f"{what}, {self._axis}", after, place), needed))
+        if is_on_stream:
+            self._mine.append((self._stream.clock[self._stream] + 1, issued, self._ranks))
+        return self._order.waiting(self._rank, issued, place)
+
+    def _taking_part(self, call: Call) -> tuple[tuple[int, ...], Collection[int], str]:
+        """Of a message, sender and receiver; the ranks that must issue a call before it has values; its name."""
         peer = self._ranks[call.peer]
-        what = f"{call.verb} {call.label!r}"
-        pair: tuple[int, ...] = ()
-        needed: Collection[int] = self._ranks
         if call.verb in ("send", "recv"):
             is_send = call.verb == "send"
             pair, needed = ((self._rank, peer), ()) if is_send else ((peer, self._rank), (peer,))
-            what = f"a message {call.label!r} from rank {pair[0]} to rank {pair[1]}"
-        elif call.verb == "broadcast":
-            needed = () if peer == self._rank else (peer,)
-        place = place_of_call()
-        after = self._before() if is_on_stream else ()
-        key = self._order.issue(self._rank, (self._axis, self._ranks, *pair), f"{what}, {self._axis}", after, place)
-        if is_on_stream:
-            self._mine.append((self._stream.clock[self._stream] + 1, key, self._ranks))
-        return self._order.waiting(self._rank, key, needed, place)
+            return pair, needed, f"a message {call.label!r} from rank {pair[0]} to rank {pair[1]}"
+        what = f"{call.verb} {call.label!r}"
+        if call.verb == "broadcast":
+            return (), () if peer == self._rank else (peer,), what
+        return (), self._ranks, what
 
     def _before(self) -> Iterator[NodeKey]:
-        """The last collective of each stream that ends before the next one here begins."""
+        """The last collective, or batch, of each stream that ends before the next one here begins."""
         clock = self._stream.clock
         for stream, calls in self._issued.items():
-            for number, key, ranks in reversed(calls):
+            for number, issued, ranks in reversed(calls):
                 # Communicators of the same ranks share a stream of NCCL.
                 if ranks == self._ranks or number <= clock.get(stream, 0):
-                    yield key
+                    yield from (key for key, _ in issued)
                     break

@@ -391,6 +391,8 @@ class TypedBackend(Backend):
         self.barrier = backend.barrier  # type: ignore[method-assign]
 
     def issue(self, call: Call) -> Work:
+        if call.messages:
+            return self.issue_each(call)
         types = self._types
         with types.paused():
             work = self._backend.issue(call)

@@ -10,6 +10,7 @@ alive until ``work.wait()``, which makes the current stream wait and does not bl
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -25,6 +26,7 @@ from shoal.comm.protocol import Backend, Call, Work
 from shoal.simulation import accesses
 from shoal.simulation.accelerator import SimulatedAccelerator
 from shoal.simulation.collectives import SimulatedCommunicator, SimulatedWork
+from shoal.simulation.collectives import accesses as calls_accesses
 
 _ProcessGroup: Any = dist.ProcessGroup  # the stubs of torch overload every operation
 
@@ -32,16 +34,17 @@ _ProcessGroup: Any = dist.ProcessGroup  # the stubs of torch overload every oper
 class SimulatedGroup(_ProcessGroup):
     """torch's ProcessGroupNCCL.
 
-    Attributes: ``label``: of the call under way, for reports.
+    Attributes: ``label``: of the call under way, for reports; ``labels``: of its messages.
     """
 
     def __init__(self, comm: SimulatedCommunicator, accelerator: SimulatedAccelerator) -> None:
         super().__init__(comm.rank, comm.size)
-        self.label = ""
+        self.label, self.labels = "", ("",)
+        self._batch: list[Call] | None = None
         self._comm, self._accelerator = comm, accelerator
 
     def _issue(self, call: Call) -> GroupWork:
-        for tensor in (call.result, call.sent):
+        for tensor in itertools.chain(*calls_accesses(call)):
             assert not self._accelerator.is_host(tensor), f"NCCL is given host memory for {call.verb} {call.label!r}"
         return GroupWork(self._accelerator, cast(SimulatedWork, self._comm.issue(call)))
 
@@ -71,11 +74,26 @@ class SimulatedGroup(_ProcessGroup):
         assert opts.asyncOp
         return self._issue(Call("broadcast", self.label, tensors[0], peer=opts.rootRank))
 
-    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> GroupWork:
-        return self._issue(Call("send", self.label, tensors[0], peer=peer))
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> GroupWork | None:
+        return self._message(Call("send", self.label, tensors[0], peer=peer))
 
-    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> GroupWork:
-        return self._issue(Call("recv", self.label, tensors[0], peer=peer))
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> GroupWork | None:
+        return self._message(Call("recv", self.label, tensors[0], peer=peer))
+
+    def _message(self, call: Call) -> GroupWork | None:
+        if self._batch is None:
+            return self._issue(call)
+        self._batch.append(call._replace(label=self.labels[len(self._batch)]))
+        return None  # the work is of the batch
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        assert self._batch is None
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> GroupWork:
+        assert self._batch
+        messages, self._batch = tuple(self._batch), None
+        return self._issue(Call("batch", self.label, messages[-1].result, messages=messages))
 
     def _scale(self, operation: Any) -> float:
         """The factor of a reduction."""
@@ -113,6 +131,8 @@ class HostRanks(Backend):
         )
 
     def issue(self, call: Call) -> Work:
+        if call.messages:
+            return self.issue_each(call)
         for tensor in (call.result, call.sent):
             assert self._accelerator.is_host(tensor), f"Gloo is given device memory for {call.verb} {call.label!r}"
         if call.verb != "recv":
@@ -145,6 +165,7 @@ class SimulatedNccl(NcclCommunicator):
 
     def issue(self, call: Call) -> Work:
         self._simulated_group.label = call.label
+        self._simulated_group.labels = tuple(one.label for one in call.messages)
         return super().issue(call)
 
 

@@ -241,8 +241,16 @@ CHANGES = {
         "the host waits",
     ),
     # sends that are moved or in another order
-    "all ranks of a ring send first": Change(RING, "if comm.rank % 2:", "if comm.rank > 99:", _RING, "deadlock"),
-    "all ranks of an exchange send first": Change(RING, "if comm.rank < to", "if comm.rank < 99", _WINDOW, "deadlock"),
+    "a hop of a ring is received after it is sent": Change(
+        RING,
+        'Message("send", outgoing, following, label), ',
+        'Message("send", outgoing, following, label)]) and comm.batch([',
+        _RING,
+        "deadlock",
+    ),
+    "an exchange is received after it is sent": Change(
+        RING, "[comm.batch(some)] if some else []", "[comm.batch([one]) for one in some]", _WINDOW, "deadlock"
+    ),
     "keys are packed after they are sent": Change(
         RING,
         "        sent.append(send)\n",

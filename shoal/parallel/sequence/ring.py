@@ -1,6 +1,6 @@
 """Attention of this rank's queries to the keys and values of all ranks, and how these reach it.
 
-ring        P - 1 sends: every rank sends on to rank r + 1 what it has received from rank r - 1
+ring        P - 1 hops: every rank sends on to rank r + 1 what it has received from rank r - 1, and meanwhile receives
 all-gather  one all-gather, and P times the memory for keys and values; one reduce-scatter of the gradients
 direct      at most P - 1 sends, of those keys alone that another rank's queries attend to
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.autograd import once_differentiable
-from shoal.comm.protocol import Communicator, Work
+from shoal.comm.protocol import Communicator, Message, Work
 from shoal.parallel.sequence.chunks import Chunks, Tile, keys_of, num_positions, of_packed_keys, tiles_of
 from shoal.parallel.sequence.kernels import HeadGroups, accumulated, dense_heads, kernel_for, sum_dtype
 
@@ -116,14 +116,10 @@ class Packed:
             view.copy_(tensor)
 
 
-def _pass_on(comm: Communicator, outgoing: Tensor, incoming: Tensor, label: str) -> tuple[Work, Work]:
-    """Send to the next rank and receive from the one before. Returns: the send, the receive."""
-    # Neighbours issue the two in opposite orders: NCCL does a pair's sends and receives one after the other.
+def _pass_on(comm: Communicator, outgoing: Tensor, incoming: Tensor, label: str) -> Work:
+    """Send to the next rank and receive from the one before, at the same time."""
     following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    if comm.rank % 2:
-        received = comm.recv(incoming, previous, label=label)
-        return comm.send(outgoing, following, label=label), received
-    return comm.send(outgoing, following, label=label), comm.recv(incoming, previous, label=label)
+    return comm.batch([Message("send", outgoing, following, label), Message("recv", incoming, previous, label)])
 
 
 def ring_blocks(key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator, label: str) -> Iterator[Block]:
@@ -133,19 +129,18 @@ def ring_blocks(key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator, 
     buffers = [comm.empty(packed.most, key.dtype, key.device) for _ in range(min(comm.size, 3))]
     packed.fill(buffers[0], comm.rank, key, value)
     views = key, value
-    sent: list[Work] = []
+    works: list[Work] = []
     for step in range(comm.size - 1):
         source, following = (comm.rank - step) % comm.size, (comm.rank - step - 1) % comm.size
         if step >= 2:
-            sent[step - 2].drain()
+            works[step - 2].drain()
         current, spare = buffers[step % 3], buffers[(step + 1) % 3 % len(buffers)]
-        send, receive = _pass_on(comm, current[: packed.numel(source)], spare[: packed.numel(following)], label)
-        sent.append(send)
+        works.append(_pass_on(comm, current[: packed.numel(source)], spare[: packed.numel(following)], label))
         yield source, *views
-        receive.wait()
+        works[step].wait()
         views = packed.views(spare, following)
     yield (comm.rank + 1) % comm.size, *views
-    for work in sent[-2:]:
+    for work in works[-2:]:
         work.drain()
 
 
@@ -193,7 +188,7 @@ class RingGradients(LocalGradients):
         super().__init__(key, value, plan)
         self._comm = comm
         self._share = self._own
-        self._under_way: tuple[Work, Work] | None = None
+        self._under_way: Work | None = None
 
     def begin(self, source: int) -> tuple[Tensor, Tensor]:
         self._share = self._comm.empty(self._packed.numel(source), self._dtype, self._device).zero_()
@@ -217,10 +212,8 @@ class RingGradients(LocalGradients):
     def _received(self) -> Tensor:
         """What the rank before has sent; what this rank sent has left it, too."""
         assert self._under_way is not None
-        send, receive = self._under_way
-        received = receive.wait()
-        send.drain()
-        return received
+        self._under_way.drain()
+        return self._under_way.wait()
 
 
 class GatheredGradients(LocalGradients):
@@ -356,15 +349,10 @@ def _places(tensor: Tensor, places: Sequence[range], packed: Tensor) -> Iterator
 
 
 def _exchange(comm: Communicator, outgoing: Tensor, to: int, incoming: Tensor, origin: int, label: str) -> list[Work]:
-    """Send and receive what is not empty."""
-    works: list[Work] = []
-    # Not all ranks of a circle send first: NCCL does a pair's sends and receives one after the other.
-    for is_send in (True, False) if comm.rank < to else (False, True):
-        if is_send and outgoing.numel():
-            works.append(comm.send(outgoing, to, label=label))
-        elif not is_send and incoming.numel():
-            works.append(comm.recv(incoming, origin, label=label))
-    return works
+    """Send and receive what is not empty, at the same time."""
+    messages = Message("send", outgoing, to, label), Message("recv", incoming, origin, label)
+    some = [message for message in messages if message.tensor.numel()]
+    return [comm.batch(some)] if some else []
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, sinks: Tensor | None = None) -> Tensor:

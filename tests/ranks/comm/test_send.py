@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.comm.protocol import Communicator
+from shoal.comm.protocol import Communicator, Message
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import World, current_world, fake_world
 from shoal.errors import CommError, UsageError
@@ -84,9 +84,41 @@ def check_sends(comm: Communicator) -> None:
     comm.drain()
 
 
+def check_batches(comm: Communicator) -> None:
+    """Rings in both directions at once; a batch that a peer answers with calls of their own; several to one peer."""
+    rank, size = comm.rank, comm.size
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    for numel in (1, 5000):
+        mine, up, down = (torch.full((numel,), float(value)) for value in (rank + 1, 0, 0))
+        work = comm.batch(
+            [
+                Message("recv", up, previous, "up"),
+                Message("send", mine, following, "up"),
+                Message("send", mine, previous, "down"),
+                Message("recv", down, following, "down"),
+            ]
+        )
+        assert work.wait() is down
+        assert set(up.tolist()) == {previous + 1.0} and set(down.tolist()) == {following + 1.0}
+        work.drain()
+        mine.fill_(-1.0)
+    if rank == 0:
+        answer = torch.empty(2)
+        messages = [Message("send", torch.full((3,), value), 1, f"part {value:g}") for value in (1.0, 2.0)]
+        assert comm.batch([*messages, Message("recv", answer, 1, "sum")]).wait().tolist() == [3.0, 3.0]
+    elif rank == 1:
+        first, second = torch.empty(3), torch.empty(3)
+        comm.recv(first, 0, label="part 1").wait()
+        assert comm.batch([Message("recv", second, 0, "part 2")]).wait() is second
+        comm.send((first + second)[:2], 0, label="sum").drain()
+    comm.barrier(label="batches")
+    comm.drain()
+
+
 def check_all(comm: Communicator) -> None:
     check_all_to_all(comm)
     check_sends(comm)
+    check_batches(comm)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -129,6 +161,14 @@ def mismatch(rank: int, size: int, shared_memory: bool, kind: str) -> str:
             comm.all_to_all(
                 torch.empty(6), torch.ones(sum(splits)), out_splits=[3, 3], source_splits=splits, label="uneven"
             ).wait()
+        elif kind == "batch":  # what rank 1 receives has another label
+            label, back = ("other", "back") if rank == 0 else ("activation", "back")
+            sent, received = (label, back) if rank == 0 else (back, label)
+            messages = [
+                Message("send", torch.ones(5), 1 - rank, sent),
+                Message("recv", torch.empty(5), 1 - rank, received),
+            ]
+            comm.batch(messages).wait()
         elif rank == 0:
             comm.send(torch.ones(5), 1, label="other" if kind == "label" else "activation")
         else:
@@ -145,6 +185,7 @@ def mismatch(rank: int, size: int, shared_memory: bool, kind: str) -> str:
     ("kind", "said"),
     [
         ("label", ["rank 1 on the axis issued send 'activation' of 5 x float32", "rank 0 issued send 'other'"]),
+        ("batch", ["rank 1 on the axis issued send 'activation' of 5 x float32", "rank 0 issued send 'other'"]),
         ("numel", ["send 'activation' of 4 x float32", "rank 0 issued send 'activation' of 5 x float32"]),
         ("splits", ["rank 0 sends 2 elements to rank 1, which expects 3"]),
     ],
@@ -164,13 +205,22 @@ def test_sends_and_receives_are_recorded_with_the_bytes_received() -> None:
         with current_world().recorder.recording() as entries:
             comm.send(torch.ones(5), peer, label="there")
             comm.recv(torch.ones(5), peer, label="there").wait()
+            messages = Message("recv", torch.ones(3), peer, "batched"), Message("send", torch.ones(3), peer, "batched")
+            comm.batch(messages).wait()
             comm.all_to_all(torch.ones(6), torch.ones(6), label="equal").wait()
             comm.all_to_all(
                 torch.ones(4), torch.ones(4), out_splits=[2, 2], source_splits=[2, 2], label="uneven"
             ).wait()
         return [(entry.op, entry.label, entry.nbytes) for entry in entries]
 
-    expected = [("send", "there", 0), ("recv", "there", 20), ("all_to_all", "equal", 12), ("all_to_all", "uneven", 8)]
+    expected = [
+        ("send", "there", 0),
+        ("recv", "there", 20),
+        ("send", "batched", 0),
+        ("recv", "batched", 12),
+        ("all_to_all", "equal", 12),
+        ("all_to_all", "uneven", 8),
+    ]
     assert run_ranks(2, exchange) == [expected] * 2
 
 
@@ -184,6 +234,8 @@ def test_one_rank_and_a_dry_run_have_them_too() -> None:
         assert comm.all_to_all(torch.empty(8), source, label="dry").wait().tolist() == [0, 0, 2, 3, 0, 0, 0, 0]
         assert comm.recv(torch.empty(2), 0, label="dry").wait().tolist() == [0.0, 0.0]
         assert comm.send(source, 2, label="dry").wait() is source
+        messages = [Message("send", source, 2, "dry"), Message("recv", torch.ones(2), 0, "dry")]
+        assert comm.batch(messages).wait().tolist() == [0.0, 0.0]
 
 
 def test_bad_peers_and_split_sizes_are_refused() -> None:
@@ -192,6 +244,9 @@ def test_bad_peers_and_split_sizes_are_refused() -> None:
         for peer in (comm.rank, 2, -1):
             with pytest.raises(UsageError, match=f"names peer {peer}"):
                 comm.send(torch.ones(1), peer, label="x")
+            messages = Message("send", torch.ones(1), 1 - comm.rank, "x"), Message("recv", torch.ones(1), peer, "y")
+            with pytest.raises(UsageError, match=f"recv 'y': .* names peer {peer}"):
+                comm.batch(messages)
         with pytest.raises(UsageError, match="only one of out_splits and source_splits"):
             comm.all_to_all(torch.ones(2), torch.ones(2), out_splits=[1, 1], label="x")
         with pytest.raises(UsageError, match=r"split sizes \[1, 2\] for a tensor of 2 elements"):

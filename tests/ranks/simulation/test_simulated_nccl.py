@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
 
 import shoal
 from shoal.comm.nccl import NcclCommunicator
-from shoal.comm.protocol import Communicator
+from shoal.comm.protocol import Communicator, Message
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.mesh import Mesh
@@ -29,6 +30,11 @@ def found_by(run: Callable[[Communicator], object]) -> list[str]:
         return [str(finding) for finding in check.findings]
 
     return [text for texts in run_ranks(2, rank) for text in texts]
+
+
+def hop(comm: Communicator, sent: torch.Tensor, received: torch.Tensor) -> list[Message]:
+    """The messages by which two ranks exchange tensors."""
+    return [Message("send", sent, 1 - comm.rank, "hop"), Message("recv", received, 1 - comm.rank, "hop")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -54,6 +60,9 @@ def test_every_verb_gives_its_values(dtype: torch.dtype) -> None:
         first, second = (comm.send, comm.recv) if comm.rank == 0 else (comm.recv, comm.send)
         first(full, 1 - comm.rank, label="a").wait()
         second(full, 1 - comm.rank, label="b").drain()
+        received = torch.zeros_like(mine)
+        comm.batch(hop(comm, mine, received)).wait()
+        assert received.tolist() == [2.0 - comm.rank] * 4
 
     assert found_by(run) == []
 
@@ -106,3 +115,38 @@ def test_nccl_is_given_no_memory_of_the_host() -> None:
 
     with pytest.raises(AssertionError, match="NCCL is given host memory for all_gather 'gather'"):
         found_by(run)
+
+
+def test_a_batch_is_waited_for_before_what_it_sends_is_written_and_what_it_receives_is_read() -> None:
+    def run(comm: Communicator) -> None:
+        sent, received = torch.ones(4), torch.zeros(4)
+        work = comm.batch(hop(comm, sent, received))
+        sent.fill_(2.0)
+        received.mul(2)
+        work.wait()
+        sent.fill_(3.0)
+        received.mul(3)
+
+    found = found_by(run)
+    assert len(found) == 4 and all("batch 'hop'" in text for text in found)
+
+
+def test_only_messages_of_one_batch_cross_each_other() -> None:
+    def run(comm: Communicator) -> None:
+        for message in hop(comm, torch.ones(4), torch.zeros(4)):
+            comm.batch([message])
+
+    assert any("deadlock" in text and "a message 'hop' from rank 0 to rank 1" in text for text in found_by(run))
+
+
+def test_what_is_issued_after_a_batch_waits_for_all_its_messages() -> None:
+    def run(comm: Communicator) -> None:
+        late, parts = torch.zeros(4), (torch.zeros(4), torch.zeros(4))
+        if comm.rank == 0:
+            comm.recv(late, 1, label="late")
+        verb: Literal["send", "recv"] = "recv" if comm.rank else "send"
+        comm.batch([Message(verb, part, 1 - comm.rank, f"part {number}") for number, part in enumerate(parts)])
+        if comm.rank == 1:
+            comm.send(late, 0, label="late")
+
+    assert any("deadlock" in text and "'late'" in text for text in found_by(run))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 import shoal.comm.nccl as nccl
 from shoal.comm.failure import FirstError
 from shoal.comm.nccl import NcclCommunicator, NcclWork, split_scale
-from shoal.comm.protocol import Communicator
+from shoal.comm.protocol import Communicator, Message
 from shoal.comm.recorder import Recorder
 from shoal.comm.torch_dist import ProcessTransport
 from shoal.errors import RankFailedError
@@ -44,9 +46,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
         return call
 
+    @contextmanager
+    def coalescing(group: str, device: torch.device, *, async_ops: bool) -> Iterator[FakeWork]:
+        assert group == "group" and device.type == "meta" and async_ops
+        found.append(("group start", None))
+        yield FakeWork()
+        found.append(("group end", None))
+
     monkeypatch.setattr(nccl, "_all_gather", record("all_gather"))
     monkeypatch.setattr(nccl, "_reduce_scatter", record("reduce_scatter"))
     monkeypatch.setattr(nccl, "_premul_sum", lambda factor: ("premul", factor))
+    monkeypatch.setattr(nccl, "_coalescing", coalescing)
     for name in ("all_reduce", "broadcast", "all_to_all_single", "isend", "irecv"):
         monkeypatch.setattr(dist, name, record(name))
     return found
@@ -173,6 +183,13 @@ def test_sends_and_all_to_all_reach_the_group(calls: list[tuple[str, Any]]) -> N
     assert comm.exchange(meta(3, torch.float32), label="x").wait().shape == (SIZE, 3)
     names = ["isend", "irecv", "all_to_all_single", "broadcast", "all_gather", "all_gather"]
     assert [name for name, _ in calls] == names
+
+
+def test_a_batch_is_one_group_of_sends_and_receives(calls: list[tuple[str, Any]]) -> None:
+    sent, received = meta(8, torch.float32), meta(8, torch.float32)
+    messages = [Message("recv", received, 0, "x"), Message("send", sent, 2, "x"), Message("send", sent, 0, "y")]
+    assert communicator().batch(messages).wait() is received
+    assert [name for name, _ in calls] == ["group start", "isend", "isend", "irecv", "group end"]
 
 
 def test_after_the_watch_has_found_a_failure_every_wait_raises_it(calls: list[tuple[str, Any]]) -> None:

@@ -32,6 +32,7 @@ def test_a_large_tensor_takes_the_time_of_its_bytes_over_the_slowest_link() -> N
     assert time_of("all_to_all", NODE) == pytest.approx(7 / 8 * 64 * GIB / 360e9, rel=1e-3)
     assert time_of("all_to_all", TWO_NODES) == pytest.approx(8 / 16 * 64 * GIB / 45e9, rel=1e-3)
     assert time_of("send", (0, 8)) == pytest.approx(64 * GIB / 45e9, rel=1e-3)
+    assert time_of("batch", (0, 8)) == time_of("send", (0, 8))  # both directions at once
 
 
 def test_an_axis_with_one_rank_a_node_is_much_slower_than_one_inside_of_a_node() -> None:

@@ -1,8 +1,8 @@
 """The kernels that only a GPU has, each beside a plain path: the largest difference, and the time of both.
 
 Attention by flash and memory-efficient kernels with the log-sum-exp that ring attention merges, torch's grouped
-product for experts (also where experts have no rows), the loss in chunks, and the fused optimizer. Shoal has no Triton
-and no fp8 kernels of its own.
+product for experts (also where experts have no rows), the loss in chunks, the fused optimizer, and AdamW in one Triton
+kernel with the casts around it. Shoal has no fp8 kernels of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.first_gpu.common import Finding, Setting, attempt, main
+from shoal.optim import one_kernel_adam
+from shoal.optim.one_kernel_adam import AdamRange
 from shoal.parallel.expert import grouped
 from shoal.parallel.loss import linear_cross_entropy
 from shoal.parallel.sequence.attention import attention
@@ -35,6 +37,7 @@ def check(setting: Setting) -> Iterable[Finding]:
         yield attempt(what, lambda c=counts, w=what: _grouped(setting, c, w))  # type: ignore[misc]
     yield attempt("loss in chunks", lambda: _loss(setting))
     yield attempt("fused AdamW", lambda: _adamw(setting))
+    yield attempt("AdamW in one kernel", lambda: _adamw_in_one_kernel(setting))
 
 
 def _compare(what: str, ours: Kernel, plain: Kernel, bound: float, setting: Setting) -> Finding:
@@ -118,6 +121,28 @@ def _adamw(setting: Setting) -> Finding:
         return run
 
     return _compare("fused AdamW", by(0), by(1), 1e-5, setting)
+
+
+def _adamw_in_one_kernel(setting: Setting) -> Finding:
+    """28 bytes an element against 48. On an H100 of 3.35 TB/s: 0.42 ms against 0.72 ms for 50 million elements."""
+    numel = 1000 if setting.is_tiny else 50_000_000
+    values, gradient = (torch.randn(numel, device=setting.device) for _ in range(2))
+    mains = [torch.nn.Parameter(values.clone()) for _ in range(2)]
+    narrow = [torch.empty(numel, device=setting.device, dtype=torch.bfloat16) for _ in range(3)]
+    gradient, scratch = narrow.pop().copy_(gradient), torch.empty_like(values)
+    ours, theirs = (torch.optim.AdamW([main], lr=1e-3, fused=True) for main in mains)
+
+    def by_kernel() -> Sequence[Tensor]:
+        one_kernel_adam.update(ours, ours.param_groups[0], [AdamRange(mains[0], gradient, narrow[0])], 0.5)
+        return [mains[0].detach(), narrow[0]]
+
+    def by_operators() -> Sequence[Tensor]:
+        mains[1].grad = scratch.copy_(gradient).mul_(0.5)
+        theirs.step()
+        narrow[1].copy_(mains[1].detach())
+        return [mains[1].detach(), narrow[1]]
+
+    return _compare("AdamW in one kernel", by_kernel, by_operators, 1e-5, setting)
 
 
 if __name__ == "__main__":

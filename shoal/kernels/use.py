@@ -45,14 +45,14 @@ def _is_interpreted() -> bool:
 @contextmanager
 def one_kernel() -> Iterator[None]:
     """The operators inside compute what one kernel computes on a GPU."""
-    before = is_one_kernel()
-    _inside.is_one = True
+    before = this_kernel()
+    _inside.kernel = before or object()
     try:
         yield
     finally:
-        _inside.is_one = before
+        _inside.kernel = before
 
 
-def is_one_kernel() -> bool:
-    """True inside ``one_kernel``, in this thread."""
-    return getattr(_inside, "is_one", False)
+def this_kernel() -> object | None:
+    """The kernel that the operators of this thread are a part of; None: outside of ``one_kernel``."""
+    return getattr(_inside, "kernel", None)

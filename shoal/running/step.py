@@ -21,6 +21,8 @@ from shoal.device import Device
 from shoal.errors import OptimizerError
 from shoal.offload.cpu_optimizer import CpuOptimizer
 from shoal.optim.host import TRIAL_NUMEL, HostStep
+from shoal.optim.one_kernel_adam import AdamRange, takes
+from shoal.optim.one_kernel_adam import update as update_by_kernels
 from shoal.optim.whole import OwnedRange, ParameterPart, WholeTensorOptimizer
 from shoal.running.state_formats import in_fp32, round_back
 from shoal.sharding.encoded_state import StateFormat
@@ -329,13 +331,8 @@ class ShardedStep:
             by_state.setdefault(is_first, []).append((group, part))
         return by_state.values()
 
-    def _load_gradients(
-        self,
-        ranges: Sequence[tuple[ParameterGroup, ParameterRange]],
-        params: Sequence[torch.nn.Parameter],
-        gradient_scale: float,
-    ) -> None:
-        """Give ``params`` the gradients of the ranges, in their dtype and scaled."""
+    def _gradients(self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]]) -> list[torch.Tensor]:
+        """Of each range, as the gradient is accumulated."""
         flat = {id(group): group for group, _ in ranges}
         source = {
             key: self.cpu_optimizer.gradient(group)
@@ -343,7 +340,16 @@ class ShardedStep:
             else group.gradient.owned()
             for key, group in flat.items()
         }
-        gradients = [source[id(group)][part.start : part.stop] for group, part in ranges]
+        return [source[id(group)][part.start : part.stop] for group, part in ranges]
+
+    def _load_gradients(
+        self,
+        ranges: Sequence[tuple[ParameterGroup, ParameterRange]],
+        params: Sequence[torch.nn.Parameter],
+        gradient_scale: float,
+    ) -> None:
+        """Give ``params`` the gradients of the ranges, in their dtype and scaled."""
+        gradients = self._gradients(ranges)
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, param in enumerate(params):
             if gradients[index].dtype != param.dtype:
@@ -360,6 +366,8 @@ class ShardedStep:
             param.grad = gradient
 
     def _update(self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]], gradient_scale: float) -> None:
+        if self._batch_numel and self.state_dtype is None:
+            ranges = self._update_by_kernels(ranges, gradient_scale)
         if not ranges:
             return
         stored = [part.param for _, part in ranges]
@@ -372,6 +380,23 @@ class ShardedStep:
             step_number = None if self._step_number is None else self._step_number()
             round_back(self.optimizer, ranges, params, self.state_dtype, step_number)
         self._round(ranges)
+
+    def _update_by_kernels(
+        self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]], gradient_scale: float
+    ) -> list[tuple[ParameterGroup, ParameterRange]]:
+        """Update ranges on the device that one kernel each updates. Returns: the others."""
+        others: list[tuple[ParameterGroup, ParameterRange]] = []
+        taken: dict[int, list[AdamRange]] = {}
+        for (group, part), gradient in zip(ranges, self._gradients(ranges), strict=True):
+            parameter = group.buffer.shard[part.start : part.stop] if group.has_own_main else None
+            each = AdamRange(part.param, gradient, parameter)
+            if group.updates is None and takes(self.optimizer, self.optimizer.param_groups[part.group], each):
+                taken.setdefault(part.group, []).append(each)
+            else:
+                others.append((group, part))
+        for index, parts in taken.items():
+            update_by_kernels(self.optimizer, self.optimizer.param_groups[index], parts, gradient_scale)
+        return others
 
     def _round(self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]]) -> None:
         """Round the updated main parameters into the parameters."""

@@ -21,7 +21,7 @@ import torch
 
 from shoal.comm.fake import FakeStageCommunicator
 from shoal.comm.protocol import Backend
-from shoal.kernels.use import is_one_kernel
+from shoal.kernels.use import this_kernel
 from shoal.simulation.accesses import (
     Access,
     FreedBytes,
@@ -464,7 +464,7 @@ class SimulatedAccelerator:
         """True if the operator is a part of a kernel: of Shoal's, or of one that a compiler would make."""
         if self.times is None:
             return False
-        return is_one_kernel() or (self._is_fused and stream is self.compute and is_fusible(operator))
+        return this_kernel() is not None or (self._is_fused and stream is self.compute and is_fusible(operator))
 
     def _fuse(
         self,
@@ -475,13 +475,14 @@ class SimulatedAccelerator:
         made: Sequence[torch.Tensor],
     ) -> Access:
         """An operator is a part of the kernel under way, or begins one."""
-        if self._fusion is not None and self._fusion.stream is not stream:
+        if self._fusion is not None and not self._fusion.goes_on(stream, this_kernel()):
             self.end_kernel()
         if self._fusion is None:
             assert self.times is not None
             self.times.add(self.host, "launch", self.times.launch())
-            self._fusion = Fusion(stream)
-        self._fusion.add(reads, writes, made)
+            self._fusion = Fusion(stream, this_kernel())
+        is_overwritten = name.startswith(_OVERWRITES) or name.endswith("out")  # aten.mul.out, aten.sum.IntList_out
+        self._fusion.add(reads if is_overwritten else [*reads, *writes], writes, made)
         return self._access(name, stream)
 
     def _note_allocations(self, memory: DeviceMemory, made: Sequence[torch.UntypedStorage], access: Access) -> None:

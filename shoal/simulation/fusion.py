@@ -32,17 +32,26 @@ def is_fusible(operator: Any) -> bool:
 
 
 class Fusion:
-    """One kernel, whose operators are queued on a stream."""
+    """One kernel, whose operators are queued on a stream.
 
-    def __init__(self, stream: SimulatedStream) -> None:
+    Args:
+        written: the kernel of Shoal's that it is (``shoal.kernels.use``); None: a compiler would make it.
+    """
+
+    def __init__(self, stream: SimulatedStream, written: object | None) -> None:
         self.stream = stream
+        self._written = written
         self._dtype = torch.float32
         self._read: dict[int, int] = {}  # bytes by storage
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self._allocated: list[StorageWeakRef] = []
 
+    def goes_on(self, stream: SimulatedStream, written: object | None) -> bool:
+        """True if an operator of the kernel ``written`` that is queued on ``stream`` now is a part of this one."""
+        return self.stream is stream and self._written is written
+
     def add(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-        """The kernel computes another operator."""
+        """The kernel computes another operator. ``reads``: also what the operator changes in place."""
         for tensor in reads:
             if (key := tensor.untyped_storage()._cdata) not in self._made:
                 self._read[key] = max(self._read.get(key, 0), tensor.nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,9 +66,20 @@ class DispatchCase:
         gradients = torch.autograd.grad(loss, list(named.values()))
         return {"output": output.detach(), **dict(zip(named, gradients, strict=True))}
 
-    def found(self, ep: int, run: Callable[..., Values], place: Callable[[ExpertsHeld], None] | None = None) -> Values:
-        """What ``run`` gives on ``ep`` ranks, put together."""
-        results = run_ranks(ep, lambda: self.on_rank(run, place))
+    def found(
+        self,
+        ep: int,
+        run: Callable[..., Values],
+        place: Callable[[ExpertsHeld], None] | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Values:
+        """What ``run`` gives on ``ep`` ranks, each in a block of ``around``, put together."""
+
+        def rank() -> tuple[Values, tuple[int, ...]]:
+            with around():
+                return self.on_rank(run, place)
+
+        results = run_ranks(ep, rank)
         ids = [expert for _, held in results for expert in held]
         values = {name: torch.cat([result[name] for result, _ in results]) for name in results[0][0]}
         for name in ("inner", "outer"):

@@ -37,6 +37,7 @@ from shoal.parallel.expert.grouped import gather_rows, sum_rows
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.expert.losses import tokens_per_expert
 from shoal.parallel.expert.route import Route, compare_tables, route, table_digest
+from shoal.streams import is_accelerator
 
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
 Counts = Sequence[Sequence[int]]  # rows by source and target
@@ -54,6 +55,7 @@ def run_experts(
     overlap: int = 1,
     meanwhile: Callable[[], None] | None = None,
     may_drop: bool = True,
+    capacity: int | None = None,
     label: str = "experts",
 ) -> Tensor:
     """The weighted sum of the outputs of each token's experts, in the order of ``expert_index``.
@@ -68,10 +70,15 @@ def run_experts(
         overlap: parts of the tokens; the rows of one are sent while the experts run on another.
         meanwhile: called once while rows are sent: a shared expert. It keeps its result itself.
         may_drop: False: no index is -1. One rank then need not wait for the device.
+        capacity: the most tokens that one expert has in ``expert_index``, where no token has the same expert twice;
+            None: it is not known. On an accelerator every expert then gets so many rows from each rank, which are zeros
+            where there is no token: the host need not wait for the device. (Not where experts are gathered only if they
+            are used, which the host must know.)
 
     Returns: [tokens, out width], of the dtype of ``hidden``. Sums over k are computed in fp32 at least.
-    Communicates: along ``held.comm``: one exchange of the counts; for each part of the tokens 2 all-to-alls, which move
-        a row for each pair whose expert is on another rank; 2 in backward. With one rank nothing. Experts of which
+    Communicates: along ``held.comm``: one exchange of the counts, or of the capacities between hosts; for each part of
+        the tokens 2 all-to-alls, which move a row for each pair whose expert is on another rank, or ``capacity`` rows
+        for each expert there; 2 in backward. With one rank nothing. Experts of which
         every rank has a copy: see ``ExpertCopies.gather``.
         Along ``held.tensor.same``, ranks that have the same tokens and other experts: an all-gather of the outputs; in
         backward one of the gradients of ``hidden``, and one of ``weights``.
@@ -79,22 +86,29 @@ def run_experts(
         ``hidden``, of ``expert_index`` and of ``weights``; in backward one of the outputs' gradients.
         Along ``held.tensor.etp``, ranks that have the same tokens, in the first call: an exchange of 8 bytes.
     Memory: until backward the rows of the experts' outputs (``score_before``: ``hidden``), if ``weights`` needs
-        a gradient.
+        a gradient. With ``capacity`` a copy of ``hidden`` while its rows are gathered.
     """
     held.router_check.note(weights)
     is_first = not held.router_check.has_checked
     held.router_check.check_index(expert_index, held.num_experts, label)
+    if held.usage is not None or not is_accelerator(hidden.device):
+        capacity = None
     num_tokens, same, others, digest = len(hidden), held.tensor.same, held.tensor.gathers_tokens, None
     if others is not None:
         hidden, expert_index, weights = _gather_tokens(hidden, expert_index, weights, others, label)
+        capacity = None if capacity is None else capacity * others.size
     elif held.tensor.etp is not None and is_first:
         compare_tables(expert_index, held.tensor.etp, label)
     if same is not None:
-        digest = table_digest(expert_index)
+        if capacity is None:
+            digest = table_digest(expert_index)
+        elif is_first:
+            compare_tables(expert_index, same, label)
         hidden, expert_index, weights = _take_own_tokens(hidden, expert_index, weights, same, label)
         may_drop = True  # the tokens that make the parts equal have no expert
     run = partial(_run_divided, compute=compute, score_before=score_before, label=label)
-    divided = partial(run, held=held, overlap=overlap, digest=digest)
+    capacity = None if capacity is None else min(capacity, len(hidden))
+    divided = partial(run, held=held, overlap=overlap, digest=digest, capacity=capacity)
     copies = held.copies
     if copies is None or not copies.experts or held.comm is None:
         out = divided(hidden, expert_index, weights, meanwhile=meanwhile, may_drop=may_drop)
@@ -117,6 +131,7 @@ def run_experts(
                         held=ExpertsHeld(len(copies.experts), products=held.products),
                         overlap=1,
                         meanwhile=None,
+                        capacity=capacity,
                     )
                 )
 
@@ -140,9 +155,11 @@ def _run_divided(
     label: str,
     may_drop: bool = True,
     digest: Tensor | None = None,
+    capacity: int | None = None,
 ) -> Tensor:
     """As ``run_experts``, where each expert is on one rank only."""
-    chunks = _chunks(route(expert_index, held, overlap, may_drop=may_drop, digest=digest), held, label)
+    routes = route(expert_index, held, overlap, may_drop=may_drop, digest=digest, capacity=capacity)
+    chunks = _chunks(routes, held, label)
     anchor = hidden.new_empty(0, requires_grad=torch.is_grad_enabled())
     sent: tuple[Tensor, ...] = _Send.apply(chunks, hidden, weights if score_before else None, anchor)
     if meanwhile is not None:
@@ -335,6 +352,10 @@ class _Chunk:
             return like.new_empty(num_rows, width)
         return comm.empty(num_rows * width, like.dtype, like.device).view(num_rows, width)
 
+    def padded(self, values: Tensor) -> Tensor:
+        """One row for each token, or each pair, and zeros for rows that are padding."""
+        return torch.cat((values, values.new_zeros(1, *values.shape[1:]))) if self.route.is_padded else values
+
     @property
     def indices(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.route.order, self.route.token_of, self.route.row_of
@@ -349,7 +370,7 @@ class _Chunk:
 
     def send_to_tokens(self, rows: Tensor, label: str) -> None:
         back = list(zip(*self.route.between, strict=True))
-        padding = 1 if self.route.num_dropped else 0
+        padding = 1 if self.route.may_drop else 0
         self._moving = _Moving(self.held, rows, back, f"{self.label} {label}", padding)
 
     def wait(self) -> Tensor:
@@ -386,7 +407,7 @@ class _Send(torch.autograd.Function):
         for chunk in chunks:
             order, token_of, _ = chunk.indices
             rows = chunk.buffer(len(order), hidden.shape[1], hidden)
-            gather_rows(hidden[chunk.tokens], token_of, _of_rows(weights, order, chunk), rows)
+            gather_rows(chunk.padded(hidden[chunk.tokens]), token_of, _of_rows(weights, order, chunk), rows)
             chunk.send_to_experts(rows, "dispatch")
         return tuple(anchor.new_empty(0) for _ in chunks)
 
@@ -402,10 +423,10 @@ class _Send(torch.autograd.Function):
                 scale = None if weights is None else weights[chunk.tokens]
                 sum_rows(gradients, row_of, scale, of_hidden[chunk.tokens])
             if hidden is not None:
-                weights_gradient = weights.new_zeros(weights.shape) if weights_gradient is None else weights_gradient
+                weights_gradient = torch.empty_like(weights) if weights_gradient is None else weights_gradient
                 rows = torch.empty_like(gradients[: len(order)])
-                dots = gather_rows(hidden[chunk.tokens], token_of, None, rows, gradients)
-                _put(weights_gradient[chunk.tokens], order, dots)
+                dots = gather_rows(chunk.padded(hidden[chunk.tokens]), token_of, None, rows, gradients)
+                weights_gradient[chunk.tokens] = _of_pairs(dots, row_of)
         return None, of_hidden, weights_gradient, None
 
 
@@ -460,15 +481,15 @@ class _Combine(torch.autograd.Function):
         chunks: list[_Chunk] = ctx.chunks
         weights, *saved = ctx.saved_tensors
         kept, indices = saved[: len(chunks)], _by_chunk(saved[len(chunks) :])
-        of_weights = weights.new_zeros(weights.shape) if ctx.needs_input_grad[2] else None
+        of_weights = torch.empty_like(weights) if ctx.needs_input_grad[2] else None
         # Backward runs the experts of the last chunk first.
-        for chunk, rows, (order, token_of, _) in reversed(list(zip(chunks, kept, indices, strict=True))):
+        for chunk, rows, (order, token_of, row_of) in reversed(list(zip(chunks, kept, indices, strict=True))):
             of_rows = chunk.buffer(len(order), gradient.shape[1], gradient.new_empty(0, dtype=ctx.row_dtype))
             scale = _of_rows(weights, order, chunk)
-            dots = gather_rows(gradient[chunk.tokens], token_of, scale, of_rows, rows)
+            dots = gather_rows(chunk.padded(gradient[chunk.tokens]), token_of, scale, of_rows, rows)
             chunk.send_to_experts(of_rows, "combine backward")
             if of_weights is not None:
-                _put(of_weights[chunk.tokens], order, dots)
+                of_weights[chunk.tokens] = _of_pairs(dots, row_of)
         return None, None, of_weights, *(gradient.new_empty(0) for _ in chunks)
 
 
@@ -482,10 +503,10 @@ def _by_chunk(indices: Sequence[Tensor]) -> list[Sequence[Tensor]]:
 
 def _of_rows(weights: Tensor | None, order: Tensor, chunk: _Chunk) -> Tensor | None:
     """The weight of each row of a chunk. Shape: [all tokens, k] -> [rows]."""
-    return None if weights is None else weights[chunk.tokens].reshape(-1)[order]
+    return None if weights is None else chunk.padded(weights[chunk.tokens].reshape(-1))[order]
 
 
-def _put(gradient: Tensor, order: Tensor, of_rows: Tensor | None) -> None:
-    """Write the gradient of each row's weight into that of the pairs. Shape: [tokens, k], contiguous; [rows]."""
+def _of_pairs(of_rows: Tensor | None, row_of: Tensor) -> Tensor:
+    """A number of each row as one of each pair, 0 where a pair has no row. Shape: [rows] -> [tokens, k]."""
     assert of_rows is not None
-    gradient.view(-1).index_copy_(0, order, of_rows.to(gradient.dtype))
+    return torch.cat((of_rows, of_rows.new_zeros(1)))[row_of]

@@ -208,7 +208,7 @@ def _balance(gates: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     averaging gradients takes, is then that of whole sequences too.
     """
     num_tokens = max(len(gates), 1)
-    share = torch.cat([counts.float(), counts.new_tensor([num_tokens], dtype=torch.float32)])
+    share = torch.cat([counts.float(), counts.new_full((1,), num_tokens, dtype=torch.float32)])
     if gates.requires_grad:
         share = sum_over_sequence(share, "tokens of experts")
     return gates.sum(dim=0) / num_tokens * (share[:-1] / share[-1])

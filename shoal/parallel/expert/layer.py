@@ -217,8 +217,10 @@ class MOELayer(nn.Module):
         routing = self.gate(tokens, used_token, True)
         self.l_aux, self.exp_counts = routing.l_aux, routing.exp_counts
         held = self.experts.deepspeed_experts.experts_held
-        may_drop = routing.capacity is not None or used_token is not None
-        out = run_experts(tokens, routing.expert_index, routing.weights, self.experts, held, may_drop=may_drop)
+        capacity = routing.capacity
+        may_drop = capacity is not None or used_token is not None
+        given = (tokens, routing.expert_index, routing.weights, self.experts, held)
+        out = run_experts(*given, may_drop=may_drop, capacity=capacity)
         return out.reshape(hidden.shape)
 
 

@@ -7,6 +7,13 @@
     token_of       0 1 | 0 2 1                   the token of each row
     row_of         [[2, 0], [1, 4], [3, 5]]      the row of each pair; 5 = rows: there is none
 
+With a capacity of 2, every expert gets 2 rows of each rank, some of which are padding: pair 6 and token 3 are none. The
+host then knows the numbers of rows, and does not read them from the device:
+
+    order          1 2 | 6 6 | 0 4 | 3 6         rows 0 to 3 go to rank 0, 4 to 7 to 1
+    token_of       0 1 | 3 3 | 0 2 | 1 3
+    row_of         [[4, 0], [1, 6], [5, 8]]
+
 A row is sent once for each expert of its token. Rows that a rank receives are sorted by source, then by expert; experts
 run on rows sorted by expert, then by source.
 """
@@ -17,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +34,8 @@ from shoal.device import is_fake, read_vector
 from shoal.errors import UsageError
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.products import AS_THEY_ARE
+
+Counts = list[list[list[int]]]  # rows by chunk, source and slot
 
 
 class RowCounts(Sequence[int]):
@@ -75,9 +84,10 @@ class Route:
     """Where the rows of some tokens go; see the module.
 
     Args:
-        order, token_of: shape [rows].
+        order, token_of: shape [rows]; of padding the number of pairs, and of tokens.
         row_of: shape [tokens, k]; a dropped pair has the number of rows.
-        num_dropped: pairs that are not sent.
+        may_drop: False: every pair has a row.
+        is_padded: rows may be padding.
         counts: rows of each local expert, from all ranks.
         between: rows from each rank to each rank.
         segments: rows from each rank for each local expert: the lengths, in the order in which they are received.
@@ -87,7 +97,8 @@ class Route:
     order: Tensor
     token_of: Tensor
     row_of: Tensor
-    num_dropped: int
+    may_drop: bool
+    is_padded: bool
     counts: RowCounts
     between: Sequence[Sequence[int]]
     segments: Sequence[int] = ()
@@ -109,6 +120,22 @@ class _Slots:
     local: tuple[int, ...]
 
 
+class _Sorted(NamedTuple):
+    """The pairs of some tokens.
+
+    Args:
+        keys: the slot of each pair; the number of slots: it has no expert. Shape: [pairs].
+        order: the pairs sorted by slot. Shape: [pairs].
+        place: of each pair, in that order. Shape: [pairs].
+        starts: of each slot, and of the pairs without an expert, in that order. Shape: [slots + 1].
+    """
+
+    keys: Tensor
+    order: Tensor
+    place: Tensor
+    starts: Tensor
+
+
 def route(
     index: Tensor,
     held: ExpertsHeld,
@@ -116,6 +143,7 @@ def route(
     *,
     may_drop: bool = True,
     digest: Tensor | None = None,
+    capacity: int | None = None,
 ) -> list[Route]:
     """The routes of ``num_chunks`` nearly equal parts of the tokens.
 
@@ -123,11 +151,14 @@ def route(
         index: the experts of each token; -1: none. Shape: [tokens, k].
         may_drop: False: no index is -1.
         digest: of the routing table of which ``index`` is this rank's part; None: no other rank has the same tokens.
+        capacity: rows of each expert in each part, some of which are padding; pairs beyond them are dropped. None: as
+            many as there are pairs. Each rank may have another one.
 
     Raises: UsageError: ranks with the same tokens have other routing tables; an index is not of the layer's experts,
         as far as the host reads the counts, and where none may be -1.
-    Communicates: with several ranks one exchange of 8 bytes an expert and chunk, and 8 of the digest.
-    Order: the host reads the counts, which blocks it: not on one rank where nothing is dropped.
+    Communicates: with several ranks one exchange of 8 bytes an expert and chunk, and 8 of the digest; with a capacity
+        one of 8 bytes between hosts.
+    Order: the host reads the counts, which blocks it: not on one rank where nothing is dropped, nor with a capacity.
     """
     comm = held.comm
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
@@ -139,39 +170,54 @@ def route(
         )
     slots = _slots(held.owners, held.ids, held.num_experts, size, rank)
     sorted_chunks = [_sort(chunk, slots, held.num_experts) for chunk in index.tensor_split(num_chunks)]
-    starts = [chunk[3] for chunk in sorted_chunks]
-    counts: list[list[list[int]]] | None = None  # by chunk, source and slot
-    if index.is_meta or is_fake(index):
-        counts = [[_even(chunk[0].numel(), held.num_experts)] * size for chunk in sorted_chunks]
-    mine = torch.stack([chunk.diff() for chunk in starts])
+    mine = torch.stack([chunk.starts.diff() for chunk in sorted_chunks])
     if held.load is not None and not index.is_meta:
         held.load.add(_by_expert(mine.sum(0), slots))
-    vector = mine.flatten() if digest is None else torch.cat((digest, mine.flatten()))
-    if comm is not None and size > 1 and not index.is_meta:
-        every = comm.exchange(vector, label="experts' rows").wait()
+    counts: Counts | None
+    if capacity is None:
+        counts = _exchanged(index, mine, held, may_drop, digest)
     else:
-        every = vector
-    if counts is None and (size > 1 or may_drop):
-        values = [int(value) for value in read_vector(every.flatten(), when_fake=0.0)]
-        if digest is not None and comm is not None and held.tensor.same is not None:
-            _check_tables(values[:: len(vector)], held.tensor.tokens)
-            del values[:: len(vector)]
-        rows = [values[at : at + held.num_experts] for at in range(0, len(values), held.num_experts)]
-        counts = [rows[chunk::num_chunks] for chunk in range(num_chunks)]
-        if not may_drop and (missing := index.numel() - sum(sum(of_chunk[rank]) for of_chunk in counts)):
-            raise UsageError(
-                f"{missing} of {index.numel()} choices of a router are none of the layer's experts 0 to"
-                f" {held.num_experts - 1}.",
-                do="give the router as many outputs as the layer has experts.",
-                code="expert-index",
-            )
+        capacities = [[capacity]] * size
+        if comm is not None and size > 1 and not index.is_meta:
+            capacities = [[int(rows)] for (rows,) in comm.exchange_on_host([capacity], label="experts' capacity")]
+        counts = [[of_rank * held.num_experts for of_rank in capacities]] * num_chunks
     routes = [
-        _route(chunk, None if counts is None else counts[at], slots, rank, index.shape[1])
+        _route(chunk, None if counts is None else counts[at], slots, rank, index.shape[1], capacity)
         for at, chunk in enumerate(sorted_chunks)
     ]
     for each in routes:
         each.counts.products = held.products
     return routes
+
+
+def _exchanged(index: Tensor, mine: Tensor, held: ExpertsHeld, may_drop: bool, digest: Tensor | None) -> Counts | None:
+    """The numbers of rows of all ranks, whose device the host waits for; None: it need not know them.
+
+    Args:
+        mine: this rank's. Shape: [chunks, slots].
+    """
+    comm, num_experts = held.comm, held.num_experts
+    size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
+    every = vector = mine.flatten() if digest is None else torch.cat((digest, mine.flatten()))
+    if comm is not None and size > 1 and not index.is_meta:
+        every = comm.exchange(vector, label="experts' rows").wait()
+    if index.is_meta or is_fake(index):
+        return [[_even(chunk.numel(), num_experts)] * size for chunk in index.tensor_split(len(mine))]
+    if size == 1 and not may_drop:
+        return None
+    values = [int(value) for value in read_vector(every.flatten(), when_fake=0.0)]
+    if digest is not None and comm is not None and held.tensor.same is not None:
+        _check_tables(values[:: len(vector)], held.tensor.tokens)
+        del values[:: len(vector)]
+    rows = [values[at : at + num_experts] for at in range(0, len(values), num_experts)]
+    counts = [rows[chunk :: len(mine)] for chunk in range(len(mine))]
+    if not may_drop and (missing := index.numel() - sum(sum(of_chunk[rank]) for of_chunk in counts)):
+        raise UsageError(
+            f"{missing} of {index.numel()} choices of a router are none of the layer's experts 0 to {num_experts - 1}.",
+            do="give the router as many outputs as the layer has experts.",
+            code="expert-index",
+        )
+    return counts
 
 
 def _by_expert(of_slots: Tensor, slots: _Slots) -> Tensor:
@@ -202,8 +248,7 @@ def _slots(owners: tuple[int, ...], ids: tuple[int, ...], num_experts: int, size
     return _Slots(None if is_in_order else tuple(slot_of), owned, local)
 
 
-def _sort(index: Tensor, slots: _Slots, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``index``, the pairs sorted by slot, the place of each pair in that order, the start of each slot."""
+def _sort(index: Tensor, slots: _Slots, num_experts: int) -> _Sorted:
     flat = index.reshape(-1)
     if slots.slot_of is None:
         keys = torch.where(flat < 0, num_experts, flat)
@@ -212,24 +257,35 @@ def _sort(index: Tensor, slots: _Slots, num_experts: int) -> tuple[Tensor, Tenso
     in_order, order = torch.sort(keys, stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     starts = torch.searchsorted(in_order, torch.arange(num_experts + 1, device=order.device))
-    return index, order, place, starts
+    return _Sorted(keys, order, place, starts)
+
+
+def _padded(pairs: _Sorted, num_rows: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """The pair of each row, for padding the number of pairs; the row of each pair, for a dropped one that of rows.
+
+    Args:
+        num_rows: ``capacity`` for each slot.
+    """
+    within = pairs.place - pairs.starts[pairs.keys]
+    row_of = (pairs.keys * capacity + within).masked_fill_(within >= capacity, num_rows).clamp_(max=num_rows)
+    order = torch.full((num_rows + 1,), len(row_of), device=row_of.device)  # the last one is that of dropped pairs
+    return order.scatter_(0, row_of, torch.arange(len(row_of), device=row_of.device))[:-1], row_of
 
 
 def _route(
-    chunk: tuple[Tensor, Tensor, Tensor, Tensor],
-    counts: list[list[int]] | None,
-    slots: _Slots,
-    rank: int,
-    k: int,
+    pairs: _Sorted, counts: list[list[int]] | None, slots: _Slots, rank: int, k: int, capacity: int | None
 ) -> Route:
-    index, order, place, starts = chunk
+    order, place = pairs.order, pairs.place
     if counts is None:  # one rank, and nothing is dropped
-        return Route(order, order // k, place.view(index.shape), 0, RowCounts(starts=starts), [[len(order)]])
+        of_slots = RowCounts(starts=pairs.starts)
+        return Route(order, order // k, place.view(-1, k), False, False, of_slots, [[len(order)]])
     size = len(counts)
     between = [[sum(of_source[slot] for slot in owned) for owned in slots.owned] for of_source in counts]
     num_rows = sum(between[rank])
-    num_dropped = len(order) - num_rows
-    if num_dropped:
+    may_drop = capacity is not None or num_rows < len(order)
+    if capacity is not None:
+        order, place = _padded(pairs, num_rows, capacity)
+    elif may_drop:
         order, place = order[:num_rows], place.clamp(max=num_rows)
     num_local, own = len(slots.local), slots.owned[rank]
     segments = [counts[source][slot] for source in range(size) for slot in own]
@@ -239,8 +295,9 @@ def _route(
     return Route(
         order,
         order // k,
-        place.view(index.shape),
-        num_dropped,
+        place.view(-1, k),
+        may_drop,
+        capacity is not None,
         RowCounts(per_expert),
         between,
         () if is_sorted else segments,
@@ -267,7 +324,7 @@ def compare_tables(expert_index: Tensor, comm: Communicator, label: str) -> None
     digests = read_vector(every.flatten(), when_fake=0.0)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
-        raise _other_tables(f"ranks 0 and {other} of those that hold the parts of each expert", label)
+        raise _other_tables(f"ranks 0 and {other} along {comm.axis!r}", label)
 
 
 def _check_tables(digests: Sequence[int], tokens: Sequence[int]) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.models import GPT, GPTConfig
+from shoal.parallel.expert.layer import MoE
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from tests.helpers.stream_changes import UsedOnOneRank, host_reads
 from tests.helpers.training import config
@@ -43,6 +45,33 @@ def test_parameters_without_a_gradient_add_none(stage: int) -> None:
     assert found.total() == 1, found
 
 
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(
+    "more",
+    [{"zero_optimization": {"stage": 2}}, {"activation_checkpointing": {"modules": ["*deepspeed_moe"]}}],
+    ids=str,
+)
+def test_experts_with_a_capacity_add_none(ep: int, k: int, more: dict[str, Any]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                MoE(8, nn.Linear(8, 8), 4, ep, k=k, min_capacity=1, use_rts=False, top2_2nd_expert_sampling=False)
+                for _ in range(2)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            losses = []
+            for block in self.blocks:
+                x, loss, _ = block(x)
+                losses.append(loss)
+            return x.square().mean() + sum(losses)
+
+    found = host_reads(config(0, parallel={"ep": ep}, **more), Model)
+    assert found.total() == 1, found
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_an_optimizer_on_the_host_adds_none(stage: int, accumulation: int) -> None:
@@ -65,7 +94,7 @@ def test_an_optimizer_on_the_host_adds_none(stage: int, accumulation: int) -> No
             },
             0,
         ),
-        # A layer of experts reads how many rows go to each rank; its recomputation does not read them again.
+        # Experts without a capacity read how many rows go to each rank; their recomputation does not read them again.
         ({"parallel": {"ep": 2}, "zero_optimization": {"stage": 2}}, EXPERTS.num_layers),
         ({"parallel": {"ep": 2}, "activation_checkpointing": {"modules": ["Block"]}}, EXPERTS.num_layers),
     ],

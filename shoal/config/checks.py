@@ -72,6 +72,14 @@ def check_together(config: Schema, reading: Normalised) -> Iterator[Problem]:
     where = "activation_checkpointing.memory_budget"
     if isinstance(budget, str) and parse_bytes(budget) is None:
         yield Problem(where, f"{shown(budget)} is not a size with a unit.", 'write it as "4GiB", or as a number.')
+    if config.activation_checkpointing.offload_every and (budget is None or config.offload_activation.device == "cpu"):
+        what = f"{config.activation_checkpointing.offload_every}, " + (
+            "without a memory_budget."
+            if budget is None
+            else "and offload_activation offloads the activations of blocks."
+        )
+        do = "set a memory_budget." if budget is None else "leave one of them out."
+        yield Problem("activation_checkpointing.offload_every", what, do)
     if budget is not None and config.compile.enabled:
         yield Problem(
             where, "given with compile.enabled: what compiled blocks save is not counted.", "leave one of them out."

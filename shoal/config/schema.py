@@ -181,6 +181,12 @@ class ActivationCheckpointing(Section):
         "bytes ('4GiB') for the activations of the blocks on a rank: as few blocks as possible are recomputed to"
         " stay within it, as measured in the first step (Shoal's own key)",
     )
+    offload_every: int = key(
+        0,
+        "of the blocks that memory_budget does not let keep their activations, the first of each so many has them"
+        " copied to host memory and is not recomputed; 0: all are recomputed (Shoal's own key)",
+        ge=0,
+    )
     policy: Any = key(None, "what a recomputed module saves: block, matmul, or a list of operations (Shoal's own key)")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.device import locked_empty
+from shoal.device import is_fake, locked_empty
 from shoal.errors import OutOfMemoryError
 from shoal.streams import host_memory, simulation
 from shoal.text import format_bytes
@@ -105,8 +105,11 @@ def aligned_empty(nbytes: int, *, is_pinned: bool = False, is_inherited: bool = 
 
     Raises: OutOfMemoryError: the system refuses that much.
     """
+    empty = torch.empty(0, dtype=torch.uint8)
     if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return empty
+    if is_fake(empty):
+        return host_memory(torch.empty(nbytes, dtype=torch.uint8), is_pinned=is_pinned)
     if is_pinned and torch.accelerator.is_available():
         try:
             return _pinned(nbytes)

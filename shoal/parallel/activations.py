@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -251,6 +251,7 @@ class HostActivations:
     Args:
         blocks: names of the model's blocks; empty: those of ``find_blocks``, or the model's children.
         max_nbytes: most bytes that are offloaded in one forward pass, those of the first blocks; None: all.
+        only: modules that another object runs through this one, in place of the model's blocks.
         copies_of: makes the copies between a device and the host.
 
     Memory: on the device the activations of two blocks; on the host those of all.
@@ -262,13 +263,14 @@ class HostActivations:
         blocks: Sequence[str] = (),
         *,
         max_nbytes: int | None = None,
+        only: Mapping[str, nn.Module] | None = None,
         copies_of: CopiesOf = stream_copies_of,
     ) -> None:
         self._store = _LimitedHostStore(copies_of, max_nbytes)
         self._saved = SavedTensors(self._store)
         self._seen: set[str] = set()
-        self._modules = find_blocks(model, blocks) or dict(_parts(model, ""))
-        self._blocks = RecomputedBlocks(self._modules, self)
+        self._modules = only or find_blocks(model, blocks) or dict(_parts(model, ""))
+        self._blocks = RecomputedBlocks({} if only else dict(self._modules), self)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -8,10 +8,11 @@ Hooks on the modules run once, around the recomputed part. A deep copy of the mo
 ``BudgetedRecompute`` (``activation_checkpointing.memory_budget``) recomputes as few as a number of bytes needs:
 
     first step      one block of each class runs as it is, and what it saves is counted; the others are recomputed
-    after it        the last blocks whose activations fit run as they are from now on, on all ranks alike
+    after it        the last blocks whose activations fit run as they are from now on, on all ranks alike; of those
+                    before them each so-many-th (``offload_every``) has its activations on the host, so that it is
+                    copied while the others compute, and the rest is recomputed
 
-What is saved at the end of forward is then: the activations of blocks that run as they are, the inputs of the others,
-and, while one of these is recomputed, its activations. What lies outside of blocks is not counted.
+``device_nbytes`` says what is then on the device. What lies outside of blocks is not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import nn
@@ -183,21 +184,27 @@ def find_blocks(model: nn.Module, known: Sequence[str] = ()) -> dict[str, nn.Mod
     return {name: module for name, module in modules.items() if name in names}
 
 
+Policy = Literal["keep", "recompute", "offload"]
+
+
 class BudgetedRecompute:
-    """Runs blocks: recomputed, or as they are where the budget allows it.
+    """Runs blocks: recomputed, with their activations on the host, or as they are where the budget allows it.
 
     Args:
         recompute: recomputes a block.
         nbytes: the budget of one micro-batch on this rank.
+        offload_every: of the blocks that do not fit, the first of each so many is offloaded; 0: none.
     """
 
-    def __init__(self, recompute: Runner, nbytes: int) -> None:
+    def __init__(self, recompute: Runner, nbytes: int, offload_every: int = 0) -> None:
         self._recompute = recompute
         self._nbytes = nbytes
-        self._blocks: dict[str, nn.Module] = {}
+        self._every = offload_every
+        self.offload: Runner | None = None  # stores a block's activations on the host
+        self.blocks: dict[str, nn.Module] = {}
         self._inputs: dict[str, int] = {}  # bytes that a recomputed block saves
         self._of_kind: dict[type[nn.Module], int] = {}  # bytes that a block saves that is not recomputed
-        self.kept: frozenset[str] | None = None  # blocks that run as they are; None: not decided yet
+        self.policies: dict[str, Policy] = {}  # by block; empty: not decided yet
         self.saved: dict[str, tuple[int, int]] = {}  # by block: bytes of its inputs, and of all that it saves
 
     def install(self, model: nn.Module, names: Sequence[str] | None) -> RecomputedBlocks:
@@ -207,22 +214,25 @@ class BudgetedRecompute:
             names: as ``recompute_blocks`` takes classes; None: the model's blocks.
         """
         blocks = recompute_blocks(model, names, recompute=self)
-        self._blocks = {name: model.get_submodule(name) for name in blocks.names}
+        self.blocks = {name: model.get_submodule(name) for name in blocks.names}
         return blocks
 
     def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As ``Recompute.run``."""
-        if self.kept is None and torch.is_grad_enabled():
-            kind = type(self._blocks[name])
+        policy = self.policies.get(name, "recompute" if torch.is_grad_enabled() else "keep")
+        if not self.policies and torch.is_grad_enabled():
+            kind = type(self.blocks[name])
             self._inputs[name] = max(self._inputs.get(name, 0), _nbytes_of([*args, *kwargs.values()]))
             if kind not in self._of_kind:
                 return self._measured(name, function, args, kwargs)
-        elif self.kept is None or name in self.kept:
+        elif policy == "keep":
             return function(*args, **kwargs)
+        elif policy == "offload" and self.offload is not None:
+            return self.offload.run(name, function, args, kwargs)
         return self._recompute.run(name, function, args, kwargs)
 
     def _measured(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        block = self._blocks[name]
+        block = self.blocks[name]
         with counting_saved(block.parameters()) as num_saved:
             result = function(*args, **kwargs)
         self._of_kind[type(block)] = num_saved()
@@ -233,43 +243,53 @@ class BudgetedRecompute:
 
         Communicates: once, the measured bytes, of which the ranks' largest count.
         """
-        if self.kept is not None:
+        if self.policies:
             return None
-        mine = {name: (self._inputs.get(name, 0), self._of_kind.get(type(b), 0)) for name, b in self._blocks.items()}
+        mine = {name: (self._inputs.get(name, 0), self._of_kind.get(type(b), 0)) for name, b in self.blocks.items()}
         measured = comm.gather_objects(mine, label="activation budget")
         inputs = {name: max(each[name][0] for each in measured) for name in mine}
         whole = {name: max(each[name][1] for each in measured) for name in mine}
         self.saved = {name: (inputs[name], whole[name]) for name in mine}
-        self.kept = choose(inputs, whole, self._nbytes)
-        num, left = len(mine), [name for name in mine if name not in self.kept]
-        saved = sum(inputs[name] for name in left) + sum(whole[name] for name in self.kept)
-        saved += max((whole[name] for name in left), default=0)
+        self.policies = choose(inputs, whole, self._nbytes, self._every)
+        saved, chosen = device_nbytes(self.policies, inputs, whole), list(self.policies.values())
         fits = "within" if saved <= self._nbytes else "more than"
         return (
-            f"activation_checkpointing.memory_budget: {len(left)} of {num} blocks are recomputed; activations take"
-            f" {format_bytes(saved)}, {fits} the {format_bytes(self._nbytes)} allowed."
+            f"activation_checkpointing.memory_budget: {chosen.count('recompute')} of {len(mine)} blocks are recomputed,"
+            f" {chosen.count('offload')} offloaded; activations take {format_bytes(saved)}, {fits} the"
+            f" {format_bytes(self._nbytes)} allowed."
         )
 
 
-def choose(inputs: Mapping[str, int], whole: Mapping[str, int], nbytes: int) -> frozenset[str]:
-    """The blocks that need not be recomputed: as many of the last ones as fit.
+def choose(inputs: Mapping[str, int], whole: Mapping[str, int], nbytes: int, every: int = 0) -> dict[str, Policy]:
+    """What is done with each block so that as few as possible are recomputed: the last ones are kept.
 
     Args:
         inputs: bytes of each block's inputs; ``whole``: of all that it saves.
+        every: as ``offload_every`` of ``BudgetedRecompute``.
 
-    >>> sorted(choose({"a": 1, "b": 1, "c": 1}, {"a": 10, "b": 10, "c": 10}, 25))
-    ['c']
+    >>> choose({"a": 1, "b": 1, "c": 1}, {"a": 10, "b": 10, "c": 10}, 25)
+    {'a': 'recompute', 'b': 'recompute', 'c': 'keep'}
     """
-    if sum(whole.values()) <= nbytes:
-        return frozenset(whole)
-    kept: set[str] = set()
-    taken = sum(inputs.values()) + max(whole.values(), default=0)
-    for name in reversed(list(whole)):
-        if taken - inputs[name] + whole[name] > nbytes:
-            break
-        taken += whole[name] - inputs[name]
-        kept.add(name)
-    return frozenset(kept)
+    names = list(whole)
+    best: dict[str, Policy] = dict.fromkeys(names, "recompute")
+    for step in dict.fromkeys((0, every)):
+        for num_left in range(len(names) + 1):
+            made: dict[str, Policy] = dict.fromkeys(names, "keep")
+            made.update(dict.fromkeys(names[:num_left], "recompute"))
+            made.update(dict.fromkeys(names[:num_left:step] if step else (), "offload"))
+            if device_nbytes(made, inputs, whole) <= nbytes:
+                best = min(best, made, key=lambda each: list(each.values()).count("recompute"))
+                break
+    return best
+
+
+def device_nbytes(policies: Mapping[str, Policy], inputs: Mapping[str, int], whole: Mapping[str, int]) -> int:
+    """Bytes of activations on the device: of kept blocks, of two offloaded ones that are being copied, inputs of
+    recomputed blocks, and the activations of one of these.
+    """
+    of = {each: [whole[name] for name in policies if policies[name] == each] for each in get_args(Policy)}
+    saved = sum(inputs[name] for name in policies if policies[name] == "recompute")
+    return sum(of["keep"]) + saved + max(of["recompute"], default=0) + sum(sorted(of["offload"])[-2:])
 
 
 def _nbytes_of(values: Sequence[Any]) -> int:

@@ -7,7 +7,8 @@
     data           stage 1: once a step; 2: gradients per micro-batch; 3: parameters twice, too; behind the compute
     pipeline       (pp - 1) / virtual micro-batches are waited for, with ZB-H1 a third of that; a message to and from
                    each further stage once, and with one stage on a rank 2 (pp - 1) / pp messages per micro-batch
-    recomputation  by budget: as many blocks as must, so that what the others save fits
+    recomputation  by budget: as many blocks as must, so that what the others save fits; of each few of them one may
+                   have its activations on the host, which are copied while the others compute
     memory         ``GroupMemory``'s bytes per element; rows in flight x what a block saves; logits; staging
 
 Source: ZeRO (arXiv:1910.02054), table 1; Korthikanti et al. (arXiv:2205.05198); Narayanan et al. (arXiv:2104.04473).
@@ -15,6 +16,7 @@ Source: ZeRO (arXiv:1910.02054), table 1; Korthikanti et al. (arXiv:2205.05198);
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from shoal.mesh import Mesh
@@ -61,13 +63,24 @@ class ClosedForms:
         return _Formulas(one, self).guess()
 
     def within(self, one: Candidate, nbytes: float) -> Candidate | None:
-        """A candidate with recomputation by budget, with the budget of a step of so many bytes; None: there is none."""
-        found = _Formulas(replace(one, recompute="blocks"), self).budget(nbytes)
-        return (
-            None
-            if found is None
-            else replace(one, recompute="budget", budget=f"{found >> 20}MiB" if found >> 30 else f"{found >> 10}KiB")
+        """A candidate with recomputation by budget, with the budget of a step of so many bytes; None: there is none.
+
+        Activations are offloaded too where fewer blocks are recomputed then.
+        """
+        every = _Formulas(one, self).offload_every()
+        possible = (
+            self._within(replace(one, recompute="budget", budget="", every=each), nbytes) for each in {0, every}
         )
+        return min((each for each in possible if each is not None), key=self._num_recomputed, default=None)
+
+    def _within(self, one: Candidate, nbytes: float) -> Candidate | None:
+        found = _Formulas(one, self).budget(nbytes)
+        if found is None:
+            return None
+        return replace(one, budget=f"{found >> 20}MiB" if found >> 30 else f"{found >> 10}KiB")
+
+    def _num_recomputed(self, one: Candidate) -> tuple[int, int]:
+        return _Formulas(one, self).split()[1], one.every
 
     def collective(self, op: str, nbytes: int, mesh: Mesh, axis: str) -> float:
         """Seconds of a collective along an axis, of rank 0."""
@@ -92,28 +105,48 @@ class _Formulas:
         self.block_numel = facts.block.numel // one.tp
         self.expert_numel = facts.block.expert_numel // one.ep
         self.shards = self.mesh.size("fsdp")
-        self.recomputed = self._part_recomputed()
+        self.saved, self.inputs = (int(self.scale * each) for each in (facts.block.saved, facts.boundary))
+        self.kept, self.num_recomputed, self.offloaded = self.split()
+        self.recomputed = self.num_recomputed / max(self.blocks, 1)
 
-    def _part_recomputed(self) -> float:
-        """The part of the blocks that is recomputed."""
-        if self.one.recompute != "budget":
-            return float(self.one.recompute == "blocks")
-        saved, inputs = (self.scale * each for each in (self.facts.block.saved, self.facts.boundary))
+    def split(self) -> tuple[int, int, int]:
+        """Blocks that are kept, recomputed and offloaded: by a budget as ``choose`` does, of equal blocks."""
+        if self.one.recompute != "budget" or not self.one.budget:
+            return (self.blocks, 0, 0) if self.one.recompute == "none" else (0, self.blocks, 0)
         budget = parse_bytes(self.one.budget) or 0
-        if budget >= self.blocks * saved:
-            return 0.0
-        return 1 - max(int((budget - self.blocks * inputs - saved) / (saved - inputs)), 0) / self.blocks
+        splits = (self._of_kept(kept) for kept in range(self.blocks, -1, -1))
+        return next((each for each in splits if self._device_nbytes(*each) <= budget), (0, self.blocks, 0))
+
+    def _of_kept(self, kept: int) -> tuple[int, int, int]:
+        left = self.blocks - kept
+        offloaded = -(-left // self.one.every) if self.one.every else 0
+        return kept, left - offloaded, offloaded
+
+    def _device_nbytes(self, kept: int, recomputed: int, offloaded: int) -> int:
+        """As ``device_nbytes`` of the engine."""
+        whole = kept + bool(recomputed) + min(offloaded, 2)
+        return whole * self.saved + recomputed * self.inputs
 
     def budget(self, nbytes: float) -> int | None:
         """The ``memory_budget`` of a step of so many bytes; None: too few to keep a block, or enough for all."""
-        saved, inputs = (self.scale * each for each in (self.facts.block.saved, self.facts.boundary))
-        # The last blocks are kept, and freed before the first one is recomputed.
-        spare = nbytes - sum(self._memory().values()) + saved
-        # To keep all but one saves nothing by the engine's rule: that one's are there while it is recomputed.
-        kept = min(spare // max(saved - inputs, 1), self.blocks - 2)
-        if kept < 1 or spare > self.blocks * saved:
-            return None
-        return int(self.blocks * inputs + saved + (kept + 0.5) * (saved - inputs))
+        spare = nbytes - sum(self._memory().values()) + self.blocks * self.inputs
+        every = self.blocks * self.saved
+        for kept in range(self.blocks - 1, -1, -1) if spare < every else ():
+            _, recomputed, offloaded = of = self._of_kept(kept)
+            # The last blocks are kept, and freed before one is recomputed. By the engine's rule both count.
+            nbytes_by_rule = self._device_nbytes(*of)
+            is_within = nbytes_by_rule - self.saved * bool(recomputed) <= spare
+            if is_within and nbytes_by_rule < every and (kept or offloaded):
+                return nbytes_by_rule + (self.saved - self.inputs) // 2
+        return None
+
+    def offload_every(self) -> int:
+        """Of how many blocks one may be offloaded, so that its copy takes no longer than their forward; 0: none can."""
+        node, seconds = self.node, self.facts.block.forward * self.scale + self._layer_seconds() / 2
+        rate = min(node.bus_bandwidth, node.host_bandwidth / node.gpus_per_node)
+        room = node.host_nbytes / node.gpus_per_node / 2
+        every = max(math.ceil(self.saved / rate / seconds), math.ceil(self.blocks * self.saved / room))
+        return 0 if self.one.offload != "none" or node.is_cpu or every >= self.blocks else every
 
     def guess(self) -> Guess:
         one, num_micro, facts = self.one, self.num_micro, self.facts
@@ -227,12 +260,12 @@ class _Formulas:
             kinds["gathered"] = _PARAMETER * (max(2 * unit, outer) if self.blocks > 1 else unit)
         if is_gradient_sharded:
             kinds["buffers in flight"] = _PARAMETER * (2 * unit + outer)
-        saved = facts.block.saved * (1 - self.recomputed) + facts.boundary * self.recomputed
+        saved = (self.kept + min(self.offloaded, 2)) * self.saved + self.num_recomputed * self.inputs
         num_in_flight = in_flight(one, self.num_micro, is_last=not is_first)
-        activation = saved * self.blocks * num_in_flight * self.scale
+        activation = saved * num_in_flight
         if is_last and one.schedule == "zb_h1":
             activation += (num_in_flight - 1) * facts.outer.saved * self.scale
-        again = facts.block.saved * self.scale if one.recompute == "blocks" else 0
+        again = self.saved if one.recompute == "blocks" else 0
         kinds["activation"] = int(activation + again + (facts.peak * self.scale if is_last else 0))
         kinds["cuBLAS"] = self.node.workspace_nbytes
         return kinds

@@ -154,7 +154,7 @@ def _part_kept(saved: Sequence[tuple[int, int]], num_blocks: int, budget: int) -
     """The part of ``num_blocks`` blocks, each like one of ``saved`` in turn, that a budget lets run as they are."""
     each = dict(enumerate(islice(cycle(saved), num_blocks)))
     inputs, whole = ({str(at): pair[which] for at, pair in each.items()} for which in (0, 1))
-    return len(choose(inputs, whole, budget)) / num_blocks
+    return list(choose(inputs, whole, budget).values()).count("keep") / num_blocks
 
 
 Removal = Callable[[nn.Module], list[str]]
@@ -260,7 +260,8 @@ def _fewer(run: _ModelRun, num_micro: int) -> tuple[RunGrid, Callable[[int], Rem
         zero = run.settings.zero_optimization
         numel = max(int(zero.stage3_prefetch_bucket_size), int(zero.stage3_max_reuse_distance))
         low += -(-min(numel, int(zero.stage3_max_live_parameters)) // max(found.numel, 1))
-    blocks = (low, low + 1) if count > 2 * low + 1 else (count, count)
+    has_pattern = run.settings.activation_checkpointing.offload_every > 0  # of blocks that do not do the same
+    blocks = (low, low + 1) if count > 2 * low + 1 and not has_pattern else (count, count)
     if blocks[0] == count and micro[0] == num_micro:
         return None
 

@@ -208,6 +208,7 @@ def judge(
         micro=settings.train_micro_batch_size_per_gpu,
         recompute="budget" if budget is not None else "blocks" if is_recomputed else "none",
         budget=f"{budget >> 10}KiB" if isinstance(budget, int) else budget or "",
+        every=checkpointing.offload_every,
         offload="all" if offloads[0] else "optimizer" if offloads[1] else "none",
     )
     request = PlanRequest(num_ranks, node, sequence, int(settings.train_batch_size), dict(config))

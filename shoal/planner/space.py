@@ -75,7 +75,8 @@ class Candidate:
     outermost first: "cp-dp_shard-tp". ``virtual``: pipeline stages of a rank. ``schedule``: of one stage on a rank; of
     several always interleaved 1F1B. ``shards``: state is sharded over "all" data-parallel ranks or those of a "node".
     ``micro``: rows of a micro-batch. ``recompute``: "none", all "blocks", or as many as a memory "budget" needs, which
-    is ``budget``, such as "12288MiB". ``offload``: "none", the "optimizer", or "all": parameters, too.
+    is ``budget``, such as "12288MiB"; with it, one of each ``every`` blocks that would be recomputed has its
+    activations offloaded, unless that is 0. ``offload``: "none", the "optimizer", or "all": parameters, too.
     """
 
     pp: int = 1
@@ -91,6 +92,7 @@ class Candidate:
     micro: int = 1
     recompute: str = "none"
     budget: str = ""
+    every: int = 0
     offload: str = "none"
 
     @property
@@ -141,7 +143,8 @@ class Candidate:
             made["pipeline"] = {"schedule": schedule, "virtual_stages": self.virtual, "partition": "uniform"}
         if self.recompute != "none":
             section = {**made.get("activation_checkpointing", {}), "modules": [facts.block_class]}
-            made["activation_checkpointing"] = section | ({"memory_budget": self.budget} if self.budget else {})
+            more = {"memory_budget": self.budget, "offload_every": self.every}
+            made["activation_checkpointing"] = section | {key: value for key, value in more.items() if value}
         return made
 
     def __str__(self) -> str:
@@ -151,7 +154,7 @@ class Candidate:
 
 def candidates(request: PlanRequest, facts: ModelFacts) -> Iterator[tuple[Candidate, str]]:
     """Every combination but those of recomputation and offload, and why it is impossible; "": it is possible."""
-    axes = [each.name for each in fields(Candidate) if each.name not in ("recompute", "budget", "offload")]
+    axes = [each.name for each in fields(Candidate) if each.name not in ("recompute", "budget", "every", "offload")]
     degrees = ("pp", "virtual", "schedule", "tp", "sp", "cp", "ep")
     for values in product(*(request.values(axis) for axis in degrees)):
         whole = Candidate(**dict(zip(degrees, values, strict=True)))

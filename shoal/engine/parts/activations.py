@@ -66,7 +66,9 @@ class SavedActivations(Part):
         if section.memory_budget is not None:
             given = section.memory_budget
             self.budget = BudgetedRecompute(
-                self.recompute, parse_bytes(given) or 0 if isinstance(given, str) else given
+                self.recompute,
+                parse_bytes(given) or 0 if isinstance(given, str) else given,
+                section.offload_every,
             )
             self.blocks = self.budget.install(model, asked or None)
         elif asked:
@@ -76,6 +78,8 @@ class SavedActivations(Part):
         self.offloaded: HostActivations | None = None
         if config.offload_activation.device == "cpu":
             self.offloaded = HostActivations(model, blocks, max_nbytes=config.offload_activation.bytes)
+        elif self.budget is not None and section.offload_every:
+            self.offloaded = self.budget.offload = HostActivations(model, only=self.budget.blocks)
 
     @property
     def num_recomputed(self) -> int:

@@ -95,6 +95,17 @@ def test_the_streams_of_other_options_wait_too(
     assert reports(checked(settings(stage, accumulation=2, **more))) == ""
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_blocks_whose_activations_are_kept_recomputed_and_offloaded_wait_for_each_other(
+    every: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(activations, "LEAST_NBYTES", 0)
+    caplog.set_level("INFO")
+    made = settings(3, activation_checkpointing={"memory_budget": 12_000, "offload_every": every})
+    assert reports(checked(made, steps=4, num_blocks=8)) == ""
+    assert "offloaded" in caplog.text and ", 0 offloaded" not in caplog.text
+
+
 def test_the_copies_of_gradients_of_a_skipped_step_are_waited_for() -> None:
     fp16 = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
     assert reports(checked(settings(1, "cpu", fp16=fp16), steps=3)) == ""

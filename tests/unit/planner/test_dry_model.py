@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.engine.parts.activations import SavedActivations
 from shoal.errors import UsageError
 from shoal.models import GPT, GPTConfig
+from shoal.parallel.recompute_blocks import device_nbytes
 from shoal.planner.dry_model import dry_run_model
 from shoal.simulation.collective_times import link_nbytes
 from shoal.simulation.times import COMMUNICATION, STAGES
@@ -51,6 +53,42 @@ def test_it_is_the_third_step_of_a_script() -> None:
     assert step.memory.allocated == pytest.approx(last.memory.allocated, rel=0.002)
     assert step.exposed_communication == pytest.approx(last.by_kind[COMMUNICATION])
     assert step.bubble == 0 and step.fits
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_activations_in_host_memory_are_those_of_the_ledger_and_not_on_the_device(every: int) -> None:
+    shape = replace(SHAPE, num_layers=8)
+
+    def run(**activation: Any) -> tuple[int, int, int]:
+        """Bytes of activations: on the device at the peak of forward; by the ledger on the host, and of the budget."""
+        with shoal.dry_run(1) as run:
+            engine, *_ = shoal.initialize(model=GPT(shape), config=config(activation_checkpointing=activation))
+            tokens = torch.zeros(2, 64, dtype=torch.long)
+            for _ in range(2):
+                with run.step():
+                    loss = engine(tokens, tokens)
+                report = engine.memory_report().entries
+                with run.step():
+                    engine.backward(loss)
+                    engine.step()
+            part = engine.part(SavedActivations)
+            assert part is not None
+            of = [entry.nbytes for entry in report if (entry.kind, entry.tier) == ("saved activations", "host")]
+            engine.destroy()
+            if part.budget is None:
+                return run.steps[2].memory.by_kind["activation"], sum(of), 0
+            sizes = [{name: pair[at] for name, pair in part.budget.saved.items()} for at in (0, 1)]
+            policies = part.budget.policies
+            whole = {name: size * (policies[name] == "offload") for name, size in sizes[1].items()}
+            budget = device_nbytes(policies, *sizes)
+            again = max((sizes[1][name] for name in policies if policies[name] == "recompute"), default=0)
+            assert sum(of) >= 0.99 * sum(whole.values())  # small tensors stay; two views of one are copied twice
+            return run.steps[2].memory.by_kind["activation"], sum(of), sum(sizes[1].values()) - (budget - again)
+
+    plain, *_ = run()
+    kept, on_host, less = run(memory_budget=1_400_000, offload_every=every)
+    assert on_host > 0
+    assert plain - kept == pytest.approx(less, rel=0.03)
 
 
 def test_tensor_parallel_ranks_of_several_nodes_wait_longer_for_each_other() -> None:

@@ -27,6 +27,7 @@ from shoal.planner.search import ClusterPlan, explain, judge, plan, search
 from shoal.planner.space import Candidate, PlanRequest, candidates, parse_filter, refused
 from shoal.planner.trial import Trial, run_trial
 from shoal.simulation.machines import machine_of
+from shoal.text import parse_bytes
 
 H100 = machine_of("h100").compiled()  # the host is ahead of two blocks
 # Wide enough that matrices take the time, and few blocks.
@@ -155,6 +156,29 @@ def test_a_memory_budget_is_filled_with_blocks_that_are_not_recomputed() -> None
     assert any(one.recompute == "budget" and one.stage == 1 and one.tp == 1 for _, one in ranked)
     assert forms.within(one, 2 * most) is None  # no block has to be recomputed
     assert forms.within(one, least // 2) is None
+
+
+def test_activations_are_offloaded_in_place_of_some_recomputation_within_the_same_memory() -> None:
+    shape = replace(DEEP, num_layers=16, hidden_size=2048, sequence_length=4096)
+    asked, known = of_shape(shape, batch=32)
+    forms, one = ClosedForms(asked, known), Candidate(stage=3, micro=4)
+    most, least = (forms.guess(replace(one, recompute=each)).nbytes for each in ("none", "blocks"))
+    allowed = (2 * most + 3 * least) // 5
+    within = forms.within(one, allowed)
+    assert within is not None and within.every > 1  # the copy of a block takes longer than its forward
+    busy = forms.within(replace(one, offload="optimizer"), allowed // 2)
+    assert busy is not None and busy.every == 0  # copies of states use the same bus
+    slow = replace(asked, machine=replace(H100, bus_bandwidth=H100.bus_bandwidth / 100))
+    recomputed = ClosedForms(slow, known).within(one, allowed)
+    assert recomputed is not None and recomputed.every == 0
+    both = [tried(shape, each, batch=32) for each in (within, recomputed)]
+    for trial in both:
+        assert trial.memory is not None
+        assert trial.memory["activation"] <= (parse_bytes(trial.candidate.budget) or 0) + 4 * known.peak
+        assert trial.guess.nbytes <= allowed
+        assert trial.guess.memory["activation"] == pytest.approx(trial.memory["activation"], rel=0.005)
+        assert trial.seconds == pytest.approx(trial.guess.seconds, rel=0.1)
+    assert both[0].seconds < 0.99 * both[1].seconds
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,8 +12,14 @@ from torch import nn
 
 import shoal
 from shoal.comm.threads import run_ranks
-from shoal.comm.world import current_world
+from shoal.comm.world import current_world, fake_world
 from shoal.errors import ConfigError
+from shoal.mesh import Mesh
+from shoal.parallel.activations import HostActivations
+from shoal.parallel.recompute import Recompute
+from shoal.parallel.recompute_blocks import BudgetedRecompute, choose, device_nbytes
+from shoal.sharding.placement import Tier
+from tests.helpers.slow_copies import SlowCopies
 from tests.helpers.training import make
 
 WIDTH, ROWS, BLOCKS = 64, 32, 6
@@ -81,6 +88,73 @@ def test_the_last_blocks_that_fit_run_once_and_the_numbers_stay(
     assert ("more than the" in caplog.text) == (units == 0)
 
 
+@pytest.mark.parametrize(
+    ("units", "every", "calls"),
+    [
+        # kept blocks x 5 units, two that are copied x 5, inputs of recomputed ones and the activations of one
+        (5 * BLOCKS - 1, 1, [1, 1, 1, 1, 1, 1]),  # 2 offloaded
+        (2 * 5, 1, [1, 1, 1, 1, 1, 1]),  # all
+        (2 * 5 + 3 + 5, 2, [1, 2, 1, 2, 1, 2]),
+        (2 * 5 + 2 + 5 + 5, 2, [1, 2, 1, 2, 1, 1]),
+        (5 * BLOCKS, 1, [1, 1, 1, 1, 1, 1]),  # none
+        (5 * 3 + 5 + 3, 4, [2, 2, 2, 1, 1, 1]),  # where offload would leave more to recompute
+        (9, 2, [2, 2, 2, 2, 2, 2]),  # less than two blocks
+    ],
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_blocks_are_offloaded_in_place_of_some_recomputation_and_the_numbers_stay(
+    units: int, every: int, calls: list[int], stage: int
+) -> None:
+    plain = run_ranks(2, lambda: train({}, stage))
+    found = run_ranks(2, lambda: train({"memory_budget": units * UNIT, "offload_every": every}, stage))
+    for (made, values), (_, expected) in zip(found, plain, strict=True):
+        assert made == calls
+        assert all(torch.equal(values[name], expected[name]) for name in expected)
+
+
+def test_what_is_offloaded_leaves_the_device_and_comes_back_with_the_same_bits() -> None:
+    tower, copies, hidden = make(Tower), SlowCopies(), torch.randn(ROWS, WIDTH)
+    tower(hidden).backward()
+    expected = [parameter.grad.clone() for parameter in tower.parameters() if parameter.grad is not None]
+    recompute, budget = Recompute(), (2 * 5 + 3 + 5) * UNIT
+    ours = BudgetedRecompute(recompute, budget, 2)
+    blocks = ours.install(tower, None)
+    ours.offload = host = HostActivations(tower, only=ours.blocks, copies_of=lambda _: copies)
+    for step in range(3):
+        tower.zero_grad()
+        copies.log.clear()
+        loss = tower(hidden)
+        out = [line for line in copies.log if "out" in line]
+        on_host, inputs = host.saved_bytes_by_tier(), recompute.saved_bytes
+        loss.backward()
+        found = [parameter.grad for parameter in tower.parameters() if parameter.grad is not None]
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert copies.num_late == 0
+        if step:
+            assert list(ours.policies.values()) == ["offload", "recompute"] * 3
+            assert (on_host, inputs) == ({Tier.HOST: 3 * 5 * UNIT}, 3 * UNIT)
+            # Two tensors of a block. Those of the first have left before the third is copied: two are on the device.
+            assert [line.split()[0] for line in out] == ["out"] * 4 + ["wait"] * 2 + ["out"] * 2
+        with fake_world(1) as world:
+            assert (ours.decide(world.communicator("world", Mesh.of(1))) is None) == bool(step)
+    sizes = ({name: pair[at] for name, pair in ours.saved.items()} for at in (0, 1))
+    assert device_nbytes(ours.policies, *sizes) == budget
+    blocks.remove()
+
+
+def test_whatever_the_budget_it_is_kept_and_offload_leaves_no_more_to_recompute() -> None:
+    inputs, whole = ({str(at): size for at in range(12)} for size in (1, 7))
+    for budget in range(12 * 7 + 1):
+        without = choose(inputs, whole, budget)
+        for every in (1, 2, 3, 5):
+            made = choose(inputs, whole, budget, every)
+            left = [list(each.values()).count("recompute") for each in (made, without)]
+            assert left[0] <= left[1]
+            assert device_nbytes(made, inputs, whole) <= budget or left[0] == 12
+            where = [at for at, policy in enumerate(made.values()) if policy == "offload"]
+            assert all(second - first == every for first, second in pairwise(where))
+
+
 def test_the_rank_with_the_largest_batch_decides_for_all(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
 
@@ -90,6 +164,15 @@ def test_the_rank_with_the_largest_batch_decides_for_all(caplog: pytest.LogCaptu
     first, second = run_ranks(2, rank)
     assert first == second == [2] * 5 + [1]
     assert len(re.findall("blocks are recomputed", caplog.text)) == 1
+
+
+@pytest.mark.parametrize("more", [{"memory_budget": None}, {"offload_activation": {"device": "cpu"}}])
+def test_offload_needs_a_budget_of_its_own(more: dict[str, Any]) -> None:
+    activation = {"memory_budget": more.pop("memory_budget", "1GiB"), "offload_every": 2}
+    with pytest.raises(
+        ConfigError, match=r"activation_checkpointing\.offload_every.* (without a|and offload_activation)"
+    ):
+        shoal.config.load({"train_batch_size": 1, "activation_checkpointing": activation, **more})
 
 
 @pytest.mark.parametrize("more", [{}, {"compile": {"enabled": True}}, {"parallel": {"pp": 2}}])

@@ -111,7 +111,7 @@ def tied_axis(pipeline_stages: Sequence[int]) -> str:
 
 
 def factor_axis(axis: Axis, sizes: Sequence[int], factors: Sequence[int]) -> str:
-    """The axis of the ranks that differ only in some factors of a basic axis, of ``fsdp`` or of ``ep``.
+    """The axis of the ranks that differ only in some factors of a basic axis, of ``fsdp``, ``loss`` or ``ep``.
 
     Args:
         sizes: the factors of the axis's degree, the slowest first.
@@ -393,7 +393,7 @@ class Mesh:
         base, sizes_text, kept_text = match.groups() if match else ("", "1", "0")
         sizes = [int(size) for size in sizes_text.split("x")]
         kept = [int(factor) for factor in kept_text.split(",")]
-        degree = self.size(base) if base in (*ORDER, "fsdp", "ep") else 0
+        degree = self.size(base) if base in (*ORDER, "fsdp", "loss", "ep") else 0
         if degree != prod(sizes) or max(kept) >= len(sizes) or kept != sorted(set(kept)):
             raise ConfigError(
                 f"the axis {axis!r} is not made of factors of an axis of this mesh",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from shoal.comm.formats import WireFormat
-from shoal.comm.protocol import Call, Communicator, Work
+from shoal.comm.protocol import Call, Communicator, Step, Work
 from shoal.comm.wire import Wire
 
 
@@ -33,8 +33,8 @@ class Encoded(Communicator):
     def issue(self, call: Call) -> Work:
         return self._comm.issue(call)
 
-    def staged(self, first: Work, *steps: Callable[[torch.Tensor], Work]) -> Work:
-        return self._comm.staged(first, *steps)
+    def staged(self, tensor: torch.Tensor, first: Callable[[], Work], *steps: Step) -> Work:
+        return self._comm.staged(tensor, first, *steps)
 
     def wire_of(self, full: torch.Tensor, wire: Wire | None) -> Wire | None:
         return super().wire_of(full, wire or (self._wire if full.is_floating_point() else None))

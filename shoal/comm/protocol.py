@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from shoal.comm.recorder import Recorder
-from shoal.comm.side_stream import SideStream
+from shoal.comm.side_stream import CopyDone, SideStream
 from shoal.comm.wire import Wire, decoded_sum, encoded_gather, encoded_scatter
 from shoal.errors import CommError, UsageError
 from shoal.streams import host_memory, is_in_host_memory, keep_for_current_stream
@@ -70,6 +70,9 @@ class Work(Protocol):
         ...
 
 
+Step = Callable[[Work], Work]
+
+
 class FinishedWork:
     """A collective that needed no other rank, or that blocked until it was done."""
 
@@ -89,23 +92,33 @@ class StagedWork:
     """Collectives one after the other: each begins with what the one before has received.
 
     Args:
-        first: issued already.
-        steps: each takes the result of the work before, and returns the next one. They run in ``wait()``.
+        side: the stream in which they are issued; None: the current one, and those after the first in ``wait()``.
+        first: issues the first one.
+        steps: each waits for the work before, and issues the next one.
+
+    Order: on an accelerator all are issued at once, each to start when the one before has ended; the current stream
+        waits in ``wait()``, for the last one. On the CPU the host waits for each, in ``wait()``.
     """
 
-    __slots__ = ("_steps", "_works")
+    __slots__ = ("_issued", "_steps", "_works")
 
-    def __init__(self, first: Work, *steps: Callable[[torch.Tensor], Work]) -> None:
-        self._works = [first]
-        self._steps = list(steps)
+    def __init__(self, side: SideStream | None, first: Callable[[], Work], *steps: Step) -> None:
+        self._steps = steps
+        with nullcontext(CopyDone()) if side is None else side.queued() as self._issued:
+            self._works = [first()]
+            if side is not None:
+                self._follow()
+
+    def _follow(self) -> None:
+        steps, self._steps = self._steps, ()
+        with torch.no_grad():
+            for step in steps:
+                self._works.append(step(self._works[-1]))
 
     def wait(self) -> torch.Tensor:
-        result = self._works[-1].wait()
-        while self._steps:
-            with torch.no_grad():
-                self._works.append(self._steps.pop(0)(result))
-            result = self._works[-1].wait()
-        return result
+        self._follow()
+        self._issued.wait()
+        return self._works[-1].wait()
 
     def drain(self) -> None:
         self.wait()
@@ -236,8 +249,8 @@ class Communicator:
         self._side_stream: SideStream | None = None
 
     def side_stream(self, tensor: torch.Tensor) -> SideStream | None:
-        """The stream in which a collective of ``tensor`` waits for the one whose result it takes, so that the current
-        stream need not; None: it is in host memory.
+        """The stream in which a collective of ``tensor`` waits for the one whose result it takes; None: it is in host
+        memory.
         """
         if is_in_host_memory(tensor):
             return None
@@ -259,9 +272,9 @@ class Communicator:
             self.recorder.add(self.axis, one.verb, one.label, one.nbytes, one.sent.dtype, kind)
         return self.backend.issue(call)
 
-    def staged(self, first: Work, *steps: Callable[[torch.Tensor], Work]) -> Work:
-        """Works one after the other, of which the first is issued: see ``StagedWork``."""
-        return StagedWork(first, *steps)
+    def staged(self, tensor: torch.Tensor, first: Callable[[], Work], *steps: Step) -> Work:
+        """Collectives of ``tensor`` one after the other: see ``StagedWork``."""
+        return StagedWork(self.side_stream(tensor), first, *steps)
 
     def wire_of(self, full: torch.Tensor, wire: Wire | None) -> Wire | None:
         """How a collective of ``full`` is encoded that was asked to use ``wire``; on one rank nothing is."""
@@ -333,12 +346,13 @@ class Communicator:
         if (wire := self.wire_of(full, wire)) is not None:
             message, received, layout = encoded_scatter(wire, full.view(self.size, -1), self.empty)
 
-            def finish(received: torch.Tensor) -> Work:
-                parts = layout.parts(received, self.size)
+            def finish(before: Work) -> Work:
+                parts = layout.parts(before.wait(), self.size)
                 decoded_sum(wire.format, parts, out, scale=scale, accumulate=accumulate)
+                keep_for_current_stream(message, received)
                 return FinishedWork(out)
 
-            return self.staged(self.all_to_all(received, message, label=label), finish)
+            return self.staged(full, lambda: self.all_to_all(received, message, label=label), finish)
         nbytes = full.nbytes * (self.size - 1) // self.size
         return self.issue(Call("reduce_scatter", label, out, full, nbytes, scale, accumulate))
 
@@ -487,8 +501,8 @@ class _BlockingCommunicator(Communicator):
         work.drain()
         return work
 
-    def staged(self, first: Work, *steps: Callable[[torch.Tensor], Work]) -> Work:
-        work = super().staged(first, *steps)
+    def staged(self, tensor: torch.Tensor, first: Callable[[], Work], *steps: Step) -> Work:
+        work = super().staged(tensor, first, *steps)
         work.drain()
         return work
 
@@ -504,12 +518,12 @@ def encoded_all_gather(
     """An all_gather along ``axis`` of the encoded bytes of ``source``, which are decoded into ``full``."""
     message, received, decode = encoded_gather(wire, source, full, axis.rank, axis.size, comm.empty)
 
-    def finish(received: torch.Tensor) -> Work:
-        decode(received)
+    def finish(before: Work) -> Work:
+        decode(before.wait())
         keep_for_current_stream(message, received)
         return FinishedWork(full)
 
-    return comm.staged(axis.all_gather(received, message, label=label), finish)
+    return comm.staged(full, lambda: axis.all_gather(received, message, label=label), finish)
 
 
 def encoded_all_reduce(
@@ -521,13 +535,16 @@ def encoded_all_reduce(
         padded = torch.nn.functional.pad(full, (0, -full.numel() % axis.size))
     total = torch.empty(padded.numel() // axis.size, dtype=torch.float32, device=full.device)
 
-    def gather(total: torch.Tensor) -> Work:
-        return axis.all_gather(padded, total, label=label, wire=wire.of_sum())
+    def gather(before: Work) -> Work:
+        return axis.all_gather(padded, before.wait(), label=label, wire=wire.of_sum())
 
-    def finish(padded: torch.Tensor) -> Work:
+    def finish(before: Work) -> Work:
+        before.wait()
+        keep_for_current_stream(total, padded)
         return FinishedWork(full if padded is full else full.copy_(padded[: full.numel()]))
 
-    return comm.staged(axis.reduce_scatter(padded, total, scale=scale, label=label, wire=wire), gather, finish)
+    work = axis.reduce_scatter(padded, total, scale=scale, label=label, wire=wire)
+    return comm.staged(full, lambda: work, gather, finish)
 
 
 def own_range(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:

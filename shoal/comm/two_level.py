@@ -14,12 +14,33 @@ Sources: ZeRO++ qgZ (arXiv:2306.10209, section 3.3), MiCS (arXiv:2205.00119, sec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from shoal.comm.protocol import Communicator, FinishedWork, Work, encoded_all_gather, encoded_all_reduce, own_range
+from shoal.comm.protocol import Communicator, Work, encoded_all_gather, encoded_all_reduce, own_range
 from shoal.comm.wire import Wire, decoded_sum, encoded_scatter
+from shoal.streams import keep_for_current_stream
+
+
+class _Gathers:
+    """Several gathers into parts of ``full``, whose sources are parts of ``source``."""
+
+    def __init__(self, works: Sequence[Work], source: torch.Tensor, full: torch.Tensor) -> None:
+        self._works = works
+        self._source = source
+        self._full = full
+
+    def wait(self) -> torch.Tensor:
+        for work in self._works:
+            work.wait()
+        keep_for_current_stream(self._source)
+        return self._full
+
+    def drain(self) -> None:
+        for work in self._works:
+            work.drain()
 
 
 class TwoLevels:
@@ -58,16 +79,16 @@ class TwoLevels:
         nodes, width = self.between.size, self.inside.size
         places = full.view(nodes, width, -1)
         mine = self.comm.empty(nodes * source.numel(), full.dtype, full.device)
-        works: list[Work] = []
 
-        def gather_nodes(mine: torch.Tensor) -> Work:
-            for into, shard in zip(places, mine.chunk(nodes), strict=True):
-                works.append(self.inside.all_gather(into.view(-1), shard, label=label))
-            return works[0]
+        def gather_nodes(before: Work) -> Work:
+            shards = before.wait().chunk(nodes)
+            works = [
+                self.inside.all_gather(into.view(-1), shard, label=label)
+                for into, shard in zip(places, shards, strict=True)
+            ]
+            return _Gathers(works, mine, full)
 
-        others = [lambda _before, node=node: works[node] for node in range(1, nodes)]
-        first = self.between.all_gather(mine, source, label=label)
-        return self.comm.staged(first, gather_nodes, *others, lambda _before: FinishedWork(full))
+        return self.between.staged(full, lambda: self.between.all_gather(mine, source, label=label), gather_nodes)
 
     def reduce_scatter(
         self,
@@ -100,12 +121,13 @@ class TwoLevels:
                 wire.error.view(nodes, width, -1).copy_(error.view(width, nodes, -1).transpose(0, 1))
         outer = Wire(wire.between or wire.format)
 
-        def sum_node(received: torch.Tensor) -> Work:
+        def sum_node(before: Work) -> Work:
             total = torch.empty(rows.shape[1], dtype=torch.float32, device=full.device)
-            decoded_sum(wire.format, layout.parts(received, width), total, scale=1.0, accumulate=False)
+            decoded_sum(wire.format, layout.parts(before.wait(), width), total, scale=1.0, accumulate=False)
+            keep_for_current_stream(message, received)
             return self.between.reduce_scatter(total, out, scale=scale, accumulate=accumulate, label=label, wire=outer)
 
-        return self.comm.staged(self.inside.all_to_all(received, message, label=label), sum_node)
+        return self.inside.staged(full, lambda: self.inside.all_to_all(received, message, label=label), sum_node)
 
     def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str, wire: Wire | None = None) -> Work:
         """As ``Communicator.all_reduce``; with ``wire`` its two halves in two levels."""

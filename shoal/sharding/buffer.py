@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
 
-from shoal.comm.protocol import Communicator, FinishedWork, Work
+from shoal.comm.protocol import Communicator, FinishedWork, StagedWork, Work
 from shoal.comm.side_stream import CopyDone
 from shoal.comm.wire import Wire
 from shoal.memory.host import round_up
@@ -194,7 +195,19 @@ class FlatBuffer:
             resize_storage(self.full.untyped_storage(), self.nbytes)
             if ranges is not None:
                 return self._gather_ranges(ranges)
-        return Redistribution(self, todo, into, scale, accumulate, wire)
+        first = partial(self.issue, todo[0], into, scale=scale, accumulate=accumulate, wire=wire)
+        if len(todo) == 1:
+            return first()
+
+        def after(index: int, before: Work) -> Work:
+            """Issue a move: all but the second one overwrite what peers read for the one before."""
+            if index > 1 or todo[0].collective == "all_reduce":
+                before.drain()
+            else:
+                before.wait()
+            return self.issue(todo[index], into, wire=wire)
+
+        return _InPlace(self.comm.side_stream(self.full), first, *(partial(after, i) for i in range(1, len(todo))))
 
     def issue(
         self,
@@ -205,7 +218,7 @@ class FlatBuffer:
         accumulate: bool = False,
         wire: Wires | None = None,
     ) -> Work:
-        """Start one move. Called by ``Redistribution`` alone."""
+        """Start one move. Called by ``redistribute`` alone."""
         axis, label = self.axes[move.axis], self.label
         encoded = None if wire is None else wire.get(move.axis)
         if move.collective == "all_gather":
@@ -344,57 +357,16 @@ class FlatBuffer:
         self.storage = DeviceStorage(self.full)
 
 
-class Redistribution:
-    """The collectives of one ``redistribute``, one after the other: each needs the result of the one before.
+class _InPlace(StagedWork):
+    """Collectives one after the other, the last of which peers read what it writes.
 
-    Order: on an accelerator all are issued at once, each to start when the one before has ended; the current stream
-    waits in ``wait()``, for the last one. On the CPU, where a result is waited for by the host, those after the first
-    are issued in ``wait()``.
+    Order: after ``wait()`` the result may be overwritten.
     """
 
-    def __init__(
-        self,
-        buffer: FlatBuffer,
-        todo: tuple[Move, ...],
-        into: torch.Tensor | None,
-        scale: float,
-        accumulate: bool,
-        wire: Wires | None,
-    ) -> None:
-        self._todo = todo[1:]
-        self._buffer = buffer if self._todo else None  # else the buffer, whose reader this may be, is in a cycle
-        self._into = into
-        self._wire = wire
-        self._is_first_in_place = todo[0].collective == "all_reduce"  # peers read what the next one overwrites
-        side = buffer.comm.side_stream(buffer.full) if self._todo else None
-        with nullcontext(CopyDone()) if side is None else side.queued() as self._issued:
-            self._first = self._last = buffer.issue(todo[0], into, scale=scale, accumulate=accumulate, wire=wire)
-            if side is not None:
-                self._follow(buffer)
-
-    def _follow(self, buffer: FlatBuffer) -> None:
-        """Issue the collectives after the first, each when the result of the one before is there."""
-        todo, self._todo = self._todo, ()
-        for move in todo:
-            if self._last is not self._first or self._is_first_in_place:
-                self._last.drain()  # the next one overwrites what peers read
-            else:
-                self._last.wait()
-            self._last = buffer.issue(move, self._into, wire=self._wire)
-
     def wait(self) -> torch.Tensor:
-        """Wait for the last collective. Returns the buffer's memory."""
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            self._follow(buffer)
-            self._issued.wait()  # kernels between two collectives, and a sum of rows, which is none
-            self._last.drain()  # the caller overwrites what peers read
-        return self._last.wait()
-
-    def drain(self) -> None:
-        """Wait until the sources may be overwritten, too."""
-        self.wait()
-        self._first.drain()
+        result = super().wait()
+        self._works[-1].drain()
+        return result
 
 
 class _GatherAfterCopy:

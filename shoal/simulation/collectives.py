@@ -80,7 +80,7 @@ class SimulatedWork:
             if self._land is not None:
                 with torch.no_grad():
                     self._land()
-            self._tensors, self._land = (), None
+            self._tensors, self._land, self._deliver = (), None, lambda: None
         return self._out
 
     def drain(self) -> None:

@@ -453,10 +453,25 @@ CASES |= {
     },
 }
 
+_SUMS = {"reduce": "int8", "between_nodes": "int4", "error_feedback": True}
+_GATHERS = {"hierarchical_gather": True}
+
 # Rows of the matrix with values that no axis has.
 ROWS: dict[str, Callable[[], list[StreamCheck]]] = {
     "hpz": partial(of_matrix, _HPZ, ranks=4),
     "hpz, parameters on the host": partial(of_matrix, {**_HPZ, "parameters": "host"}, ranks=4),
+    **{
+        f"two nodes, {name}": partial(of_matrix, axes, ranks=4, more={"wire": {**wire, "ranks_per_node": 2}})
+        for name, axes, wire in (
+            ("stage 0", {"stage": "0"}, _SUMS),
+            ("stage 2", {"stage": "2", "accumulation": "2"}, _SUMS),
+            ("stage 3", {"stage": "3"}, {**_SUMS, **_GATHERS, "gather": "int8"}),
+            ("gathers", {"stage": "3"}, _GATHERS),
+            ("gathers in the step", {"stage": "2", "overlap": "no"}, _GATHERS),
+            ("gathers from the host", {"stage": "3", "parameters": "host"}, _GATHERS),
+            ("gathers after updates on the host", {"stage": "2", "state": "host"}, _GATHERS),
+        )
+    },
     "many messages": partial(of_matrix, {"pp": "2"}, more={"gradient_accumulation_steps": 8, **_GPIPE}),
     "an error in a pipeline": partial(
         of_matrix, {"pp": "2"}, between="fail", more={"gradient_accumulation_steps": 6, **_GPIPE}

@@ -28,7 +28,7 @@ from shoal.parallel.sequence.chunks import chunks_of
 from shoal.parallel.sequence.ring import RingPlan, ring_attention
 from shoal.simulation.check import StreamCheck
 from tests.helpers.places import ROOT
-from tests.helpers.stream_cases import CASES, of_matrix, on_ranks
+from tests.helpers.stream_cases import CASES, ROWS, of_matrix, on_ranks
 from tests.helpers.stream_matrix import reports
 from tests.helpers.training import adamw, config, start
 
@@ -181,6 +181,8 @@ _DROPPED = partial(_reports, CASES["source_that_is_dropped_while_it_is_copied"])
 _OFFLOADED = partial(
     _reports, partial(of_matrix, {"stage": "3", "state": "host", "parameters": "host", "accumulation": "2"})
 )
+_TWO_NODES = partial(_reports, ROWS["two nodes, stage 2"])
+_UPDATED = partial(_reports, ROWS["two nodes, gathers after updates on the host"])
 _STREAMS = "__import__('shoal.streams', fromlist=['x']).streams_of"
 
 
@@ -196,6 +198,7 @@ class Change:
 
 
 NCCL, RING, COPIES = "shoal/comm/nccl.py", "shoal/parallel/sequence/ring.py", "shoal/memory/stream_copies.py"
+PROTOCOL, LEVELS = "shoal/comm/protocol.py", "shoal/comm/two_level.py"
 _WAIT = """        with self._comm.explained(self._what):
             self._work.wait()
         self._is_waited = True
@@ -239,6 +242,26 @@ CHANGES = {
         "        self._landing = None\n        self._out[:1].tolist()\n        return",
         partial(_reads, config(3)),
         "the host waits",
+    ),
+    # collectives that are issued behind others
+    "the last of several collectives is not waited for": Change(
+        PROTOCOL, "        self._issued.wait()\n", "", _TWO_NODES, "must wait for"
+    ),
+    "received bytes are decoded before they are there": Change(
+        PROTOCOL,
+        "parts = layout.parts(before.wait(), self.size)",
+        "parts = layout.parts(received, self.size)",
+        _TWO_NODES,
+        "must wait for",
+    ),
+    "what a node has summed is sent before it is there": Change(
+        LEVELS, "layout.parts(before.wait(), width)", "layout.parts(received, width)", _TWO_NODES, "must wait for"
+    ),
+    "memory of a sum is freed while another stream decodes it": Change(
+        LEVELS, "            keep_for_current_stream(message, received)\n", "", _TWO_NODES, "the memory was freed"
+    ),
+    "memory of shards of other nodes is freed while they are sent on": Change(
+        LEVELS, "        keep_for_current_stream(self._source)\n", "", _UPDATED, "the memory was freed"
     ),
     # sends that are moved or in another order
     "a hop of a ring is received after it is sent": Change(

@@ -7,7 +7,8 @@ import pytest
 from tests.helpers.stream_cases import CASES, ROWS
 from tests.helpers.stream_matrix import reports
 
-TESTED = {**CASES, "hpz": ROWS["hpz"]}  # the other rows take as long as all cases: tests/nightly
+# The other rows take as long as all cases: tests/nightly.
+TESTED = CASES | {name: run for name, run in ROWS.items() if name == "hpz" or name.startswith("two nodes")}
 
 
 @pytest.mark.parametrize("name", TESTED)

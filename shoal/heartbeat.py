@@ -20,7 +20,6 @@ from typing import Protocol
 
 from shoal.process import started
 
-FOLDER = "SHOAL_HEARTBEATS"
 SECTIONS = ("init", "data", "compile", "step", "evaluation", "checkpoint")
 
 _NBYTES = 512
@@ -31,6 +30,15 @@ _SECTION_AT = _OWNER.size
 _NUMBER_AT = _SECTION_AT + _SECTION.size
 _LABEL_AT = _NUMBER_AT + _NUMBER.size
 _LABEL_NBYTES = _NBYTES - _LABEL_AT
+
+
+@dataclass(frozen=True)
+class HeartbeatPlace:
+    """The launcher's folder, and this process's ranks."""
+
+    folder: str
+    local_rank: int
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -109,23 +117,23 @@ class Heartbeat:
 _heartbeat: Heartbeat | None = None
 
 
-def heartbeat() -> Heartbeat:
-    """This process's: made at the first call, where its launcher has named a folder and no other process of the same
-    local rank has one.
-    """
+def heartbeat(place: HeartbeatPlace | None) -> Heartbeat:
+    """This process's: made at the first call. ``place``: None: no launcher has named one."""
     global _heartbeat
     if _heartbeat is None:
-        _heartbeat = _open()
+        _heartbeat = Heartbeat() if place is None else open_heartbeat(place)
     return _heartbeat
 
 
-def _open() -> Heartbeat:
-    folder, local_rank = os.environ.get(FOLDER), os.environ.get("LOCAL_RANK", "")
+def open_heartbeat(place: HeartbeatPlace) -> Heartbeat:
+    """One with a file, unless another process of the same local rank has one."""
     start = started(os.getpid())
-    if not folder or not local_rank.isdecimal() or start is None:
+    if start is None:
         return Heartbeat()
     try:
-        file = os.open(Path(folder, local_rank), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        file = os.open(
+            Path(place.folder, str(place.local_rank)), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600
+        )
     except OSError:
         return Heartbeat()  # a process that this rank has started; or the launcher has ended
     try:
@@ -134,7 +142,7 @@ def _open() -> Heartbeat:
     finally:
         os.close(file)
     memory[:] = bytes(_NBYTES)
-    _OWNER.pack_into(memory, 0, int(os.environ.get("RANK", local_rank)), os.getpid(), start)
+    _OWNER.pack_into(memory, 0, place.rank, os.getpid(), start)
     return Heartbeat(memory)
 
 

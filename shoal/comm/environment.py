@@ -16,8 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.errors import ConfigError
+from shoal.heartbeat import HeartbeatPlace
 
 TRACEBACK = "SHOAL_TRACEBACK"
+HEARTBEATS = "SHOAL_HEARTBEATS"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,14 @@ class Launch:
     address: str | None
     port: int | None
     launcher: str
+
+
+def heartbeat_place() -> HeartbeatPlace | None:
+    """Where this process's launcher reads what it is doing; None: no launcher does."""
+    folder, local_rank = os.environ.get(HEARTBEATS), os.environ.get("LOCAL_RANK", "")
+    if not folder or not local_rank.isdecimal():
+        return None
+    return HeartbeatPlace(folder, int(local_rank), int(os.environ.get("RANK", local_rank)))
 
 
 def warn_on_rank_0(text: str, *, stacklevel: int = 3) -> None:

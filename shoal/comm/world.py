@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.comm.environment import Launch, check_alone, read_launch
+from shoal.comm.environment import Launch, check_alone, heartbeat_place, read_launch
 from shoal.comm.failure import ExceptHook
 from shoal.comm.fake import FakeCommunicator, FakeStages, FakeStageTransport, FakeTransport
 from shoal.comm.local_device import (
@@ -372,7 +372,7 @@ def init_distributed(
     else:
         address = launch.address or "127.0.0.1"
         arguments["init_method"] = f"tcp://{address}:{launch.port or distributed_port}"
-    heartbeat().enter("init", timeout.total_seconds())
+    heartbeat(heartbeat_place()).enter("init", timeout.total_seconds())
     with _logs_a_long_start(launch):
         dist.init_process_group(backend, **arguments)
     world = _adopt(timeout, owns_group=True)
@@ -501,7 +501,7 @@ def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
                 raise
     world = World(
         rank, size, local_rank, device, backend, transport, dist.destroy_process_group if owns_group else None,
-        heartbeat(),
+        heartbeat(heartbeat_place()),
     )  # fmt: skip
     _process.world = world
     _process.group = group

@@ -229,7 +229,7 @@ class PrometheusSection(Section):
     port: int = key(9400, "port to listen at", ge=1, le=65535)
 
 
-class Goodput(Section):
+class GoodputSection(Section):
     """Where the time of a run goes, over all its starts."""
 
     file: str | None = key(None, "rank 0 appends the seconds of each section to it; `shoal goodput` reads it")
@@ -505,7 +505,7 @@ class Schema(Section):
     tensorboard: Tensorboard = section(Tensorboard, "TensorBoard's event files")
     csv_monitor: CsvMonitor = section(CsvMonitor, "CSV files")
     prometheus: PrometheusSection = section(PrometheusSection, "values for a Prometheus server")
-    goodput: Goodput = section(Goodput, "where the time of a run goes")
+    goodput: GoodputSection = section(GoodputSection, "where the time of a run goes")
     wandb: Wandb = section(Wandb, "Weights & Biases")
     comet: Comet = section(Comet, "Comet")
     mlflow: MlflowMonitor = section(MlflowMonitor, "MLflow")

@@ -26,8 +26,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from shoal.comm.environment import HEARTBEATS
 from shoal.errors import UsageError
-from shoal.heartbeat import FOLDER
 from shoal.launch.cores import BoundCores
 from shoal.launch.environment import read_environment
 from shoal.launch.failure import EndedRank, describe, errors_of, stderr_of
@@ -145,7 +145,7 @@ def run_local(job: LocalJob) -> Outcome:
             output, watch, log_dir, job.num_ranks, rank_0_keeps_terminal=job.rank_0_keeps_terminal
         ),
     )
-    always = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", FOLDER: str(heartbeats)}
+    always = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", HEARTBEATS: str(heartbeats)}
     assignments = {**always, **_threads(job), **job.environment}
     bound = ["--cores", ";".join(",".join(map(str, cpus)) for cpus in job.cores.cpus)] if job.cores else []
     arguments = [

@@ -94,7 +94,7 @@ def _process_began(otherwise: float) -> float:
 
 
 @dataclass(frozen=True)
-class Goodput:
+class RunTime:
     """The time of a run by category, in seconds. ``num_starts``: of the program."""
 
     seconds: Mapping[str, float]
@@ -117,7 +117,7 @@ class Goodput:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _LoggedSections:
     before: int  # steps done
     after: int
     seconds: Mapping[str, float]  # by section
@@ -133,7 +133,7 @@ class _Start:
     init: float
     num_ranks: int
     restored: int  # the step from which it went on
-    lines: list[_Line] = field(default_factory=list)
+    lines: list[_LoggedSections] = field(default_factory=list)
 
     @property
     def last_step(self) -> int:
@@ -144,11 +144,11 @@ class _Start:
         if is_before_steps:
             self.restored = step
         before = self.last_step if "step" in seconds else step
-        self.lines.append(_Line(before, step, seconds, is_before_steps))
+        self.lines.append(_LoggedSections(before, step, seconds, is_before_steps))
         self.ended = time
 
 
-def read_goodput(path: Path) -> Goodput:
+def read_goodput(path: Path) -> RunTime:
     """Read a log.
 
     Raises: UsageError: there is no such file, or it has no start.
@@ -175,7 +175,7 @@ def read_goodput(path: Path) -> Goodput:
             is_change = following.num_ranks != start.num_ranks
             seconds["elastic change" if is_change else "recovery"] += max(0.0, following.began - start.ended)
     num_steps = starts[-1].last_step - starts[0].restored
-    return Goodput(seconds, len(starts), num_steps)
+    return RunTime(seconds, len(starts), num_steps)
 
 
 def _starts(path: Path) -> Sequence[_Start]:

@@ -15,7 +15,7 @@ from typing import Any
 from shoal.errors import UsageError
 from shoal.observe.chart import Chart, Line, card, draw, short, table
 from shoal.observe.expert_load import PREFIX, load_section
-from shoal.observe.goodput import GOODPUT_FILE, Goodput, read_goodput
+from shoal.observe.goodput import GOODPUT_FILE, RunTime, read_goodput
 from shoal.observe.monitor import read_json_lines
 from shoal.text import counted, format_bytes, format_count
 
@@ -89,7 +89,7 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def render(record: RunRecord, series: Series, goodput: Goodput | None = None) -> str:
+def render(record: RunRecord, series: Series, goodput: RunTime | None = None) -> str:
     """The whole page."""
     sections = [
         _facts(record.facts),
@@ -183,7 +183,7 @@ def _sample(prompt: str, sample: str) -> str:
     return card("Sample", text, "the prompt, then what the model wrote") if sample else ""
 
 
-def _goodput(goodput: Goodput | None) -> str:
+def _goodput(goodput: RunTime | None) -> str:
     if goodput is None:
         return ""
     cells = table("goodput", ("category", "seconds", "share"), [row[:3] for row in goodput.rows()])

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from shoal import heartbeat as module
-from shoal.heartbeat import Beat, Heartbeat, clear_heartbeats, read_heartbeats
+import shoal
+from shoal.comm.environment import heartbeat_place
+from shoal.heartbeat import Beat, Heartbeat, clear_heartbeats, open_heartbeat, read_heartbeats
 from shoal.launch.hang import Stuck, causes_of, describe_hang, main_stack
 
 BEAT = Beat(0, 0, 1, 1, "step", 0.0, 60.0, 7, 100, "all_gather 'layers.3' on axis 'dp'")
-PACKAGE = Path(module.__file__).parent
+PACKAGE = Path(shoal.__file__).parent
 WAITING = (f'  File "{PACKAGE}/comm/gloo.py", line 3 in wait', '  File "/home/me/train.py", line 9 in main')
 COMPUTING = ('  File "/home/me/model.py", line 5 in forward', '  File "/home/me/train.py", line 9 in main')
 
@@ -78,7 +79,9 @@ def test_a_heartbeat_is_read_by_another_process(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("SHOAL_HEARTBEATS", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "9")
-    beat = module._open()
+    place = heartbeat_place()
+    assert place is not None
+    beat = open_heartbeat(place)
     beat.enter("step", 60.0, 5)
     beat.issued(12, "dp", "all_gather", "layers.3")
     (read,) = read_heartbeats(tmp_path)
@@ -89,7 +92,7 @@ def test_a_heartbeat_is_read_by_another_process(tmp_path: Path, monkeypatch: pyt
     beat.enter("checkpoint", None, 6)
     (read,) = read_heartbeats(tmp_path)
     assert (read.section, read.seconds, read.step, read.is_late) == ("checkpoint", 0.0, 6, False)
-    assert not module._open().is_read  # a process that the rank has started
+    assert not open_heartbeat(place).is_read  # a process that the rank has started
     clear_heartbeats(tmp_path)
     assert read_heartbeats(tmp_path) == []
 

@@ -12,9 +12,8 @@ from shoal.comm.world import current_world
 from shoal.errors import ConfigError
 from shoal.mesh import ORDER, Mesh
 
-# The axes of a pipeline's topology: DeepSpeed's name, the mesh's.
-_AXES = {"pipe": "pp", "data": "dp_shard", "sequence": "sp", "model": "tp"}
-_OF_MESH = {"pipe": ("pp",), "data": ("dp_replicate", "dp_shard"), "sequence": ("cp", "sp"), "model": ("tp",)}
+# The axes of a pipeline's topology: DeepSpeed's name, the mesh's; a topology without a mesh is of the last one.
+_AXES = {"pipe": ("pp",), "data": ("dp_replicate", "dp_shard"), "sequence": ("cp", "sp"), "model": ("tp",)}
 
 
 class ProcessTopology:
@@ -145,11 +144,12 @@ def mesh_of_topology(topology: ProcessTopology, order: Sequence[str] = ORDER) ->
             f" mesh has the order {', '.join(order)}",
             f"list the axes in this order: {', '.join(axis for axis in known if axis in topology.axes)}.",
         )
-    return Mesh(order=tuple(_AXES[axis] for axis in axes), **{_AXES[axis]: dims[axis] for axis in axes})
+    degrees = {_AXES[axis][-1]: dims[axis] for axis in axes}
+    return Mesh(order=tuple(degrees), **degrees)
 
 
 def _ordered(order: Sequence[str]) -> list[str]:
-    return sorted(_OF_MESH, key=lambda axis: min((order.index(of) for of in _OF_MESH[axis] if of in order), default=-1))
+    return sorted(_AXES, key=lambda axis: min((order.index(of) for of in _AXES[axis] if of in order), default=-1))
 
 
 def topology_of_mesh(mesh: Mesh) -> ProcessTopology:
@@ -160,7 +160,7 @@ def topology_of_mesh(mesh: Mesh) -> ProcessTopology:
     >>> topology_of_mesh(Mesh.of(8, pp=2, tp=2)).get_coord(5)
     ProcessCoord(pipe=1, data=0, model=1)
     """
-    dims = {axis: prod(getattr(mesh, of) for of in _OF_MESH[axis]) for axis in _ordered(mesh.order)}
+    dims = {axis: prod(getattr(mesh, of) for of in _AXES[axis]) for axis in _ordered(mesh.order)}
     kept = {axis: dim for axis, dim in dims.items() if dim > 1 or axis in ("pipe", "data")}
     if mesh.order != ORDER:
         made = ProcessTopology(list(kept), list(kept.values()))
@@ -168,7 +168,7 @@ def topology_of_mesh(mesh: Mesh) -> ProcessTopology:
             if axis in kept and {*map(tuple, made.get_axis_comm_lists(axis))} != {*mesh.groups(of)}:
                 raise _wrong(
                     f"a topology has one axis {axis!r}, and the mesh's order is {', '.join(mesh.order)}",
-                    f"list {' and '.join(_OF_MESH[axis])} next to each other in parallel.order.",
+                    f"list {' and '.join(_AXES[axis])} next to each other in parallel.order.",
                 )
         return made
     if set(kept) == {"pipe", "data"}:

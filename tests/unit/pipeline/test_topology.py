@@ -83,6 +83,25 @@ def test_a_mesh_as_a_topology() -> None:
     assert topology_of_mesh(Mesh(pp=2, tp=2)).axes == ["pipe", "data", "model"]
 
 
+def test_a_topology_follows_the_order_of_the_mesh() -> None:
+    mesh = Mesh.of(8, pp=2, tp=2, order=("dp_shard", "pp", "tp"))
+    topology = topology_of_mesh(mesh)
+    assert (topology.axes, topology.dims) == (["data", "pipe", "model"], [2, 2, 2])
+    for axis, of in (("pipe", "pp"), ("data", "dp"), ("model", "tp")):
+        assert sorted(map(tuple, topology.get_axis_comm_lists(axis))) == sorted(mesh.groups(of))
+    assert mesh_of_topology(topology, mesh.order) == mesh
+    with pytest.raises(ConfigError, match="orders the axes"):
+        mesh_of_topology(topology)
+    apart = Mesh.of(8, pp=2, dp_replicate=2, order=("dp_replicate", "pp", "dp_shard"))
+    with pytest.raises(ConfigError, match="list dp_replicate and dp_shard next to each other"):
+        topology_of_mesh(apart)
+    with fake_world(8, rank=6) as world:
+        world.mesh = mesh
+        grid = PipelineParallelGrid()
+        assert (grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_slice_parallel_rank()) == (1, 1, 0)
+        assert grid.stage_to_global(0) == 4
+
+
 def test_the_grid_of_a_rank() -> None:
     with fake_world(12, rank=7):
         grid = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3))

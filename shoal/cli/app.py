@@ -6,10 +6,8 @@ import inspect
 import json as json_text
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
-from enum import StrEnum
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -19,12 +17,12 @@ from shoal.cli.as_deepspeed import as_deepspeed
 from shoal.cli.checkpoint import app as checkpoint_app
 from shoal.cli.convert import convert
 from shoal.cli.estimate import estimate
-from shoal.cli.job import VERBOSE, TrainJob, default_ranks
+from shoal.cli.job import TrainJob
 from shoal.cli.plan import plan
+from shoal.cli.run import run
 from shoal.cli.tune import tune
 from shoal.cli.usage import OrderedGroup, UsageCommand
 from shoal.cli.verify import verify
-from shoal.errors import UsageError
 
 app = typer.Typer(
     name="shoal",
@@ -37,15 +35,13 @@ app = typer.Typer(
 
 
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command("run", cls=UsageCommand, context_settings={"allow_interspersed_args": False})(run)
 app.command("estimate", cls=UsageCommand)(estimate)
 app.command("plan", cls=UsageCommand)(plan)
 app.command("tune", cls=UsageCommand)(tune)
 app.command("verify", cls=UsageCommand)(verify)
 app.command("convert", cls=UsageCommand)(convert)
 app.command("as-deepspeed", cls=UsageCommand)(as_deepspeed)
-
-
-AutotuningMode = StrEnum("AutotuningMode", "tune run")
 
 
 def _show_version(value: bool) -> None:
@@ -63,74 +59,6 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-@app.command("run", cls=UsageCommand, context_settings={"allow_interspersed_args": False})
-def run(
-    script: Annotated[str, typer.Argument(help="A Python file, or with --module the name of a module.")],
-    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", "-n", min=1, help="Number of ranks to start. Default: one per visible GPU, else 1."),
-    ] = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="Run SCRIPT as a module, like python -m.")] = False,
-    as_deepspeed: Annotated[
-        bool,
-        typer.Option(
-            "--as-deepspeed",
-            help="`import deepspeed` imports Shoal, also in child processes. SCRIPT may be a launcher (accelerate).",
-        ),
-    ] = False,
-    autotuning: Annotated[
-        AutotuningMode | None,
-        typer.Option(
-            help="Run SCRIPT for some steps with one configuration after the other, as the section autotuning of the"
-            " file says that --deepspeed or --deepspeed_config names (tune), then train with the best (run). Implies"
-            " --as-deepspeed."
-        ),
-    ] = None,
-    verbose: Annotated[bool, VERBOSE] = False,
-    stop_seconds: Annotated[
-        int,
-        typer.Option(min=0, help="Seconds from SIGTERM to SIGKILL when ranks are terminated, so that they can save."),
-    ] = 5,
-) -> None:
-    """Start a script on several local ranks, one process each."""
-    from shoal.cli.as_deepspeed import become_command, is_command, job_as_deepspeed
-    from shoal.launch import LocalJob, Outcome, run_local
-    from shoal.launch.environment import LOG_LEVEL
-    from shoal.launch.local import check_script, misplaced_ranks
-
-    given = args or []
-    as_deepspeed = as_deepspeed or autotuning is not None
-    if as_deepspeed and not module and is_command(script):
-        if autotuning is not None:
-            raise UsageError(f"--autotuning for the command {script!r}.", do="name the script that trains.")
-        become_command(script, given, ranks)
-    num_ranks = ranks or default_ranks()
-    check_script(script, is_module=module)
-    if not module and (advice := misplaced_ranks(script, given)):
-        print(advice, file=sys.stderr)
-
-    def start(words: Sequence[str]) -> Outcome:
-        if as_deepspeed:
-            job = job_as_deepspeed(script, words, is_module=module, ranks=num_ranks)
-        else:
-            job = LocalJob([sys.executable, *(["-m"] if module else []), script, *words], num_ranks)
-        if verbose:
-            job = replace(job, environment={**job.environment, LOG_LEVEL: "debug"})
-        return run_local(replace(job, stop_seconds=stop_seconds))
-
-    if autotuning is None:
-        outcome = start(given)
-    else:
-        from shoal.planner.autotuning import Script, autotune
-
-        command = ("shoal", "run", "--as-deepspeed", "--ranks", str(num_ranks), *(["-m"] if module else []), script)
-        outcome = autotune(Script(command, tuple(given), num_ranks, start), autotuning, partial(print, flush=True))
-    if outcome.report:
-        print(f"\n{outcome.report}", file=sys.stderr)
-    raise typer.Exit(outcome.exit_code)
 
 
 @app.command(

@@ -3,8 +3,12 @@
 launcher               rank                  world size             local rank
 torchrun, shoal run    RANK                  WORLD_SIZE             LOCAL_RANK
 Open MPI               OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE   OMPI_COMM_WORLD_LOCAL_RANK
-Slurm (srun)           SLURM_PROCID          SLURM_STEP_NUM_TASKS   SLURM_LOCALID
+MVAPICH2               MV2_COMM_WORLD_RANK   MV2_COMM_WORLD_SIZE    MV2_COMM_WORLD_LOCAL_RANK
 MPICH, Intel MPI       PMI_RANK              PMI_SIZE               MPI_LOCALRANKID
+Slurm (srun)           SLURM_PROCID          SLURM_STEP_NUM_TASKS   SLURM_LOCALID
+
+The first line that applies counts. In an allocation of Slurm, MPI's launchers start their daemons by srun, so their
+ranks have Slurm's variables of the daemon too.
 """
 
 from __future__ import annotations
@@ -79,8 +83,8 @@ def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: 
         launch = Launch(
             rank, _number(values, "WORLD_SIZE"), _optional_number(values, "LOCAL_RANK"), address, port, "env"
         )
-    elif mpi_and_slurm and "OMPI_COMM_WORLD_SIZE" in values:
-        launch = _of_mpi(values, _OPEN_MPI, address, port)
+    elif mpi_and_slurm and (names := _mpi_names(values)) is not None:
+        launch = _of_mpi(values, names, address, port)
     elif mpi_and_slurm and values.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         nodes = values.get("SLURM_STEP_NODELIST") or values.get("SLURM_JOB_NODELIST") or ""
         launch = Launch(
@@ -91,8 +95,6 @@ def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: 
             port,
             "slurm",
         )
-    elif mpi_and_slurm and values.get("PMI_SIZE", "1") != "1":
-        launch = _of_mpi(values, _MPICH, address, port)
     else:
         return None
     if not 0 <= launch.rank < launch.world_size:
@@ -122,20 +124,35 @@ def wants_tracebacks(environment: Mapping[str, str] | None = None) -> bool:
 
 # The variables of rank, world size, local rank and local world size.
 _OPEN_MPI = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
-_MPICH = "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+_MVAPICH = "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
+_PMI = "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+
+
+def _mpi_names(values: Mapping[str, str]) -> tuple[str, str, str, str] | None:
+    """The variables of the MPI that started this process; None: none did.
+
+    ``srun --mpi=pmi2`` sets PMI's as well, with Slurm's own numbers: there Slurm's say more.
+    """
+    for names in (_OPEN_MPI, _MVAPICH):
+        if names[1] in values:
+            return names
+    size = values.get(_PMI[1], "1")
+    return _PMI if size not in ("1", values.get("SLURM_STEP_NUM_TASKS")) else None
 
 
 def _of_mpi(
     values: Mapping[str, str], names: tuple[str, str, str, str], address: str | None, port: int | None
 ) -> Launch:
-    """MPI names no address: where all ranks are on one machine it is this one's for itself."""
+    """MPI names no address. Where all ranks are on one machine, it is the loopback address; in an allocation of Slurm
+    it is the first machine, on which MPI's launchers start rank 0."""
     rank, size, local_rank, local_size = names
-    is_here = values.get(local_size) == values[size]
+    is_alone = values.get(local_size) == values[size]
+    first = "127.0.0.1" if is_alone else first_node(values.get("SLURM_JOB_NODELIST", "")) or None
     return Launch(
         _number(values, rank),
         _number(values, size),
         _optional_number(values, local_rank),
-        address or ("127.0.0.1" if is_here else None),
+        address or first,
         port,
         "mpi",
     )

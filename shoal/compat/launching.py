@@ -33,7 +33,7 @@ from shoal.compat.absent import not_built
 from shoal.compat.environment import file_of_variables, for_local_children, showing, visible_devices
 from shoal.errors import ConfigError, ShoalError
 from shoal.launch import LocalJob, Outcome, RemoteJob, run_local, run_remote
-from shoal.launch.local import check_script
+from shoal.launch.local import DEFAULT_PORT, check_script
 from shoal.planner.autotuning import Script, autotune
 
 DEEPSPEED_ENVIRONMENT_NAME = file_of_variables()
@@ -200,7 +200,7 @@ def job_of(options: argparse.Namespace) -> LocalJob | RemoteJob:
     if elastic is None and (options.master_port is not None or options.master_addr):
         environment |= {
             "MASTER_ADDR": options.master_addr or "127.0.0.1",
-            "MASTER_PORT": str(options.master_port or machines.DEFAULT_PORT),
+            "MASTER_PORT": str(options.master_port or DEFAULT_PORT),
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 listens there itself
         }
     cores = machines.cores_of(options, count)

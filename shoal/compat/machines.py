@@ -25,11 +25,11 @@ from shoal.compat.absent import not_built
 from shoal.compat.environment import exported, for_children, showing
 from shoal.errors import ConfigError
 from shoal.launch import BoundCores, Elastic, LocalJob, Place, RemoteJob, cpu_list, divide_cores, physical_cores
+from shoal.launch.local import DEFAULT_PORT
 
 Slot = int | str
 Pool = dict[str, list[Slot]]  # the slots of each machine, machine 0 first
 
-DEFAULT_PORT = 29500
 BY_SSH = ("pdsh", "ssh")
 SLURM = "slurm"
 

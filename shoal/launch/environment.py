@@ -6,7 +6,7 @@ Which rank a process is, ``shoal.comm.environment`` reads.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.comm.environment import wants_tracebacks
@@ -14,6 +14,9 @@ from shoal.errors import UsageError
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 LOG_LEVEL = "SHOAL_LOG_LEVEL"
+# Variables of the libraries that ranks use; what else is in a user's environment (tokens, paths) stays there.
+_PASSED_ON = ("NCCL_", "GLOO_", "UCX_", "FI_", "SHOAL_", "TORCH_NCCL_", "TORCH_LOGS", "PYTORCH_", "OMP_NUM_THREADS")
+_OF_THE_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,34 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         num_threads=_num_threads(env.get("OMP_NUM_THREADS", "").strip()),
         visible_devices=None if devices is None else tuple(name for name in devices.split(",") if name.strip()),
     )
+
+
+def passed_on(given: Sequence[str], variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables for ranks on other machines: those of ``_PASSED_ON``, and those that the user names.
+
+    Args:
+        given: ``NAME``, with its value here, or ``NAME=VALUE``.
+
+    Raises: UsageError: a name that is not set here, that no variable can have, or that the launcher sets.
+
+    >>> passed_on(["HF_TOKEN", "A=b c"], {"NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "AWS_KEY": "y"})
+    {'NCCL_DEBUG': 'INFO', 'HF_TOKEN': 'x', 'A': 'b c'}
+    """
+    env = os.environ if variables is None else variables
+    chosen = {name: value for name, value in env.items() if name.startswith(_PASSED_ON) and _is_name(name)}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not _is_name(name) or name in _OF_THE_LAUNCHER or name.startswith("PET_"):
+            why = "the launcher sets it itself" if _is_name(name) else "it is no name of a variable"
+            raise UsageError(f"--env {text!r}: {why}.", do="leave it out.", code="launch-cluster")
+        if not equals and name not in env:
+            raise UsageError(f"--env {name}: it is not set here.", do="write --env NAME=VALUE.", code="launch-cluster")
+        chosen[name] = value if equals else env[name]
+    return chosen
+
+
+def _is_name(text: str) -> bool:
+    return text.isascii() and text.isidentifier()
 
 
 def heap_is_set(variables: Mapping[str, str] | None = None) -> bool:

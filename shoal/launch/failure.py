@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ _MARKS_OF_A_LOST_PEER = (
     "Connection reset by peer",
     "ncclRemoteError",
 )
+# Messages of CUDA, NVML and the kernel on a device that has failed.
+_MARKS_OF_HARDWARE = ("uncorrectable ECC error", "uncorrectable NVLink error", "GPU is lost", "fallen off the bus")
+HARDWARE_EXIT_CODE = 74  # EX_IOERR
 _LINKS = ("The above exception was the direct cause", "During handling of the above exception")
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch's
 _FRAME = re.compile(r'^  File "(?P<path>.+)", line (?P<line>\d+), in (?P<name>.+)$')
@@ -77,6 +81,12 @@ class RankError:
     @property
     def is_of_a_lost_peer(self) -> bool:
         return any(mark in line for line in self.lines for mark in _MARKS_OF_A_LOST_PEER)
+
+    @property
+    def is_of_hardware(self) -> bool:
+        """True if a device of this rank's machine has failed."""
+        is_named = any(mark in line for line in self.error for mark in _MARKS_OF_HARDWARE)
+        return is_named and not self.is_of_a_lost_peer
 
     @property
     def key(self) -> object:
@@ -137,7 +147,8 @@ def is_users_file(path: str) -> bool:
 
 
 def describe(ended: Sequence[EndedRank], *, whole: bool = False) -> tuple[int, str]:
-    """The exit code and the report of a job.
+    """The exit code and the report of a job. The code of an error of the hardware is ``HARDWARE_EXIT_CODE``, by which a
+    scheduler knows the node to leave out.
 
     Args:
         ended: in the order in which they were found to have ended.
@@ -157,6 +168,9 @@ def describe(ended: Sequence[EndedRank], *, whole: bool = False) -> tuple[int, s
     else:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         head = f"shoal: rank {first.rank} failed first: it {how}."
+    if error.is_of_hardware:
+        where = f"a device of {socket.gethostname()} has failed; exit code {HARDWARE_EXIT_CODE}"
+        return HARDWARE_EXIT_CODE, "\n".join([head, *_details(first, error, whole=whole), f"shoal: {where}."])
     return _shell_code(code), "\n".join([head, *_details(first, error, whole=whole)])
 
 

@@ -34,6 +34,7 @@ from shoal.launch.failure import EndedRank, describe, errors_of, stderr_of
 from shoal.launch.hang import HangWatch
 from shoal.launch.output import RankOutput
 
+DEFAULT_PORT = 29500  # where node 0 listens for the others
 CHILD = Path(__file__).with_name("child.py")
 _MEETING_SECONDS = 900  # until all machines of a job are there
 _TRACEBACK = "Traceback (most recent call last):"

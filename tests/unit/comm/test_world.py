@@ -187,6 +187,36 @@ def test_bad_requests_say_what_to_do() -> None:
             },
             Launch(5, 8, 1, "node03", None, "slurm"),
         ),
+        (  # srun --mpi=pmi2
+            {
+                "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[3-4]",
+                "PMI_RANK": "5", "PMI_SIZE": "8",
+            },
+            Launch(5, 8, 1, "n3", None, "slurm"),
+        ),
+        (  # mpiexec of MPICH in an allocation: the daemons are a step of Slurm, and the job has another first machine
+            {
+                "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "n[4-5]",
+                "SLURM_JOB_NODELIST": "n[3-5]",
+                "PMI_RANK": "3", "PMI_SIZE": "6", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
+            },
+            Launch(3, 6, 1, "n3", None, "mpi"),
+        ),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+                "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NODELIST": "a1,b[2-3]",
+            },
+            Launch(1, 2, 0, "a1", None, "mpi"),
+        ),
+        (
+            {
+                "MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "1",
+                "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            Launch(1, 2, 1, "127.0.0.1", None, "mpi"),
+        ),
     ],
 )  # fmt: skip
 def test_the_launcher_is_read_from_the_environment(environment: dict[str, str], launch: Launch | None) -> None:

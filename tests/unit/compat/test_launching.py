@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import sys
 from pathlib import Path
@@ -157,11 +156,11 @@ def test_slurms_srun_starts_the_ranks_of_all_machines(
     tmp_path: Path, two_machines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm = ["--launcher", "slurm"]
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="no program srun"):
         jobs(*slurm, "--num_nodes", "2", "--num_gpus", "4", "a.py")
     (tmp_path / "srun").write_text("#!/bin/sh\n")
     (tmp_path / "srun").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = jobs(*slurm, "--num_nodes", "2", "--num_gpus", "4", "--launcher_args", "--mem 0", "a.py", "-x")
     assert found.commands == {
         "srun": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 from shoal.launch.failure import EndedRank, describe, read_error
@@ -96,6 +97,15 @@ def test_a_killed_rank_says_so(tmp_path: Path) -> None:
     code, report = describe([EndedRank(1, 1, -9, None, "lines"), ended(tmp_path, 0, "", code=-15)])
     assert code == 128 + 9
     assert report == "shoal: rank 1 failed first: it was ended by SIGKILL.\nIt wrote nothing to stderr."
+
+
+def test_an_error_of_the_hardware_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    broken = CRASH.replace("ZeroDivisionError: division by zero", "RuntimeError: CUDA error: uncorrectable ECC error")
+    code, report = describe([ended(tmp_path, 1, PEER), ended(tmp_path, 0, broken, code=-15)])
+    assert code == 74
+    assert report.splitlines()[-1] == f"shoal: a device of {socket.gethostname()} has failed; exit code 74."
+    code, _ = describe([ended(tmp_path, 1, PEER.replace("division by zero", "uncorrectable ECC error"))])
+    assert code == 1  # on another node
 
 
 def test_the_cause_of_an_exception_belongs_to_the_traceback() -> None:

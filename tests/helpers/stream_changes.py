@@ -276,10 +276,10 @@ CHANGES = {
     ),
     "keys are packed after they are sent": Change(
         RING,
-        "        sent.append(send)\n",
-        "        sent.append(send)\n        packed.fill(current, comm.rank, key, value) if step == 0 else None\n",
+        "        yield source, *views\n",
+        "        packed.fill(current, comm.rank, key, value) if step == 0 else None\n        yield source, *views\n",
         _RING,
-        "before send 'attention'",
+        "writes it before batch ",
     ),
     # memory that is freed or reused too early
     "a copied source is freed early": Change(

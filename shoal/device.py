@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.host_heap import HostHeap, resident_nbytes
-from shoal.streams import host_memory, is_accelerator, simulation
+from shoal.streams import host_memory, is_accelerator, is_in_host_memory, simulation
 
 logger = logging.getLogger("shoal")
 
@@ -45,6 +45,13 @@ def read_vector(tensor: torch.Tensor, *, when_fake: float) -> list[float]:
             accelerator.read_on_host(tensor)
         return [when_fake] * tensor.numel()
     return [float(value) for value in tensor.tolist()]
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, if it is in host memory, or a copy there. Order: the copy blocks the host until it is there."""
+    if is_in_host_memory(tensor):
+        return tensor
+    return host_memory(torch.empty(tensor.shape, dtype=tensor.dtype), is_pinned=False).copy_(tensor)
 
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:

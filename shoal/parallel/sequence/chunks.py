@@ -54,6 +54,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.device import on_host
 from shoal.errors import UsageError
 
 ChunkOrder = Literal["balanced", "contiguous"]
@@ -90,7 +91,9 @@ class Tile(NamedTuple):
 class Documents:
     """Where the documents of each row of the batch begin, and the length of the row.
 
-    All ranks have the same. Make one for a batch and give it to every layer: then no layer communicates for it.
+    All ranks have the same. Make one for a batch and give it to every layer: then no layer communicates for it. What is
+    made from lengths, or from tensors in host memory, waits for no device; what is made from a tensor of a device waits
+    once.
 
     >>> Documents.of_lengths([[3, 5], [8]]).begins
     ((0, 3, 8), (0, 8))
@@ -137,8 +140,7 @@ class Documents:
     @classmethod
     def from_positions(cls, positions: Tensor) -> Documents:
         """``position_ids``, [B, L] or [L]: where one is not the next of the one before, a document begins."""
-        positions = torch.atleast_2d(positions)
-        return cls._from_first(positions[:, 1:] != positions[:, :-1] + 1)
+        return cls._from_first(do_not_go_on(torch.atleast_2d(positions)))
 
     @classmethod
     def of_padding(cls, is_token: Tensor) -> Documents:
@@ -146,6 +148,7 @@ class Documents:
 
         Raises: UsageError: padding between tokens.
         """
+        is_token = on_host(is_token)
         documents = cls.from_ids(is_token)
         values = is_token.to(torch.int8)
         if bool(((values[:, 1:] - values[:, :-1] == 1).sum(1) + values[:, 0] > 1).any()):
@@ -161,7 +164,7 @@ class Documents:
         """Args: is_first: [B, L - 1]: True if a document begins at this position, from the second on."""
         length = is_first.shape[1] + 1
         rows: list[list[int]] = [[0] for _ in range(is_first.shape[0])]
-        for row, position in is_first.nonzero().tolist():
+        for row, position in on_host(is_first).nonzero().tolist():
             rows[row].append(position + 1)
         return cls(tuple((*row, length) for row in rows))
 
@@ -173,6 +176,11 @@ class Documents:
 
     def _of_rows(self, rows: int) -> tuple[tuple[int, ...], ...]:
         return self.begins * rows if len(self.begins) == 1 else self.begins
+
+
+def do_not_go_on(positions: Tensor) -> Tensor:
+    """True where a position is not the next of the one before: [B, L] -> [B, L - 1]."""
+    return positions[:, 1:] != positions[:, :-1] + 1
 
 
 class DocumentRun(NamedTuple):

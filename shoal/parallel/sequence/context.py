@@ -24,8 +24,17 @@ from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import has_scoped_world
 from shoal.compiler import untraced
+from shoal.device import on_host
 from shoal.errors import UsageError
-from shoal.parallel.sequence.chunks import ChunkOrder, Chunks, Documents, chunks_of, cuts, num_positions
+from shoal.parallel.sequence.chunks import (
+    ChunkOrder,
+    Chunks,
+    Documents,
+    chunks_of,
+    cuts,
+    do_not_go_on,
+    num_positions,
+)
 from shoal.parallel.sequence.ring import KeyExchange
 
 
@@ -224,7 +233,8 @@ class SequenceContext:
             padding: ``attention_mask`` of this rank, [B, L of this rank]: 0 where a position is padding.
 
         Raises: UsageError: positions that every rank counts from 0; padding between tokens.
-        Communicates: as :meth:`unshard`, for each of the two, and an exchange. Order: the host waits for the result.
+        Communicates: as :meth:`unshard`, for each of the two, and an exchange.
+        Order: the host waits for the result, once.
         """
         given = (positions, padding)
         # Inference tensors have no version: their documents are exchanged again.
@@ -233,25 +243,39 @@ class SequenceContext:
             kept, _, documents = self._last[0]
             if all(one is other for one, other in zip(kept, given, strict=True)):
                 return documents
-        documents = None
+        # The host reads the vector of all that it must know: it waits for the device once.
+        known: list[Tensor] = []
         if positions is not None:
-            self._check_whole_positions(positions)
-            documents = Documents.from_positions(self.unshard(positions))
+            known += [do_not_go_on(self.unshard(positions)), self._are_of_whole_rows(positions)]
         if padding is not None:
-            of_padding = Documents.of_padding(self.unshard(padding.to(torch.uint8)).bool())
+            known.append(self.unshard(padding.to(torch.uint8)))
+        documents = None
+        if known:
+            vector = on_host(torch.cat([each.reshape(-1).to(torch.uint8) for each in known])).bool()
+            split = vector.split([each.numel() for each in known])
+            parts = [part.view(each.shape) for part, each in zip(split, known, strict=True)]
+        if positions is not None:
+            self._check_whole_positions(positions.shape[-1], bool(parts[1]))
+            documents = Documents._from_first(parts[0])
+        if padding is not None:
+            of_padding = Documents.of_padding(parts[-1])
             documents = of_padding if documents is None else documents.and_of(of_padding)
         if documents is not None and all(len(row) == 2 for row in documents.begins):
             documents = None
         self._last[:] = [(given, versions, documents)]
         return documents
 
-    def _check_whole_positions(self, positions: Tensor) -> None:
+    def _are_of_whole_rows(self, positions: Tensor) -> Tensor:
+        """1 if the positions of some rank are not counted from 0, or were cut from whole rows. Shape: [1]."""
         local = torch.arange(positions.shape[-1], device=positions.device)
-        is_counted = positions not in self._cut and bool((positions == local).all())  # else documents as long as a part
-        is_not = self.largest(torch.tensor(float(not is_counted)), "positions from 0")
-        if self.size > 1 and not is_not.item():
+        is_cut = positions in self._cut  # documents may be as long as a part
+        are_others = torch.ones_like(local[:1]) if is_cut else (positions != local).any().to(local.dtype)
+        return self.largest(are_others, "positions from 0")
+
+    def _check_whole_positions(self, length: int, are_of_whole_rows: bool) -> None:
+        if self.size > 1 and not are_of_whole_rows:
             raise UsageError(
-                f"each of {self.size} ranks counts its position_ids from 0 to {positions.shape[-1] - 1}",
+                f"each of {self.size} ranks counts its position_ids from 0 to {length - 1}",
                 do="give the model position_ids of the whole sequence, cut like input_ids: without them it takes each"
                 " rank's part for a sequence of its own.",
                 code="sequence-positions",

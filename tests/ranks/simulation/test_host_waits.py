@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +12,14 @@ from torch import nn
 
 import shoal
 from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from shoal.mesh import Mesh
 from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.layer import MoE
 from shoal.parallel.expert.stacked import ExpertFeedForward
+from shoal.parallel.sequence.attention import attention
+from shoal.parallel.sequence.chunks import Documents
+from shoal.parallel.sequence.context import SequenceContext
 from tests.helpers.stream_changes import UsedOnOneRank, host_reads
 from tests.helpers.training import config
 
@@ -121,3 +127,44 @@ def test_split_models_add_one_for_each_layer_of_experts_and_no_other(more: dict[
 
     for found in run_ranks(2, rank):
         assert found.total() == 1 + num_forward, found
+
+
+def test_documents_made_from_lengths_add_none_and_those_of_a_models_tensors_one_for_all_layers() -> None:
+    def rank() -> list[tuple[int, Documents | None]]:
+        with shoal.check_streams() as check:
+            world = current_world()
+            context = SequenceContext(
+                sp=world.communicator("sp", Mesh.of(4, sp=2, cp=2)), cp=world.communicator("cp", Mesh.of(4, sp=2, cp=2))
+            )
+            ids, positions = torch.tensor([[1] * 5 + [2] * 11]), torch.tensor([[*range(5), *range(11)]])
+            ids, positions, is_token = (context.shard(each) for each in (ids, positions, torch.arange(16)[None] < 14))
+            own = positions.clone()  # not cut by the context
+            query = torch.rand(1, 2, 4, 8).requires_grad_()
+            found = []
+
+            def wait(documents: Callable[[], Any], *, attends: bool = True) -> None:
+                before = check.host_reads
+                made = documents()
+                if attends:
+                    attention(query, query, query, is_causal=True, documents=made, context=context).sum().backward()
+                found.append(((check.host_reads - before).total(), made if isinstance(made, Documents) else None))
+
+            wait(lambda: Documents.of_lengths([[5, 11]]))
+            wait(lambda: context.documents_of(own, is_token))
+            wait(lambda: context.documents_of(own, is_token))
+            wait(lambda: context.documents_of(own, None))
+            wait(lambda: context.documents_of(None, is_token), attends=False)
+            wait(lambda: ids)
+        return found
+
+    packed = Documents.of_lengths([[5, 11]])
+    padded = Documents.of_lengths([[5, 9, 2]])
+    for found in run_ranks(4, rank):
+        assert found == [
+            (0, packed),
+            (1, padded),
+            (0, padded),
+            (1, packed),
+            (1, Documents.of_lengths([[14, 2]])),
+            (1, None),
+        ]

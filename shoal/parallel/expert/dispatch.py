@@ -84,7 +84,8 @@ def run_experts(
         backward one of the gradients of ``hidden``, and one of ``weights``.
         Along ``held.tensor.gathers_tokens``, ranks that have other tokens and a part of each expert: an all-gather of
         ``hidden``, of ``expert_index`` and of ``weights``; in backward one of the outputs' gradients.
-        Along ``held.tensor.etp``, ranks that have the same tokens, in the first call: an exchange of 8 bytes.
+        Along ``held.tensor.etp``, ranks that have the same tokens, and with ``capacity`` on an accelerator along
+        ``held.tensor.same``, in the first call: an exchange of 8 bytes.
     Memory: until backward the rows of the experts' outputs (``score_before``: ``hidden``), if ``weights`` needs
         a gradient. With ``capacity`` a copy of ``hidden`` while its rows are gathered.
     """

@@ -1,8 +1,8 @@
 """The kernels that only a GPU has, each beside a plain path: the largest difference, and the time of both.
 
 Attention by flash and memory-efficient kernels with the log-sum-exp that ring attention merges, torch's grouped
-product for experts (also where experts have no rows), the loss in chunks, the fused optimizer, and AdamW in one Triton
-kernel with the casts around it. Shoal has no fp8 kernels of its own.
+product for experts (also where experts have no rows), the loss in chunks (in a Triton kernel), the fused optimizer, and
+AdamW in one Triton kernel with the casts around it. Shoal has no fp8 kernels of its own.
 """
 
 from __future__ import annotations

@@ -39,13 +39,17 @@ from shoal.comm import autograd
 from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
+from shoal.device import is_fake
 from shoal.errors import UsageError
+from shoal.kernels.use import has_kernels, one_kernel
+from shoal.streams import is_accelerator
 
 Reduction = Literal["mean", "sum", "none"]
 
 IGNORED = -100
-_CHUNK_NUMEL = {"cpu": 2**25}  # elements of a chunk's logits by type of device
-_CHUNK_NUMEL_ELSEWHERE = 2**27
+_CHUNK_NUMEL = 2**25  # elements of a chunk's logits
+_CHUNK_NUMEL_ON_ACCELERATORS = 2**27  # about 1 GiB with what is computed from 16-bit logits
+_CHUNK_NBYTES_OF_KERNEL = 2**30  # of a chunk's logits, where nothing else has their shape
 _CHUNK_TOKENS_PARALLEL = 1024  # the same on every rank, whatever its part of the vocabulary
 
 
@@ -187,18 +191,19 @@ def linear_cross_entropy(
         label_smoothing: the share of the target's probability that is spread over the vocabulary.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         z_loss: this times the square of each token's logsumexp is added to its loss.
-        chunk_tokens: tokens of one chunk; None: as many as 128 MiB of logits have (512 MiB on an accelerator), at least
-            256; with ``comm`` 1024. With ``comm`` the same on all ranks.
+        chunk_tokens: tokens of one chunk; None: as many as 128 MiB of logits in fp32 have (512 MiB on an accelerator, 1
+            GiB in their dtype where one kernel computes loss and gradient), at least 256; with ``comm`` 1024. With
+            ``comm`` the same on all ranks.
         comm: the ranks that have a range of the vocabulary each, in their order. All have the same ``hidden``.
         vocabulary_start: the first token of this rank's range; None: all ranges are of one size.
 
     Returns: the loss in fp32: [], or the targets' shape for "none".
     Raises: UsageError: shapes that do not fit, or targets outside of the vocabulary (on CPU, without ``comm``; else
-        torch's own error).
+        torch's own error, and NaN where one kernel computes the loss).
     Communicates: with ``comm``: per chunk an all_gather of 2 numbers a token (4 with label smoothing); in the backward
         pass an all_reduce of the gradient of ``hidden``.
-    Memory: one chunk's logits, twice (in fp32); until the backward pass ``hidden`` and the gradients, that of the
-        weight in fp32.
+    Memory: one chunk's logits, twice (in fp32), or once where one kernel puts their gradient in their place; until the
+        backward pass ``hidden`` and the gradients, that of the weight in fp32.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     _check(flat, weight, targets, bias, comm, ignore_index)
@@ -211,12 +216,18 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(device)
         flat, weight = flat.to(dtype), weight.to(dtype)
         bias = bias.to(dtype) if bias is not None else None
-    if chunk_tokens is None:
-        most = _CHUNK_NUMEL.get(device, _CHUNK_NUMEL_ELSEWHERE) // weight.shape[0] // 64 * 64
-        chunk_tokens = _CHUNK_TOKENS_PARALLEL if comm is not None else max(256, most)
     of_tokens = CrossEntropy(ignore_index, label_smoothing, z_loss, comm, first, label)
-    formula = _Formula(of_tokens, reduction, softcap, chunk_tokens, weight.dtype)
-    losses: Tensor = _apply(flat, weight, bias, targets.reshape(-1), formula, torch.is_grad_enabled())
+    # The gradient of a bias is summed from fp32 values, which the kernel does not write.
+    is_plain = not (label_smoothing or z_loss or softcap is not None or bias is not None or comm is not None)
+    is_in_one_kernel = is_plain and flat.dtype != torch.float64 and (is_fake(flat) or has_kernels(flat))
+    has_backward = torch.is_grad_enabled()
+    if chunk_tokens is None:
+        most = _CHUNK_NUMEL_ON_ACCELERATORS if is_accelerator(hidden.device) else _CHUNK_NUMEL
+        if is_in_one_kernel and has_backward and reduction != "none":
+            most = _CHUNK_NBYTES_OF_KERNEL // flat.itemsize
+        chunk_tokens = _CHUNK_TOKENS_PARALLEL if comm is not None else max(256, most // weight.shape[0] // 64 * 64)
+    formula = _Formula(of_tokens, reduction, softcap, chunk_tokens, weight.dtype, is_in_one_kernel)
+    losses: Tensor = _apply(flat, weight, bias, targets.reshape(-1), formula, has_backward)
     return losses.view(targets.shape) if reduction == "none" else losses
 
 
@@ -306,7 +317,7 @@ def _check(
             do=do,
             code="loss-shape",
         )
-    if targets.device.type == "cpu" and comm is None and targets.numel():
+    if targets.device.type == "cpu" and comm is None and targets.numel() and not is_fake(targets):
         counted = targets[targets != ignore_index]
         if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < weight.shape[0]:
             raise UsageError(
@@ -325,6 +336,7 @@ class _Formula:
     softcap: float | None
     chunk_tokens: int
     dtype: torch.dtype  # of hidden and weight
+    is_in_one_kernel: bool  # the losses of a chunk and their gradients
 
 
 @dataclass
@@ -348,7 +360,7 @@ class _LossGradients:
         """Add a chunk's.
 
         Args:
-            d_logits: [chunk, V], fp32.
+            d_logits: [chunk, V], fp32, or in the dtype of the weight where there is no bias.
             factor: [chunk, 1].
         """
         if self.bias is not None:
@@ -400,6 +412,8 @@ def _one_chunk(
     Args:
         logits: [chunk, V]; overwritten.
     """
+    if has_gradient and formula.is_in_one_kernel:
+        return _in_one_kernel(logits, targets, formula.of_tokens)
     derivative = None  # of the capped logits
     if formula.softcap is not None:
         logits = logits.float().div_(formula.softcap).tanh_()
@@ -410,6 +424,23 @@ def _one_chunk(
         return values, None
     gradient = formula.of_tokens.gradient(log_p, log_sum, vocab_size, targets)
     return values, gradient if derivative is None else gradient.mul_(derivative)
+
+
+def _in_one_kernel(logits: Tensor, targets: Tensor, of_tokens: CrossEntropy) -> tuple[Tensor, Tensor]:
+    """As ``_one_chunk``; the gradients are in the place of the logits. In a dry run operators stand for the kernel."""
+    if has_kernels(logits):
+        from shoal.kernels.cross_entropy import cross_entropy
+
+        losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+        cross_entropy(logits, targets, losses, of_tokens.ignore_index)
+        return losses, logits
+    with one_kernel():
+        log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
+        losses = F.nll_loss(log_p, targets, ignore_index=of_tokens.ignore_index, reduction="none")
+        index = targets.clamp(min=0)[:, None]
+        logits.copy_(log_p.exp_().scatter_add_(1, index, torch.full_like(index, -1, dtype=torch.float32)))
+        del log_p, index  # inside: a kernel writes what outlives it
+    return losses, logits
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

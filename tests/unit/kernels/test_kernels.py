@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ import shoal
 from shoal.comm.formats import FORMATS
 from shoal.kernels.use import one_kernel, this_kernel
 from shoal.optim import one_kernel_adam
+from shoal.parallel import loss as loss_of_shoal
+from shoal.parallel.loss import linear_cross_entropy
 from shoal.simulation.machines import machine_of
 from shoal.simulation.times import COMPUTE
 from tests.helpers.training import config
@@ -35,7 +39,7 @@ def run_python(*args: str, **environment: str) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize("module", ["interpreted_block_formats", "interpreted_adam"])
+@pytest.mark.parametrize("module", ["interpreted_block_formats", "interpreted_adam", "interpreted_cross_entropy"])
 def test_kernels_compute_what_operators_compute(module: str) -> None:
     cases = f"tests/helpers/{module}.py"
     printed = run_python("-m", "pytest", "-q", "-p", "no:xdist", cases, TRITON_INTERPRET="1")
@@ -47,7 +51,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from shoal.kernels import adam, block_formats as kernels
+from shoal.kernels import adam, block_formats as kernels, cross_entropy
 
 name = sys.argv[1]
 
@@ -69,6 +73,8 @@ known = dict(IS_DECOUPLED=True, HAS_PARAMETER=True, BLOCK=1024)
 kinds = {"gradient": "*bf16", "parameter": "*bf16", "numel": "i32"}
 kinds |= dict.fromkeys(("main", "average", "square", "corrections"), "*fp32")
 compile_for_gpu(adam._adam, known, kinds, "fp32")
+kinds = {"logits": "*bf16", "targets": "*i64", "losses": "*fp32"}
+compile_for_gpu(cross_entropy._cross_entropy, {"BLOCK": 4096}, kinds)
 """
 
 
@@ -76,7 +82,7 @@ compile_for_gpu(adam._adam, known, kinds, "fp32")
 def test_kernels_compile_for_a_gpu(name: str, tmp_path: Path) -> None:
     """Triton's compiler refuses what its interpreter runs."""
     printed = run_python("-W", "ignore", "-c", COMPILED, name, TRITON_CACHE_DIR=str(tmp_path))
-    assert printed.split()[::2] == ["_encode", "_decode", "_adam"]
+    assert printed.split()[::2] == ["_encode", "_decode", "_adam", "_cross_entropy"]
 
 
 def test_a_dry_run_times_an_encoding_as_one_pass_over_memory() -> None:
@@ -131,6 +137,39 @@ def test_the_step_of_an_engine_updates_by_kernels_from_the_first_on(monkeypatch:
     for mine, theirs in zip(ours, steps(), strict=True):
         saved = (theirs - mine) * machine_of("h100").memory_bandwidth / (2 * 8192**2 / 8)
         assert 15.5 <= saved <= 17
+
+
+def test_a_dry_run_times_the_loss_of_a_chunk_and_its_gradient_as_one_pass_over_the_logits() -> None:
+    """Without the kernel 20 bytes a logit: log_softmax reads 2 and writes 4, exp 8, the cast 6."""
+    numel = 2048 * 32_768
+    formula = loss_of_shoal._Formula(loss_of_shoal.CrossEntropy(), "mean", None, 2048, torch.bfloat16, True)
+    with shoal.dry_run(1, machine="h100") as run:
+        logits, targets = torch.empty(2048, 32_768, dtype=torch.bfloat16), torch.zeros(2048, dtype=torch.long)
+        for each in (formula, replace(formula, is_in_one_kernel=False)):
+            with run.step():
+                loss, gradient = loss_of_shoal._one_chunk(logits, targets, each, has_gradient=True)
+                gradient = gradient.to(torch.bfloat16)
+            assert loss.shape == (2048,) and gradient.shape == logits.shape
+    ours, theirs = (step.by_kind[COMPUTE] * machine_of("h100").memory_bandwidth / numel for step in run.steps)
+    assert 4 <= ours <= 4.4 and theirs >= 20
+
+
+@pytest.mark.parametrize(("options", "number"), [({}, 2), ({"label_smoothing": 0.1}, 8), ({"reduction": "none"}, 8)])
+def test_chunks_whose_logits_are_alone_in_memory_have_four_times_the_tokens(
+    options: dict[str, Any], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each chunk adds to the fp32 gradient of the whole weight."""
+    chunks: list[int] = []
+    one_chunk = loss_of_shoal._one_chunk
+    monkeypatch.setattr(
+        loss_of_shoal,
+        "_one_chunk",
+        lambda logits, *args, **kw: (chunks.append(len(logits)), one_chunk(logits, *args, **kw))[1],
+    )
+    with shoal.dry_run(1, machine="h100"):
+        hidden, weight = (torch.empty(n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (8192, 131_072))
+        linear_cross_entropy(hidden, weight, torch.zeros(8192, dtype=torch.long), **options)
+    assert chunks == [8192 // number] * number
 
 
 def test_blocks_of_one_kernel_nest() -> None:

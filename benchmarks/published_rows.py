@@ -80,7 +80,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a row says: ``seconds`` of a step, or ``memory``: the most bytes that were allocated."""
+    """What a row says: ``seconds`` of a step, or ``memory``: the most bytes that were allocated, or reserved."""
 
     study: str
     name: str

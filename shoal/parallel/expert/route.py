@@ -120,7 +120,7 @@ class _Slots:
     local: tuple[int, ...]
 
 
-class _Sorted(NamedTuple):
+class _SortedPairs(NamedTuple):
     """The pairs of some tokens.
 
     Args:
@@ -248,7 +248,7 @@ def _slots(owners: tuple[int, ...], ids: tuple[int, ...], num_experts: int, size
     return _Slots(None if is_in_order else tuple(slot_of), owned, local)
 
 
-def _sort(index: Tensor, slots: _Slots, num_experts: int) -> _Sorted:
+def _sort(index: Tensor, slots: _Slots, num_experts: int) -> _SortedPairs:
     flat = index.reshape(-1)
     if slots.slot_of is None:
         keys = torch.where(flat < 0, num_experts, flat)
@@ -257,10 +257,10 @@ def _sort(index: Tensor, slots: _Slots, num_experts: int) -> _Sorted:
     in_order, order = torch.sort(keys, stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     starts = torch.searchsorted(in_order, torch.arange(num_experts + 1, device=order.device))
-    return _Sorted(keys, order, place, starts)
+    return _SortedPairs(keys, order, place, starts)
 
 
-def _padded(pairs: _Sorted, num_rows: int, capacity: int) -> tuple[Tensor, Tensor]:
+def _padded(pairs: _SortedPairs, num_rows: int, capacity: int) -> tuple[Tensor, Tensor]:
     """The pair of each row, for padding the number of pairs; the row of each pair, for a dropped one that of rows.
 
     Args:
@@ -273,7 +273,7 @@ def _padded(pairs: _Sorted, num_rows: int, capacity: int) -> tuple[Tensor, Tenso
 
 
 def _route(
-    pairs: _Sorted, counts: list[list[int]] | None, slots: _Slots, rank: int, k: int, capacity: int | None
+    pairs: _SortedPairs, counts: list[list[int]] | None, slots: _Slots, rank: int, k: int, capacity: int | None
 ) -> Route:
     order, place = pairs.order, pairs.place
     if counts is None:  # one rank, and nothing is dropped

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -420,3 +421,16 @@ def test_slurm_gets_the_script_that_print_shows(
     assert (code, said) == (0, "wrote train.sbatch\n")
     assert (tmp_path / "train.sbatch").read_text() == shown
     assert calls(tmp_path) == ["sbatch train.sbatch"]
+
+
+def test_the_commands_of_the_page_on_clusters_work(
+    slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", slurm["PATH"])
+    monkeypatch.setenv("RECORD", slurm["RECORD"])
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "clusters.md").read_text(encoding="utf-8")
+    found = re.findall(r"^    shoal run ([^>\n]*(?:--print|--slurm)[^>\n]*)", page, flags=re.MULTILINE)
+    assert len(found) == 7
+    for line in found:
+        code, shown, said = command(shlex.split(line), tmp_path, monkeypatch, capsys)
+        assert (code, said) == (0, "") and shown

@@ -193,7 +193,7 @@ class Snapshot:
         if is_in_host_memory(source) or self._copies is None:
             target.copy_(source)
         else:
-            self._done = self._copies.copy(source, target)
+            self._done = self._copies.copy(source, target, is_source_freed=True)  # what was decoded to be saved
 
     def finish(self) -> None:
         """Copy the rest. Order: complete when it returns."""

@@ -419,7 +419,7 @@ class SimulatedAccelerator:
         with self._lock:
             made = [t for t in self._memory(name, list(tensors_of(result))) if self._is_new(t, given)]
             touched = [(tensor, self._storage_of(tensor)) for tensor in (*reads, *writes)]
-            is_on_host = self._is_host_work(touched)
+            is_on_host = self._is_host_work(touched, made)
             # A number that was made of nothing is of no stream until it is used.
             is_scalar = not touched and bool(made) and not any(tensor.dim() for tensor in made)
             stream = self.host if is_on_host or is_scalar else self.current()
@@ -524,11 +524,14 @@ class SimulatedAccelerator:
         nbytes = _nbytes(reads) + 2 * _nbytes(writes)  # a cache line is read before it is written
         return times.on_host(nbytes, is_main=self.host is self._main_host)
 
-    def _is_host_work(self, touched: Sequence[tuple[torch.Tensor, TrackedStorage]]) -> bool:
+    def _is_host_work(
+        self, touched: Sequence[tuple[torch.Tensor, TrackedStorage]], made: Sequence[torch.Tensor]
+    ) -> bool:
         if self.is_cpu:
             return False
-        if not touched:
-            return self.host is not self._main_host
+        if self.host is self._main_host and not any(storage.is_host for _, storage in touched):
+            # Of numbers that are not in host memory a kernel makes a vector; what remains a number stays on the host.
+            return bool(touched) and all(each.is_host is None for _, each in touched) and not any(t.dim() for t in made)
         return all(storage.is_host is not False for _, storage in touched)
 
     @staticmethod

@@ -23,6 +23,7 @@ from shoal.simulation.accesses import place_of_call
 
 _VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias")  # whose schemas do not say so
 _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
+_CHECKS = frozenset({"aten::_linalg_check_errors"})  # the host reads the values, and may raise
 _SYNCHRONIZING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -54,6 +55,8 @@ def effects_of(operator: Any) -> Effects:
         if "Tensor" in str(argument.type) and (alias is None or alias.is_write):
             arguments.append((place, argument.name, alias is not None))
     unknown = ""
+    if schema.name in _CHECKS:
+        return Effects(tuple(arguments), blocks_host=True)
     if arguments and not any(written for _, _, written in arguments) and not schema.returns:
         unknown = "its schema has no result and no argument that it writes"
     is_custom = operator.namespace not in ("aten", "prims", "prim", "c10d", "_c10d_functional")

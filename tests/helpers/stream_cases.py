@@ -306,6 +306,12 @@ def steps_of_their_own(stage: int, zero: dict[str, Any], **section: Any) -> None
     engine.destroy()
 
 
+def replicas_that_are_compared(zero: dict[str, Any]) -> None:
+    engine = start(lambda: Plain(1), config(1, zero_optimization=zero, debug={"replica_check_steps": 1}), adamw)
+    run_steps(engine, 3)
+    engine.destroy()
+
+
 def states_that_move_while_they_are_saved(folder: str) -> None:
     engine = start(lambda: Plain(1), config(1, checkpoint={"async_save": True}), adamw)
     run_steps(engine, 1)
@@ -337,8 +343,8 @@ def gradient_that_is_changed_while_it_moves_to_the_host() -> None:
     engine.destroy()
 
 
-def change_beside_an_asynchronous_save(stage: int, folder: str) -> None:
-    engine = start(lambda: Plain(1), config(stage, checkpoint={"async_save": True}), adamw)
+def change_beside_an_asynchronous_save(stage: int, folder: str, **sections: Any) -> None:
+    engine = start(lambda: Plain(1), config(stage, checkpoint={"async_save": True}, **sections), adamw)
     for step in range(2):
         run_steps(engine, 1, first=step)
         engine.save_checkpoint(folder, tag=str(step))
@@ -436,6 +442,12 @@ CASES |= {
             error_feedback=True,
         ),
     ),
+    "replicas that are compared": partial(on_ranks, 2, partial(replicas_that_are_compared, {})),
+    "replicas that are compared, host": partial(
+        on_ranks,
+        2,
+        partial(replicas_that_are_compared, {"overlap_param_gather": True, "offload_optimizer": {"device": "cpu"}}),
+    ),
     "states that move while they are saved": partial(in_a_folder, 2, states_that_move_while_they_are_saved),
     "muon": partial(on_ranks, 2, partial(muon_with_buffers_that_grow, 1)),
     "on meta": partial(on_ranks, 2, partial(on_meta, 1)),
@@ -451,6 +463,9 @@ CASES |= {
         )
         for stage in (1, 3)
     },
+    "an asynchronous save of states in int8": partial(
+        in_a_folder, 2, partial(change_beside_an_asynchronous_save, 3, precision={"state_dtype": "int8"})
+    ),
 }
 
 _SUMS = {"reduce": "int8", "between_nodes": "int4", "error_feedback": True}

@@ -146,12 +146,12 @@ class UsedOnOneRank(_Used):
 
 
 def host_reads(settings: dict[str, Any], model: type[nn.Module] = _Used) -> Counter[str]:
-    """Where the host waits for values in the second step of two ranks, by line of Python, as rank 0 sees it."""
+    """Where the host waits for values in the third step of two ranks, by line of Python, as rank 0 sees it."""
 
     def rank() -> Counter[str]:
         with shoal.check_streams() as check:
             engine = start(model, settings, adamw)
-            for _ in range(2):
+            for _ in range(3):  # in the first two forwards the engine reads the placeholders of parameters
                 before = check.host_reads
                 for _ in range(engine.gradient_accumulation_steps()):
                     engine.backward(engine(torch.ones(2, 8)))

@@ -90,6 +90,7 @@ _AGAIN = "a second wait for what its caller has waited for"
 _NOTHING_LEFT = "where the scenarios come here nothing is pending"
 UNREACHED = {
     "shoal/checkpoint/blocks.py self._is_taken.wait()": "the host's own event; the order is ``_see_taken``",
+    "shoal/checkpoint/blocks.py host_mark()": "the mark of ``_see_taken``, which is reported",
     "shoal/memory/disk.py super().wait()": "of a transfer that ``finish`` has ended",
     "shoal/checkpoint/blocks.py self.block(number)": "not a wait: a block of a file",
     "shoal/checkpoint/reader.py reader.block(number)": "not a wait: a block of a file",
@@ -119,6 +120,7 @@ UNREACHED = {
     "shoal/sharding/outer_state.py .wait()": _AGAIN,
     "shoal/sharding/param_group.py self.synchronize()": _NOTHING_LEFT,
     "shoal/engine/parts/experts.py self._sharding.wait()": _NOTHING_LEFT,
+    "shoal/engine/parts/replicas.py group.synchronize()": _NOTHING_LEFT,
     "shoal/engine/parameter_check.py self.follow()": "not a wait: notes versions of parameters",
     "shoal/engine/sharding.py self.check.follow()": "not a wait: notes versions of parameters",
     "shoal/access/engine_parameters.py self._sharded.deferred.wait()": _NOTHING_LEFT,

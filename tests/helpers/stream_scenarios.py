@@ -88,7 +88,9 @@ class TestRuns:
 
     def run(self, names: Sequence[str]) -> None:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            pytest.main([*names, "-q", "-n0", "-p", "no:cacheprovider", f"--timeout={_SECONDS}"], plugins=[self])
+            # A short traceback does not print arguments: their memory may be freed.
+            options = ["-q", "-n0", "-p", "no:cacheprovider", "--tb=short", f"--timeout={_SECONDS}"]
+            pytest.main([*names, *options], plugins=[self])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: Any) -> None:

@@ -58,7 +58,7 @@ class PipelineEngine(Engine):
         self._num_pipeline_ranks = mesh.pp
         self._pipeline_rank = mesh.index("pp", self.world.rank)
         self._virtual_stages = module.num_stages // mesh.pp
-        self._schedules: dict[tuple[bool, int], tuple[PipelineSchedule, tuple[Action, ...]]] = {}
+        self._schedules: dict[tuple[bool, int, bool], tuple[PipelineSchedule, tuple[Action, ...]]] = {}
         self._compute = _EngineCompute(self)
         self._attention_check = self.part(AttentionCheck)
         for group in self.sharded.trained_groups:
@@ -164,6 +164,8 @@ class PipelineEngine(Engine):
         accumulation, num_micro = self.accumulation, self.gradient_accumulation_steps()
         _, actions = self._schedule(num_micro, is_training=True)
         batches, failure = self._next_batches(data_iter, num_micro)
+        if self._runner.knows(batches):
+            _, actions = self._schedule(num_micro, is_training=True, has_batches=True)
         reducer, boundary = self.sharded.reducer, accumulation.boundary
         accumulation.boundary, reducer.is_syncing = False, not self._compute.stays_partial
         self._compute.begin(actions)
@@ -255,9 +257,11 @@ class PipelineEngine(Engine):
             loss = (sums[0] / sums[1].clamp(min=1.0)).float()
         return (loss, outputs) if return_logits else loss
 
-    def _schedule(self, num_micro: int, *, is_training: bool) -> tuple[PipelineSchedule, tuple[Action, ...]]:
+    def _schedule(
+        self, num_micro: int, *, is_training: bool, has_batches: bool = False
+    ) -> tuple[PipelineSchedule, tuple[Action, ...]]:
         """A schedule, and this rank's actions of it with those that communicate."""
-        lowered = self._schedules.get((is_training, num_micro))
+        lowered = self._schedules.get((is_training, num_micro, has_batches))
         if lowered is None:
             if is_training:
                 schedule = build_schedule(
@@ -266,8 +270,8 @@ class PipelineEngine(Engine):
             else:  # a file is for one number of micro-batches
                 schedule = forward_schedule(self._stage_ranks, num_micro)
             num_gathered = len(self.module.stages) if self._compute.keeps_gathered else None
-            actions = lower(schedule, max_active_stages=num_gathered)[self._pipeline_rank]
-            lowered = self._schedules[is_training, num_micro] = schedule, actions
+            orders = lower(schedule, max_active_stages=num_gathered, has_batches=has_batches)
+            lowered = self._schedules[is_training, num_micro, has_batches] = schedule, orders[self._pipeline_rank]
         return lowered
 
     def _mean_loss(self, status: GlobalStatus) -> float | None:

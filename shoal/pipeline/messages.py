@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,7 @@ import torch
 
 from shoal.comm.fake import FakeStages
 from shoal.comm.formats import WireFormat
-from shoal.comm.protocol import Communicator, Work
+from shoal.comm.protocol import Communicator, Message, Work
 from shoal.comm.wire import RowBytes
 from shoal.errors import UsageError
 
@@ -208,6 +209,12 @@ class Channel:
         self._device = device
         self._stages = stages
         self._known: dict[tuple[str, int], MessageForm] = {}  # by boundary and signature
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sends of a run."""
+        self.sent: deque[Work] = deque()
+        self._joined: list[Message] = []  # a send that the next receive is issued with
 
     def known(self, boundary: str, signature: int) -> MessageForm | None:
         """The structure of messages over a boundary, once it is known."""
@@ -260,34 +267,54 @@ class Channel:
         self._comm.recv(text, peer, label=f"{label} structure").wait()
         return text.cpu().numpy().tobytes()
 
-    def send(self, form: MessageForm, tensors: Sequence[torch.Tensor], peer: int, *, label: str) -> Work | None:
-        """Send tensors in one message. ``drain()`` the result before they are overwritten."""
+    def send(
+        self, form: MessageForm, tensors: Sequence[torch.Tensor], peer: int, *, label: str, is_joined: bool = False
+    ) -> None:
+        """Send tensors in one message. ``drain()`` the last work of ``sent`` before they are overwritten.
+
+        Args:
+            is_joined: a receive from ``peer``, whose structure is known, follows: issue both in one batch.
+        """
         if not form.nbytes:
-            return None
+            return
         form, codes = self._on_the_way(form)
         tensors = [
             tensor if of is None else of.encode(tensor.detach().reshape(-1, tensor.shape[-1]), self._comm.empty)
             for tensor, of in zip(tensors, codes, strict=True)
         ]
         if len(tensors) == 1:
-            return self._comm.send(tensors[0].detach().contiguous().view(-1), peer, label=label)
-        offsets, nbytes = _offsets(form)
-        flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        for start, tensor, t in zip(offsets, tensors, form.tensors, strict=True):
-            flat[start : start + t.nbytes].view(t.dtype).copy_(tensor.detach().reshape(-1))
-        return self._comm.send(flat, peer, label=label)
+            flat = tensors[0].detach().contiguous().view(-1)
+        else:
+            offsets, nbytes = _offsets(form)
+            flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            for start, tensor, t in zip(offsets, tensors, form.tensors, strict=True):
+                flat[start : start + t.nbytes].view(t.dtype).copy_(tensor.detach().reshape(-1))
+        self._joined.append(Message("send", flat, peer, label))
+        if not is_joined:
+            self._issue()
+
+    def _issue(self, *more: Message) -> Work | None:
+        """Issue the send that waits for it, with ``more``."""
+        messages, self._joined = (*self._joined, *more), []
+        if not messages:
+            return None
+        work = self._comm.batch(messages)
+        if messages[0].verb == "send":
+            self.sent.append(work)
+        return work
 
     def recv(self, form: MessageForm, peer: int, *, label: str) -> Incoming:
         """Begin to receive a message."""
         sent, codes = self._on_the_way(form)
         if not form.nbytes:
-            return Incoming(form, None, None, sent, codes, self._device)
+            return Incoming(form, None, self._issue(), sent, codes, self._device)
         if len(form.tensors) == 1:
             only = sent.tensors[0]
             buffer = torch.empty(prod(only.shape), dtype=only.dtype, device=self._device)
         else:
             buffer = torch.empty(_offsets(sent)[1], dtype=torch.uint8, device=self._device)
-        return Incoming(form, buffer, self._comm.recv(buffer, peer, label=label), sent, codes, self._device)
+        work = self._issue(Message("recv", buffer, peer, label))
+        return Incoming(form, buffer, work, sent, codes, self._device)
 
     def _on_the_way(self, form: MessageForm) -> tuple[MessageForm, list[RowBytes | None]]:
         """The structure of the encoded message, and how each tensor is encoded."""

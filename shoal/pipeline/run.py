@@ -12,9 +12,9 @@ The engine is behind ``StageCompute``: nothing here knows of ZeRO, and a unit kn
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 
 from shoal.comm.fake import FakeStages
 from shoal.comm.formats import WireFormat
-from shoal.comm.protocol import Communicator, Work
+from shoal.comm.protocol import Communicator
 from shoal.errors import CommError, UsageError
 from shoal.pipeline.messages import Channel, Incoming, MessageForm, flatten, unflatten
 from shoal.pipeline.schedule import Action
@@ -61,6 +61,7 @@ class StageCompute(Protocol):
         ...
 
 
+_TRANSFERS = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
 _FAILED = MessageForm(["failed", None], ())  # sent in place of a structure that no stage will know
 
 
@@ -133,6 +134,8 @@ class PipelineRun:
         self._num_stages = num_stages
         self._rank_of = rank_of
         self._is_dynamic = is_dynamic
+        self._seen: set[int] = set()  # signatures of micro-batches that all stages have trained with
+        self._has_batches = False
         self._goes_on = goes_on
         self._has_loss = self._keeps_outputs = False
         self.splits_backward = True  # False: I does the work of W too
@@ -146,7 +149,7 @@ class PipelineRun:
         self._arriving: dict[tuple[int, str, int], Incoming] = {}
         # Between this rank's own stages.
         self._handed: dict[tuple[int, str, int], tuple[MessageForm, list[torch.Tensor | None]]] = {}
-        self._sent: deque[Work] = deque()
+        self._channel.reset()
         self._failure: Failure | None = None
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
@@ -155,11 +158,24 @@ class PipelineRun:
     def forget(self) -> None:
         """After a failure on any rank: structures of messages are sent anew. Every rank calls."""
         self._channel.forget()
+        self._seen.clear()
+
+    def knows(self, batches: Sequence[MicroBatch]) -> bool:
+        """True if training with ``batches`` sends no structure. All stages give the same answer."""
+        return not self._is_dynamic and self._seen.issuperset(batch.signature for batch in batches)
 
     @torch.enable_grad()
     def train(self, actions: Sequence[Action], batches: Sequence[MicroBatch]) -> Failure | None:
-        """Run a step's actions. Returns: this rank's first error, which it has survived (``goes_on``); else None."""
-        return self._run(actions, batches, is_training=True)
+        """Run a step's actions, with batches where no structure is sent.
+
+        Returns: this rank's first error, which it has survived (``goes_on``); else None.
+        """
+        self._has_batches = self.knows(batches)
+        try:
+            return self._run(actions, batches, is_training=True)
+        finally:
+            self._has_batches = False
+            self._seen.update(batch.signature for batch in batches)
 
     @torch.no_grad()
     def evaluate(
@@ -186,14 +202,14 @@ class PipelineRun:
         self._reset(batches)
         begin = time.perf_counter()
         try:
-            for action in actions:
+            for action, following in zip_longest(actions, actions[1:]):
                 self._started = time.perf_counter()
-                self._perform(action, is_training=is_training)
+                self._perform(action, following, is_training=is_training)
                 if self.timeline is not None:
                     end = time.perf_counter() - begin
                     self.timeline.append(TimedAction(action, self._started - begin, end))
-            while self._sent:
-                self._sent.popleft().drain()
+            while self._channel.sent:
+                self._channel.sent.popleft().drain()
             for incoming in self._arriving.values():  # after an error
                 incoming.wait()
         finally:
@@ -202,12 +218,13 @@ class PipelineRun:
             self.losses, self.outputs, self.with_input_gradient = losses, outputs, stages
         return failure
 
-    def _perform(self, action: Action, *, is_training: bool) -> None:
+    def _perform(self, action: Action, following: Action | None, *, is_training: bool) -> None:
         stage, kind = action.stage, action.kind
         micro = -1 if action.micro is None else action.micro
         try:
-            if kind in ("SEND_F", "SEND_B", "RECV_F", "RECV_B"):
-                self._transfer(kind, stage, micro, is_training=is_training)
+            if kind in _TRANSFERS:
+                is_joined = self._has_batches and following is not None and self._answers(action, following)
+                self._transfer(action, micro, is_training=is_training, is_joined=is_joined)
             elif kind == "UNSHARD":
                 self._compute.unshard(stage)
             elif kind == "RESHARD":
@@ -233,11 +250,21 @@ class PipelineRun:
 
     # tensors between stages
 
-    def _transfer(self, kind: str, stage: int, micro: int, *, is_training: bool) -> None:
+    def _peer(self, action: Action) -> int:
+        """The rank to which a send goes, or from which a receive comes."""
+        return self._rank_of(action.stage + (1 if action.kind in ("SEND_F", "RECV_B") else -1))
+
+    def _answers(self, send: Action, receive: Action) -> bool:
+        is_pair = send.kind.startswith("SEND") and receive.kind.startswith("RECV")
+        return is_pair and self._peer(send) == self._peer(receive)
+
+    def _transfer(self, action: Action, micro: int, *, is_training: bool, is_joined: bool) -> None:
+        """Args: is_joined: issue a send together with the receive that follows."""
+        stage, kind, _ = action
         signature = self._batches[micro].signature
         is_forward = kind.endswith("F")
         other = stage + (1 if kind in ("SEND_F", "RECV_B") else -1)
-        peer = self._rank_of(other)
+        peer = self._peer(action)
         receiver = other if kind.startswith("SEND") else stage
         label = f"stage {receiver} {'F' if is_forward else 'B'}{micro}"
         # The structure of a gradient is that of what was sent forward over the same boundary.
@@ -259,12 +286,15 @@ class PipelineRun:
                     raise
                 self._failure = self._failure or Failure(f"{stage}SEND_F{micro}", error)
                 form, tensors = known, self._zeros(known)
-            self._send(form, tensors, peer, label)
+            self._channel.send(form, tensors, peer, label=label, is_joined=is_joined)
         else:
             known = self._channel.known(forward, signature)
             assert known is not None
             gradients = self._to_send_backward(stage, micro, known)
-            self._send(known.gradients, gradients, peer, label)
+            self._channel.send(known.gradients, gradients, peer, label=label, is_joined=is_joined)
+        # A schedule lets a stage be a few micro-batches ahead of the next one, at most one for each stage.
+        while len(self._channel.sent) > 2 * self._num_stages:
+            self._channel.sent.popleft().drain()
 
     def _to_send_forward(
         self, stage: int, micro: int, boundary: str, signature: int
@@ -290,14 +320,6 @@ class PipelineRun:
 
     def _zeros(self, form: MessageForm) -> list[torch.Tensor]:
         return [torch.zeros(t.shape, dtype=t.dtype, device=self._device) for t in form.tensors]
-
-    def _send(self, form: MessageForm, tensors: Sequence[torch.Tensor], peer: int, label: str) -> None:
-        work = self._channel.send(form, tensors, peer, label=label)
-        if work is not None:
-            self._sent.append(work)
-        # A schedule lets a stage be a few micro-batches ahead of the next one, at most one for each stage.
-        while len(self._sent) > 2 * self._num_stages:
-            self._sent.popleft().drain()
 
     # what is computed
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 
+from shoal.comm.nccl import NcclCommunicator
+from shoal.comm.protocol import Call
 from tests.helpers.composition import Combination, covering
+from tests.helpers.stream_cases import of_matrix
 from tests.helpers.stream_matrix import (
     STREAM_AXES,
     BlockOnTwoStreams,
@@ -53,3 +59,22 @@ def test_after_an_error_in_a_pipeline_no_copy_of_a_gradient_is_under_way() -> No
     """Recovery ends reductions, whose results an optimizer on the host then copies."""
     combination = {**plain(), "stage": "1", "pp": "2", "state": "ahead", "between": "exception"}
     assert reports(checks_of(combination)) == ""
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("1f1b", (7, 6)), ("gpipe", (1, 0))])
+def test_a_pipeline_sends_and_receives_in_one_kernel_once_structures_are_known(
+    schedule: str, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 3 steps of 8 micro-batches, in 2 pipelines: the first step sends structures, and one message at a time."""
+    batches = Counter({0: 0, 1: 0})
+    before = NcclCommunicator.issue
+
+    def issue(comm: NcclCommunicator, call: Call) -> Any:
+        if comm.axis == "pp":
+            batches[comm.rank] += call.verb == "batch"
+        return before(comm, call)
+
+    monkeypatch.setattr(NcclCommunicator, "issue", issue)
+    more = {"gradient_accumulation_steps": 8, "pipeline": {"schedule": schedule}}
+    assert reports(of_matrix({"pp": "2"}, more=more)) == ""
+    assert (batches[0], batches[1]) == tuple(2 * 2 * number for number in expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -139,6 +140,102 @@ def run_with_blocking_transfers(orders: tuple[tuple[Action, ...], ...], schedule
                 at[rank] += 1
                 at[peer] += 1
         assert at != before, [str(order[place]) for place, order in zip(at, orders, strict=True) if place < len(order)]
+
+
+def receive_of(send: Action) -> Action:
+    to = send.stage + (1 if send.kind == "SEND_F" else -1)
+    return Action(to, "RECV_F" if send.kind == "SEND_F" else "RECV_B", send.micro)
+
+
+def peer_of(action: Action, schedule: PipelineSchedule) -> int:
+    return schedule.stage_ranks[action.stage + (1 if action.kind in ("SEND_F", "RECV_B") else -1)]
+
+
+def batches_of(order: Sequence[Action], schedule: PipelineSchedule) -> list[list[Action]]:
+    """The actions of a rank; a send and the receive from the same rank that follows it are one batch."""
+    batches: list[list[Action]] = []
+    for action in order:
+        before = batches[-1][0] if batches and len(batches[-1]) == 1 else None
+        if (
+            action.kind.startswith("RECV")
+            and before is not None
+            and before.kind.startswith("SEND")
+            and peer_of(before, schedule) == peer_of(action, schedule)
+        ):
+            batches[-1].append(action)
+        else:
+            batches.append([action])
+    return batches
+
+
+def seconds_of(orders: Sequence[Sequence[Action]], schedule: PipelineSchedule, send: float, *, batched: bool) -> float:
+    """A step in which a rank's transfers run one batch after the other, as on NCCL, next to what it computes.
+
+    A message moves when both ranks have begun their batches, in ``send``, and a batch ends with its last message.
+    """
+    of_rank = [batches_of(order, schedule) if batched else [[each] for each in order] for order in orders]
+    lengths = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    at, host = [0] * len(orders), [0.0] * len(orders)  # the host queues all in order; the compute stream
+    queued: list[list[tuple[float, list[Action]]]] = [[] for _ in orders]  # batches that have not ended
+    free = [0.0] * len(orders)  # when the stream of transfers has ended what was queued
+    ended: dict[Action, float] = {}  # messages
+    there: dict[Action, float] = {}  # those whose batches have ended
+    going_on = True
+    while going_on:
+        going_on = False
+        for rank, batches in enumerate(of_rank):
+            while at[rank] < len(batches):
+                batch = batches[at[rank]]
+                stage, kind, micro = batch[0]
+                if kind in lengths:
+                    needed = {"F": Action(stage, "RECV_F", micro), "B": Action(stage, "RECV_B", micro)}
+                    receive = needed.get("B" if kind == "I" else kind)
+                    if receive in orders[rank]:
+                        if receive not in there:
+                            assert any(receive in each for each in batches[: at[rank]])
+                            break
+                        host[rank] = max(host[rank], there[receive])
+                    host[rank] += lengths[kind]
+                elif kind.startswith(("SEND", "RECV")):
+                    queued[rank].append((host[rank], batch))
+                at[rank] += 1
+                going_on = True
+        begun = {
+            action: max(free[rank], batches[0][0]) for rank, batches in enumerate(queued) if batches
+            for action in batches[0][1]
+        }  # fmt: skip
+        for send_action in [each for each in begun if each.kind.startswith("SEND")]:
+            receive = receive_of(send_action)
+            if receive in begun and receive not in ended:
+                ended[send_action] = ended[receive] = max(begun[send_action], begun[receive]) + send
+                going_on = True
+        for rank, batches in enumerate(queued):
+            if batches and all(each in ended for each in batches[0][1]):
+                batch = batches.pop(0)[1]
+                free[rank] = max(ended[each] for each in batch)
+                there |= dict.fromkeys(batch, free[rank])
+                going_on = True
+    waiting = [str(batches[place][0]) for place, batches in zip(at, of_rank, strict=True) if place < len(batches)]
+    assert not waiting and not any(queued), (waiting, queued)
+    return max(*host, *free)
+
+
+@pytest.mark.parametrize(("name", "depth"), KINDS)
+def test_batches_never_wait_for_each_other(name: str, depth: int) -> None:
+    for num_ranks, num_micro in ((2, 5), (3, 6), (4, 9), (4, 16)):
+        schedule = build_schedule(name, num_ranks, num_micro, virtual_stages=depth)
+        orders, alone = lower(schedule, has_batches=True), lower(schedule)
+        for mine, before in zip(orders, alone, strict=True):
+            assert Counter(mine) == Counter(before)
+        for send in (0.0, 0.2, 1.5):
+            with_batches = seconds_of(orders, schedule, send, batched=True)
+            assert with_batches <= seconds_of(alone, schedule, send, batched=False)
+
+
+def test_a_rank_of_1f1b_sends_and_receives_in_one_batch() -> None:
+    schedule = build_schedule("1f1b", 4, 8)
+    text = " ".join("+".join(map(str, batch)) for batch in batches_of(lower(schedule, has_batches=True)[1], schedule))
+    assert "1B1 1SEND_B1+1RECV_F4 1F4 1SEND_F4+1RECV_B2 1B2 1SEND_B2+1RECV_F5 1F5" in text
 
 
 @pytest.mark.parametrize(("name", "depth"), KINDS)

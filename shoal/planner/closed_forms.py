@@ -4,7 +4,8 @@
     tensor         per block and micro-batch: 6 all-gathers and 4 reduce-scatters of the rows (2 and 2 of them forward)
     sequence       per block and micro-batch: 8 all-to-alls (Ulysses); cp: keys and values, cp - 1 times, thrice
     experts        per block and micro-batch: 4 all-to-alls of the rows that the router sends
-    data           stage 1: once a step; 2: gradients per micro-batch; 3: parameters twice, too; behind the compute
+    data           stage 1: once a step; 2: gradients per micro-batch; 3: parameters twice, too, of blocks that stay
+                   gathered once; behind the compute
     pipeline       (pp - 1) / virtual micro-batches are waited for, with ZB-H1 a third of that; a message to and from
                    each further stage once, and with one stage on a rank 2 (pp - 1) / pp messages per micro-batch
     recomputation  by budget: as many blocks as must, so that what the others save fits; of each few of them one may
@@ -30,6 +31,7 @@ _STATES = 8  # Adam's two
 _UPDATE = 7 * _MAIN  # bytes that AdamW reads and writes per element
 _ACCUMULATE = 2 * _MAIN + _PARAMETER  # that adding a micro-batch's gradient does
 _MAX_WHOLE = 1_000_000_000  # elements of a rank's stages that ZeRO-3 keeps gathered through a step of a pipeline
+_FASTER = 0.99  # of the time, from which on a change counts
 USABLE = 0.92  # of the device's memory, allocated: the rest is what the allocator, CUDA and NCCL take
 
 
@@ -73,6 +75,18 @@ class ClosedForms:
         )
         return min((each for each in possible if each is not None), key=self._num_recomputed, default=None)
 
+    def gathered(self, one: Candidate, nbytes: float) -> Candidate | None:
+        """A candidate of stage 3 that keeps as many blocks gathered as a step of so many bytes lets it; None: none, or
+        it would not be faster.
+        """
+        formulas = _Formulas(one, self)
+        spare = int((nbytes - formulas.guess().nbytes) // (_PARAMETER * formulas.unit))
+        number = min(spare, formulas.blocks - 1)
+        if one.stage != 3 or one.pp > 1 or one.offload == "all" or number < 1:
+            return None
+        more = replace(one, gathered=number)
+        return more if self.guess(more).seconds < _FASTER * self.guess(one).seconds else None
+
     def _within(self, one: Candidate, nbytes: float) -> Candidate | None:
         found = _Formulas(one, self).budget(nbytes)
         if found is None:
@@ -104,6 +118,7 @@ class _Formulas:
         self.scale = one.micro / self.parts
         self.block_numel = facts.block.numel // one.tp
         self.expert_numel = facts.block.expert_numel // one.ep
+        self.unit = self.block_numel + self.expert_numel
         self.shards = self.mesh.size("fsdp")
         self.saved, self.inputs = (int(self.scale * each) for each in (facts.block.saved, facts.boundary))
         self.kept, self.num_recomputed, self.offloaded = self.split()
@@ -161,6 +176,9 @@ class _Formulas:
         hidden_forward = gather if is_per_micro else 0.0
         hidden_backward = hidden_forward + (reduce if is_reduced_per_micro else 0.0)
         of_block = max(forward + tensor / 2, hidden_forward) + max(backward + tensor / 2, hidden_backward)
+        saved = max(backward + tensor / 2, hidden_backward)
+        saved -= max(backward + tensor / 2, hidden_backward - hidden_forward)
+        of_block -= one.gathered / max(self.blocks, 1) * saved
         outer = (facts.outer.forward + facts.outer.backward) * self.scale
         steady = num_micro * (self.blocks * of_block + outer)
         compute = num_micro * (self.blocks * (forward + backward) + outer) + self._update_seconds()
@@ -255,9 +273,9 @@ class _Formulas:
             "master": _MAIN * sharded * is_state_here,
             "optimizer state": _STATES * sharded * is_state_here,
         }
-        unit = self.block_numel + self.expert_numel
+        unit = self.unit
         if one.stage == 3:
-            kinds["gathered"] = _PARAMETER * (max(2 * unit, outer) if self.blocks > 1 else unit)
+            kinds["gathered"] = _PARAMETER * (max(2 * unit, outer) + one.gathered * unit if self.blocks > 1 else unit)
         if is_gradient_sharded:
             kinds["buffers in flight"] = _PARAMETER * (2 * unit + outer)
         saved = (self.kept + min(self.offloaded, 2)) * self.saved + self.num_recomputed * self.inputs

@@ -170,9 +170,12 @@ def _cannot_win(guess: Guess, trials: Sequence[Trial], request: PlanRequest) -> 
 def _run(
     model: str | Callable[[], nn.Module], guess: Guess, one: Candidate, request: PlanRequest, facts: ModelFacts
 ) -> Trial:
-    """A dry run; a second one where a budget was too large by the first."""
+    """A dry run; a second one where a budget, or the blocks that stay gathered, were too large by the first."""
     build, capacity = as_builder(model, request.sequence), request.machine.gpu_nbytes
     trial = run_trial(one, guess, build, request, facts)
+    if one.gathered and not trial.error and not trial.fits(request):
+        released = replace(one, gathered=0)
+        return run_trial(released, ClosedForms(request, facts).guess(released), build, request, facts)
     if one.recompute == "budget" and capacity is not None and not trial.error and not trial.fits(request):
         forms = ClosedForms(request, facts)
         less = forms.within(one, guess.nbytes - (trial.nbytes - _FILLED * USABLE * capacity))
@@ -269,6 +272,9 @@ def search(
             if guess.nbytes <= usable:
                 ranked.append((guess, one))
                 fits = True
+                more = forms.gathered(one, _FILLED * usable) if capacity is not None else None
+                if more is not None:
+                    ranked.append((forms.guess(more), more))
                 if not saves_always:
                     break  # the next ones save memory at the cost of time
         if not fits:

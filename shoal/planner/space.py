@@ -77,6 +77,7 @@ class Candidate:
     ``micro``: rows of a micro-batch. ``recompute``: "none", all "blocks", or as many as a memory "budget" needs, which
     is ``budget``, such as "12288MiB"; with it, one of each ``every`` blocks that would be recomputed has its
     activations offloaded, unless that is 0. ``offload``: "none", the "optimizer", or "all": parameters, too.
+    ``gathered``: at stage 3, blocks before the last one that stay gathered from their forward to their backward.
     """
 
     pp: int = 1
@@ -94,6 +95,7 @@ class Candidate:
     budget: str = ""
     every: int = 0
     offload: str = "none"
+    gathered: int = 0
 
     @property
     def model_ranks(self) -> int:
@@ -128,6 +130,10 @@ class Candidate:
         for key, at in (("offload_optimizer", ("optimizer", "all")), ("offload_param", ("all",))):
             if self.offload in at:
                 zero[key] = {**zero.get(key, {}), "device": "cpu", "pin_memory": True}
+        if self.gathered:
+            block = facts.block.numel // self.tp + facts.block.expert_numel // self.ep
+            zero["stage3_max_reuse_distance"] = 2 * self.gathered * block
+            zero["stage3_max_live_parameters"] = (self.gathered + 3) * block + facts.outer.numel // self.tp
         made["zero_optimization"] = zero
         parallel = {axis: getattr(self, axis) for axis in ("pp", "tp", "sp", "cp", "ep") if getattr(self, axis) > 1}
         if mesh.dp_replicate > 1:
@@ -154,7 +160,11 @@ class Candidate:
 
 def candidates(request: PlanRequest, facts: ModelFacts) -> Iterator[tuple[Candidate, str]]:
     """Every combination but those of recomputation and offload, and why it is impossible; "": it is possible."""
-    axes = [each.name for each in fields(Candidate) if each.name not in ("recompute", "budget", "every", "offload")]
+    axes = [
+        each.name
+        for each in fields(Candidate)
+        if each.name not in ("recompute", "budget", "every", "offload", "gathered")
+    ]
     degrees = ("pp", "virtual", "schedule", "tp", "sp", "cp", "ep")
     for values in product(*(request.values(axis) for axis in degrees)):
         whole = Candidate(**dict(zip(degrees, values, strict=True)))

@@ -70,11 +70,18 @@ class SimulatedWork:
         self._tensors: Sequence[torch.Tensor] = tensors
         self._deliver, self._land = deliver, land
         self._is_waited = False
+        self._error: Exception | None = None
 
     def wait(self) -> torch.Tensor:
+        if self._error is not None:
+            raise self._error
         if not self._is_waited:
-            with self._accelerator.paused():
-                self._deliver()
+            try:
+                with self._accelerator.paused():
+                    self._deliver()
+            except Exception as error:
+                self._error = error  # what a recovery that waits once more is told
+                raise
             self._accelerator.current().wait_event(self._event)
             self._is_waited = True
             if self._land is not None:

@@ -181,6 +181,33 @@ def test_activations_are_offloaded_in_place_of_some_recomputation_within_the_sam
     assert both[0].seconds < 0.99 * both[1].seconds
 
 
+def test_memory_that_is_left_keeps_blocks_gathered_where_the_network_is_slow() -> None:
+    asked, known = of_shape(DEEP)
+    one = Candidate(stage=3)
+    assert ClosedForms(asked, known).gathered(one, 80e9) is None  # inside a node gathers are hidden
+    asked = replace(asked, machine=replace(H100, gpus_per_node=1))
+    forms = ClosedForms(asked, known)
+    block = 2 * known.block.numel
+    more = forms.gathered(one, forms.guess(one).nbytes + 5.5 * block)
+    assert more == replace(one, gathered=5)
+    assert forms.gathered(one, 80e9) == replace(one, gathered=DEEP.num_layers - 1)
+    assert forms.gathered(one, forms.guess(one).nbytes + 0.5 * block) is None
+    assert forms.gathered(Candidate(stage=1), 80e9) is None
+    few, many = (
+        run_trial(each, forms.guess(each), lambda: GPT(DEEP), asked, known) for each in (replace(one, gathered=2), more)
+    )
+    saved = few.guess.seconds - many.guess.seconds
+    assert saved > 0.1 * few.seconds
+    assert few.seconds - many.seconds == pytest.approx(saved, rel=0.02)
+    assert many.nbytes - few.nbytes == pytest.approx(3 * block, rel=0.3)
+    for trial in (few, many):
+        assert trial.guess.seconds == pytest.approx(trial.seconds, rel=0.1)
+        assert trial.guess.nbytes == pytest.approx(trial.nbytes, rel=0.1)
+    tight = replace(asked, space={"offload": ("none",), "micro": (1,), "stage": (3,), "tp": (1,), "pp": (1,)})
+    ranked, _, _ = search(tight, known)
+    assert ranked[0][1].gathered == DEEP.num_layers - 1
+
+
 @pytest.mark.parametrize(
     ("one", "sequence"),
     # Of several stages on a rank, rows are so long that messages between stages take little.

@@ -147,7 +147,7 @@ def _view(folder: Path) -> Table:
     series = {name: points for name, points in read_json_lines(path).items() if points}
     step = max((points[-1][0] for points in series.values()), default=0)
     age = time.time() - path.stat().st_mtime
-    table = Table(title=f"{folder}: step {step:,}, {age:.0f} s ago{_goodput(folder)}", title_justify="left", box=None)
+    table = Table(title=f"step {step:,}, {age:.0f} s ago{_goodput(folder)}: {folder}", title_justify="left", box=None)
     for header in ("", "last", "", "of the run"):
         table.add_column(header, justify="right" if header == "last" else "left", no_wrap=True)
     for name, points in series.items():

@@ -10,6 +10,7 @@ from shoal.comm.world import current_world
 from shoal.config.schema import Comet as CometConfig
 from shoal.config.schema import CsvMonitor as CSVConfig
 from shoal.config.schema import MlflowMonitor as MLflowConfig
+from shoal.config.schema import PrometheusSection
 from shoal.config.schema import Tensorboard as TensorBoardConfig
 from shoal.config.schema import Wandb as WandbConfig
 from shoal.observe.monitor import CometWriter, Event, is_monitored, make_monitor
@@ -24,6 +25,7 @@ class DeepSpeedMonitorConfig:
     csv_monitor: CSVConfig = field(default_factory=CSVConfig)
     comet: CometConfig = field(default_factory=CometConfig)
     mlflow: MLflowConfig = field(default_factory=MLflowConfig)
+    prometheus: PrometheusSection = field(default_factory=PrometheusSection)  # Shoal's
 
     @property
     def enabled(self) -> bool:
@@ -39,6 +41,7 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
         CSVConfig(**param_dict.get("csv_monitor", {})),
         CometConfig(**param_dict.get("comet", {})),
         MLflowConfig(**param_dict.get("mlflow", {})),
+        PrometheusSection(**param_dict.get("prometheus", {})),
     )
 
 

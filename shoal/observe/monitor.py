@@ -331,7 +331,8 @@ def _name_of(value: float) -> str:
 
 def is_monitored(config: Any) -> bool:
     """True if the config's sections ask for a monitor. (Only rank 0 has it.)"""
-    return any(s.enabled for s in (config.tensorboard, config.csv_monitor, config.wandb, config.comet, config.mlflow))
+    sections = (config.tensorboard, config.csv_monitor, config.wandb, config.comet, config.mlflow, config.prometheus)
+    return any(section.enabled for section in sections)
 
 
 def make_monitor(config: Config, rank: int) -> Monitor | None:

@@ -172,8 +172,12 @@ def test_a_job_saves_before_it_is_stopped_and_goes_on_when_it_is_started_again(
     job.wait_for("the job is queued again", 1)
     assert "is saved in saved" in job.output
     wait_for(lambda: "PENDING" in job.run("scontrol", "show", "job", job.number), "the job is not queued")
-    job.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")  # Slurm waits for two minutes
-    job.wait_for("begins at", 4)
+
+    def has_begun_again() -> bool:  # Slurm waits for two minutes, and refuses the update while the job is completing
+        subprocess.run(["scontrol", "update", f"JobId={job.number}", "StartTime=now"], env=slurm, capture_output=True)
+        return job.output.count("begins at") >= 4
+
+    wait_for(has_begun_again, f"4 'begins at' in: {job.output}", seconds=90)
     assert job.output.count("begins at 0") == 2
     job.end()
     job.wait_for("ends", 2)

@@ -163,7 +163,7 @@ def of_a_script(rank: int, size: int) -> list[Any]:
 
         part, whole = torch.ones(4) * (rank + 1), torch.zeros(4 * size)
         dist.all_reduce(part.clone())
-        assert current_log() is None
+        assert not (log := current_log()) or not log.records  # there is one where an engine of this process was
         dist.configure(enabled=True, prof_all=False, prof_ops=["mine", "all_gather_into_tensor"])
         dist.all_reduce(part.clone())  # not among them
         dist.all_reduce(part.clone(), log_name="mine")

@@ -32,9 +32,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def flip(values: torch.Tensor) -> None:
-    """Turn the lowest bit of the first element."""
-    flat = values.view(-1)[:1].view({2: torch.int16, 4: torch.int32}[values.element_size()])
-    flat.bitwise_xor_(1)
+    """Turn a bit of the first element, too high a one for the next update to round it away."""
+    integers, bit = {2: (torch.int16, 5), 4: (torch.int32, 20)}[values.element_size()]
+    values.view(-1)[:1].view(integers).bitwise_xor_(1 << bit)
 
 
 def train(layout: dict[str, Any], victim: int | None, what: str) -> None:

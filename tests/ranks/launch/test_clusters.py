@@ -177,7 +177,7 @@ def test_a_job_saves_before_it_is_stopped_and_goes_on_when_it_is_started_again(
         subprocess.run(["scontrol", "update", f"JobId={job.number}", "StartTime=now"], env=slurm, capture_output=True)
         return job.output.count("begins at") >= 4
 
-    wait_for(has_begun_again, f"4 'begins at' in: {job.output}", seconds=90)
+    wait_for(has_begun_again, f"4 'begins at' in: {job.output}", seconds=150)
     assert job.output.count("begins at 0") == 2
     job.end()
     job.wait_for("ends", 2)

@@ -21,11 +21,21 @@ _MAX_BYTES = 4096
 
 def started(pid: int) -> int | None:
     """When the process started, in ticks since boot; None: it has ended (a zombie has), or the system does not say."""
+    values = _stat(pid)
+    return None if not values or values[0] in "ZX" else int(values[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """True if a signal or a debugger has stopped the process."""
+    return _stat(pid)[:1] in (["T"], ["t"])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of ``/proc/PID/stat`` from the state on; empty: there is no such process, or no such file."""
     try:
-        values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    return None if values[0] in "ZX" else int(values[19])
+        return []
 
 
 def boot() -> str:

@@ -132,11 +132,17 @@ def _users_frame(traceback: Sequence[str]) -> str:
         match = _FRAME.match(traceback[at])
         if match is None or not is_users_file(match["path"]):
             continue
-        path, code = Path(match["path"]), traceback[at + 1].strip() if at + 1 < len(traceback) else ""
-        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        place = f"{shown}:{match['line']}, in {match['name']}"
+        code = traceback[at + 1].strip() if at + 1 < len(traceback) else ""
+        place = place_of(match)
         return f"{place}: {code}" if code and not code.startswith("File ") else place
     return ""
+
+
+def place_of(frame: re.Match[str]) -> str:
+    """``train.py:9, in main`` of a frame's groups ``path``, ``line`` and ``name``."""
+    path = Path(frame["path"])
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{shown}:{frame['line']}, in {frame['name']}"
 
 
 def is_users_file(path: str) -> bool:

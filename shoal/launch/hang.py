@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.heartbeat import Beat, clear_heartbeats, read_heartbeats
-from shoal.launch.failure import is_users_file, listed_ranks, stderr_of
+from shoal.launch.failure import is_users_file, listed_ranks, place_of, stderr_of
 from shoal.launch.output import RankOutput
-from shoal.process import started
+from shoal.process import is_stopped, started
 
 _INTERVAL_SECONDS = 1.0
 _ABORT_SECONDS = 5.0  # for the stacks to be written
@@ -60,7 +60,7 @@ class Stuck:
         """The innermost frame in the user's code, or else the innermost of all: ``train.py:12, in main``."""
         frames = [match for line in self.stack if (match := _FRAME.match(line))]
         chosen = next((frame for frame in frames if is_users_file(frame["path"])), frames[0] if frames else None)
-        return "" if chosen is None else f"{_short(chosen['path'])}:{chosen['line']}, in {chosen['name']}"
+        return "" if chosen is None else place_of(chosen)
 
 
 class HangWatch:
@@ -112,16 +112,16 @@ class HangWatch:
         while not self._is_ended.wait(_INTERVAL_SECONDS):
             with self._is_handled, suppress(OSError):  # a file goes with its process's attempt
                 before = {(beat.pid, beat.began) for beat in late}
-                late = [beat for beat in read_heartbeats(self._folder) if beat.is_late]
+                beats = read_heartbeats(self._folder)
+                late = [beat for beat in beats if beat.is_late]
                 if not self.report and any((beat.pid, beat.began) in before for beat in late):
-                    self._end()
+                    self._end(beats)
 
-    def _end(self) -> None:
-        beats = read_heartbeats(self._folder)
+    def _end(self, beats: Sequence[Beat]) -> None:
         self._output.cut()  # what ranks write from here on is in the report
         files = {beat.local_rank: stderr_of(beat.local_rank, self._log_dir) for beat in beats}
         sizes = {rank: file.stat().st_size for rank, file in files.items() if file is not None}
-        stopped = {beat.pid for beat in beats if _state(beat.pid) in ("T", "t")}
+        stopped = {beat.pid for beat in beats if is_stopped(beat.pid)}
         late = {beat.pid for beat in beats if beat.is_late}
         for number in (signal.SIGABRT, signal.SIGCONT):
             _signal(beats, number)
@@ -245,16 +245,3 @@ def _signal(beats: Sequence[Beat], number: int) -> None:
     for beat in filter(_is_there, beats):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(beat.pid, number)
-
-
-def _state(pid: int) -> str:
-    """``R`` running, ``S`` waiting, ``D`` for a disk, ``T`` stopped, ``t`` by a debugger; empty: not known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-
-
-def _short(path: str) -> str:
-    here = Path.cwd()
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path

@@ -385,12 +385,14 @@ class ShardedStep:
         self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]], gradient_scale: float
     ) -> list[tuple[ParameterGroup, ParameterRange]]:
         """Update ranges on the device that one kernel each updates. Returns: the others."""
-        others: list[tuple[ParameterGroup, ParameterRange]] = []
+        # Those of the host keep their gradients there, for which it would wait here too.
+        others = [(group, part) for group, part in ranges if group.updates is not None]
+        own = [(group, part) for group, part in ranges if group.updates is None]
         taken: dict[int, list[AdamRange]] = {}
-        for (group, part), gradient in zip(ranges, self._gradients(ranges), strict=True):
+        for (group, part), gradient in zip(own, self._gradients(own), strict=True):
             parameter = group.buffer.shard[part.start : part.stop] if group.has_own_main else None
             each = AdamRange(part.param, gradient, parameter)
-            if group.updates is None and takes(self.optimizer, self.optimizer.param_groups[part.group], each):
+            if takes(self.optimizer, self.optimizer.param_groups[part.group], each):
                 taken.setdefault(part.group, []).append(each)
             else:
                 others.append((group, part))

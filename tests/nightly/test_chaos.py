@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.ranks.launch.test_launch import is_alive
 
@@ -47,6 +48,7 @@ SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
 import torch
+from safetensors.torch import save_file
 import shoal
 from tests.helpers.models import SEQUENCE, VOCABULARY, Plain
 
@@ -139,7 +141,7 @@ while engine.global_steps < steps:
         engine.save_checkpoint(saved)
 state = engine.module_state_dict()
 if rank == 0:
-    torch.save(state, folder / "final.pt")
+    save_file({name: value.clone() for name, value in state.items()}, folder / "final.safetensors")
 engine.destroy()
 """
 
@@ -177,12 +179,12 @@ def test_random_faults_change_no_bit(seed: int, tmp_path: Path) -> None:
         if fault["place"] in ("start", "load"):
             fault["step"] = 0
         if fault["place"] == "start" and fault["action"] == "stop":
-            fault["place"] = "load"  # before the ranks meet nobody knows of the config's time-outs
+            fault["place"] = "load"  # the config's time-outs apply from initialize on
     code, text = run(tmp_path / "faults", ranks, layout, faults)
     assert code == 0, f"seed {seed}, {ranks} ranks, {layout}, {faults}:\n{text}"
     reference, text = run(tmp_path / "none", ranks, layout, [])
     assert reference == 0, text
-    found, expected = (torch.load(tmp_path / name / "final.pt", weights_only=True) for name in ("faults", "none"))
+    found, expected = (load_file(tmp_path / name / "final.safetensors") for name in ("faults", "none"))
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == [], (seed, layout, faults)
     assert not any(is_alive(int(pid)) for pid in (tmp_path / "faults" / "pids").read_text().split())

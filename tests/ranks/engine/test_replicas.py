@@ -76,7 +76,7 @@ def test_a_flipped_bit_is_found_and_its_rank_is_named(name: str, what: str) -> N
         run_ranks(4, train, LAYOUTS[name], 1, what)
     text = str(caught.value)
     assert "step 4; they were alike after step 2" in text
-    if name == "hybrid":  # two ranks hold the range: nobody knows which is right
+    if name == "hybrid":  # two ranks hold the range, so neither is the majority
         assert "along axis 'dp_replicate'" in text and "ranks 1, 3 do not agree" in text
     else:
         assert "along axis 'dp'" in text and "1 rank of 4 (1) has others than the rest" in text

@@ -179,7 +179,7 @@ def test_the_signal_before_the_time_limit_ends_the_ranks_and_queues_the_job_agai
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({"CODE": "143"}, []),  # somebody has ended the ranks
+        ({"CODE": "143"}, []),  # a signal has ended the ranks
         ({"CODE": "1", "SLURM_RESTART_COUNT": "9"}, []),
         ({"CODE": "143", "SLURM_RESTART_COUNT": "9", "PREEMPTED": "2026-01-01T00:00:00"}, ["scontrol requeue 123"]),
         ({"CODE": "143", "JOB_STATE": "CANCELLED", "PREEMPTED": "2026-01-01T00:00:00"}, []),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.data.loading import Loader, RepeatingLoader, SamplePosition
+from shoal.data.sources.source import InMemorySource, TokenSource
 from shoal.data.text import (
     ByteTokenizer,
     FileTokenizer,
@@ -18,10 +19,12 @@ from shoal.data.text import (
 __all__ = [
     "ByteTokenizer",
     "FileTokenizer",
+    "InMemorySource",
     "Loader",
     "PackedTokens",
     "RepeatingLoader",
     "SamplePosition",
+    "TokenSource",
     "Tokenizer",
     "default_texts",
     "load_tokenizer",

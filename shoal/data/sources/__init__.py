@@ -1,0 +1,1 @@
+"""Where tokens come from: documents by index, one file for each format."""

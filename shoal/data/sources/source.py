@@ -1,0 +1,86 @@
+"""Documents of tokens by index: what the index, packing and blends read, whatever the format of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import xxhash
+from numpy.typing import ArrayLike, NDArray
+
+from shoal.errors import UsageError
+
+
+@runtime_checkable
+class TokenSource(Protocol):
+    """Documents of tokens with indices from 0."""
+
+    name: str  # for messages and replay: a path or a data set's name
+
+    def __len__(self) -> int:
+        """Documents."""
+        ...
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document, [documents]; known without reading tokens."""
+        ...
+
+    def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
+        """Tokens ``start`` to ``stop`` (default: its end) of a document, without reading the rest; read-only."""
+        ...
+
+    def place(self, index: int) -> tuple[str, int]:
+        """The file of a document, and its offset there in the file's own unit (bytes, or lines and rows)."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A short hash of what is read: saved in checkpoints, compared at load."""
+        ...
+
+
+class InMemorySource:
+    """Documents in memory, for tests and small data.
+
+    Args:
+        documents: the tokens of each.
+        name: for messages.
+
+    Raises: UsageError: no document, or one that is not a one-dimensional array of integers.
+    """
+
+    def __init__(self, documents: Sequence[ArrayLike], name: str = "memory") -> None:
+        self.name = name
+        self._documents = [np.asarray(document) for document in documents]
+        if not self._documents:
+            raise UsageError(f"{name} has no documents.", where=name, do="give at least one document.")
+        for index, document in enumerate(self._documents):
+            if document.ndim != 1 or not (np.issubdtype(document.dtype, np.integer) or not document.size):
+                raise UsageError(
+                    f"document {index} is an array of {document.dtype} of shape {document.shape}.",
+                    where=name,
+                    do="give the token ids of each document, one after the other.",
+                )
+        self._lengths = np.array([len(document) for document in self._documents], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self._lengths
+
+    def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
+        return self._documents[index][start:stop]
+
+    def place(self, index: int) -> tuple[str, int]:
+        return self.name, int(self._lengths[:index].sum())
+
+    @property
+    def fingerprint(self) -> str:
+        digest = xxhash.xxh64(self._lengths.tobytes())
+        for document in self._documents:
+            digest.update(document.astype(np.int64).tobytes())
+        return digest.hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.data.loading import Loader, RepeatingLoader, SamplePosition
+from shoal.data.order import shuffled
 from shoal.data.sources.source import InMemorySource, TokenSource
 from shoal.data.text import (
     ByteTokenizer,
@@ -29,6 +30,7 @@ __all__ = [
     "default_texts",
     "load_tokenizer",
     "read_texts",
+    "shuffled",
     "split",
     "tokenize",
 ]

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
-import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from shoal.data.order import shuffled
 from shoal.errors import UsageError
 
 
@@ -47,9 +47,7 @@ class SamplePosition:
         """The indices of the whole epoch."""
         if not self.shuffle:
             return list(range(self.num_samples))
-        # Another generator for each (seed, epoch), so that an epoch's order needs no history.
-        generator = torch.Generator().manual_seed((self.seed * 0x9E3779B1 + self.epoch) % 2**63)
-        order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
+        order: list[int] = shuffled(range(self.num_samples), self.num_samples, self.seed, self.epoch).tolist()
         return order
 
 

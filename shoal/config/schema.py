@@ -233,6 +233,12 @@ class GoodputSection(Section):
     """Where the time of a run goes, over all its starts."""
 
     file: str | None = key(None, "rank 0 appends the seconds of each section to it; `shoal goodput` reads it")
+    rank_times_every: int = key(
+        50,
+        "of one step in so many, every rank's milliseconds by phase are written to `file`, for `shoal report` and"
+        " `shoal doctor`; in that step the device is waited for, as with wall_clock_breakdown",
+        ge=1,
+    )
 
 
 class Wandb(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,7 +109,7 @@ class Engine(PartShortcuts):
         self._nonfinite = NonFinite(properties, sharding, accumulation.loss_scale)
         self._progress = progress
         if timers.is_on:
-            self.sharded.reducer.timed = partial(timers.phase, "reduce")
+            self.sharded.reducer.timed = timers.phase
         self._norm: float | None = None
         self._was_step_applied = self._has_stepped = False
         self._is_destroyed = False

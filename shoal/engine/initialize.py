@@ -50,6 +50,7 @@ from shoal.engine.parts.local_steps import LocalSteps
 from shoal.engine.parts.loss_spike import LossSpike
 from shoal.engine.parts.low_precision import LowPrecision
 from shoal.engine.parts.part import Part
+from shoal.engine.parts.rank_times import RankTimes
 from shoal.engine.parts.replicas import ReplicaCheck
 from shoal.engine.parts.save_on_signal import SaveOnSignal
 from shoal.engine.parts.sections import Sections
@@ -310,6 +311,8 @@ def _parts(
     heartbeat = properties.world.heartbeat
     if heartbeat.is_read or heartbeat.log is not None:
         yield Sections(heartbeat, properties.config.timeouts)
+    if properties.config.goodput.file is not None:
+        yield RankTimes(properties, accumulation.counters, properties.config.goodput.rank_times_every)
     if curriculum:
         yield curriculum
     yield FirstInputs(sharding, properties, accumulation, 2 if isinstance(sharding.module, StageModule) else None)

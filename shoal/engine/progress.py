@@ -54,6 +54,7 @@ class Progress:
         Without ``steps_per_print`` times and memory are logged after each step.
         """
         times = self._timers.end_step()
+        times = {} if self._timers.is_for_ranks else times
         if self._rank != 0:
             return
         self._times.update(times)
@@ -64,7 +65,8 @@ class Progress:
             return
         words = [] if self._every is None else self._numbers(counters, step)
         if self._times:
-            means = {name: f"{name} {ms / self._num_steps:.1f} ms" for name, ms in self._times.items()}
+            times = {name: ms for name, ms in self._times.items() if name != "gather"}
+            means = {name: f"{name} {ms / self._num_steps:.1f} ms" for name, ms in times.items()}
             if "backward" in means and "reduce" in means:
                 means["backward"] += f" (with {means.pop('reduce')})"
             words.append(", ".join(means.values()))

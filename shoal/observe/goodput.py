@@ -2,6 +2,7 @@
 
     {"time": ..., "event": "start", "began": ..., "init": 2.1, "step": 0, "ranks": 8}           a line for each start
     {"time": ..., "event": "sections", "step": 120, "seconds": {"step": 9.1, "data": 0.4, ...}}  and every 10 seconds
+    {"time": ..., "event": "ranks", "step": 53, "ms": {"forward": [31.2, 30.9, ...], ...}}   a number for each rank
 
 Times are in seconds since 1970; ``seconds`` is what each section took since the line before. What was done after the
 checkpoint that the next start loads was in vain, and the time until that start is that of the failure.
@@ -67,14 +68,19 @@ class GoodputLog:
         if is_due and section != "init":
             self._flush()
 
+    def write_ranks(self, step: int, milliseconds: Mapping[str, Sequence[float]]) -> None:
+        """The times of a step by phase, in each a number for each rank. Phases that took none are left out."""
+        shown = {phase: [round(each, 2) for each in ranks] for phase, ranks in milliseconds.items() if any(ranks)}
+        self._write({"event": "ranks", "step": step, "ms": shown})
+
     def _flush(self) -> None:
         seconds = {section: round(value, 4) for section, value in self._seconds.items()}
         self._seconds.clear()
+        self._written_at = time.time()
         self._write({"event": "sections", "step": self._step, "seconds": seconds})
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._written_at = time.time()
-        self._file.write(json.dumps({"time": round(self._written_at, 3), **line}) + "\n")
+        self._file.write(json.dumps({"time": round(time.time(), 3), **line}) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Milliseconds and memory of a step's phases: forward, backward, reduce, step. Off unless the config enables it."""
+"""Milliseconds and memory of a step's phases: forward, gather, backward, reduce, step. Off unless asked for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from shoal.device import Device, MemoryReading
 
-PHASES = ("forward", "backward", "reduce", "pipeline", "step")
+PHASES = ("forward", "gather", "backward", "reduce", "pipeline", "step")
 
 # DeepSpeed's names of the phases.
 _NAMES = {
@@ -23,7 +23,8 @@ _NAMES = {
 
 
 class StepTimers:
-    """Wall-clock time by phase. ``reduce`` runs inside ``backward``, whose time includes it.
+    """Wall-clock time by phase. ``reduce`` runs inside ``backward`` and ``gather``, a wait for a unit's parameters,
+    inside both passes; their times include it.
 
     Args:
         reads_memory: at the end of each phase the allocator is read.
@@ -34,6 +35,7 @@ class StepTimers:
 
     def __init__(self, device: Device, *, is_on: bool, reads_memory: bool = False) -> None:
         self.is_on = is_on
+        self.is_for_ranks = False  # on for ``RankTimes`` alone: nothing of it is logged or monitored
         self.reads_memory = reads_memory
         self._device = device
         self._seconds: dict[str, float] = {}
@@ -51,7 +53,7 @@ class StepTimers:
         finally:
             if self.is_on:
                 self.add(name, self.now() - start)
-            if self.reads_memory and name != "reduce":
+            if self.reads_memory and name not in ("gather", "reduce"):
                 self.memory[name] = self._device.memory()
 
     def __call__(self, name: str) -> PhaseTimer:

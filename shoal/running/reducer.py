@@ -48,7 +48,7 @@ class Reducer:
         self.units = list(units)
         self.is_syncing = True  # False: inside no_sync()
         self.at_step = True  # this pass is the last one before the step
-        self.timed: Callable[[], AbstractContextManager[None]] = nullcontext  # around what backward does for reductions
+        self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext  # around waits: "gather", "reduce"
         self._order = list(reversed(self.units))
         self._comm = comm
         self._device = device
@@ -86,7 +86,7 @@ class Reducer:
 
     def _issue(self, unit: Unit) -> None:
         self.wait_reduced(MAX_UNDER_WAY - 1)
-        with self.timed():
+        with self.timed("reduce"):
             unit.reduce(at_step=self.at_step)
         self._under_way.append((unit, self.at_step))
         if not self._has_overlap or self._comm.size == 1:
@@ -96,7 +96,7 @@ class Reducer:
         """Wait for the oldest reductions under way, until ``num_left`` are."""
         while len(self._under_way) > num_left:
             unit, at_step = self._under_way.popleft()  # a pass of another stage of the pipeline may have begun since
-            with self.timed():
+            with self.timed("reduce"):
                 unit.wait_reduced(at_step=at_step)
 
     def finish(self, *, is_reduced: bool) -> None:

@@ -206,7 +206,8 @@ class ShardedModel:
             unit.start_fetch(from_second=from_second, used=used)
         self._fetch_ahead()
         if uses_any(used):
-            unit.gather(from_second=from_second, used=used)
+            with self.reducer.timed("gather"):
+                unit.gather(from_second=from_second, used=used)
         for later in self.order.ahead(self._is_expected):
             later.start_gather(from_second=from_second, used=self.calls.next_used(later, is_backward=self.in_pass))
         if self._has_host_updates and not from_second:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from shoal.data.loading import Loader, RepeatingLoader, SamplePosition
 from shoal.data.order import shuffled
 from shoal.data.sources.source import InMemorySource, TokenSource
+from shoal.data.sources.token_file import TokenFile, TokenFileWriter
 from shoal.data.text import (
-    ByteTokenizer,
-    FileTokenizer,
     PackedTokens,
-    Tokenizer,
     default_texts,
-    load_tokenizer,
     read_texts,
     split,
     tokenize,
 )
+from shoal.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, TransformersTokenizer, load_tokenizer
 
 __all__ = [
     "ByteTokenizer",
@@ -25,8 +23,11 @@ __all__ = [
     "PackedTokens",
     "RepeatingLoader",
     "SamplePosition",
+    "TokenFile",
+    "TokenFileWriter",
     "TokenSource",
     "Tokenizer",
+    "TransformersTokenizer",
     "default_texts",
     "load_tokenizer",
     "read_texts",

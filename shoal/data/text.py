@@ -1,4 +1,4 @@
-"""Text to samples: files of text, tokens (bytes, or a ``tokenizers`` JSON file), and samples of one length.
+"""Text to samples: files of text, tokens, and samples of one length.
 
 tokens   a b c d e f g h i        sequence_length 4
 sample 0 a b c d -> b c d e
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import ast
 import glob
-import importlib
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from shoal.data.tokenizers import Tokenizer
 from shoal.errors import UsageError
 
 # What a folder is searched for. A file that is named itself is read whatever it is called.
@@ -83,71 +82,6 @@ def _docstrings_of(file: Path) -> list[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = (node for node in ast.walk(tree) if isinstance(node, documented))
     return [text for text in map(ast.get_docstring, nodes) if text]
-
-
-class Tokenizer(Protocol):
-    """The methods of a tokenizer that the data uses."""
-
-    vocab_size: int
-    end_of_text: int | None  # the token between two documents; None where there is none
-
-    def encode(self, text: str) -> Sequence[int]: ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-
-class ByteTokenizer:
-    """Every UTF-8 byte is a token, 256 in all; the zero byte, which text does not contain, ends a document."""
-
-    vocab_size = 256
-    end_of_text: int | None = 0
-
-    def encode(self, text: str) -> Sequence[int]:
-        return text.encode("utf-8", errors="replace")
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(tokens).decode("utf-8", errors="replace")
-
-
-class FileTokenizer:
-    """A tokenizer read from a ``tokenizer.json`` by the ``tokenizers`` library.
-
-    Raises: UsageError: the library is not installed, or the file is not a tokenizer's.
-    """
-
-    # Names under which published tokenizers keep the token between documents.
-    _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
-
-    def __init__(self, path: str | Path) -> None:
-        try:
-            library = importlib.import_module("tokenizers")
-        except ImportError as error:
-            raise UsageError(
-                f"reading {str(path)!r} needs the 'tokenizers' library, which is not installed.",
-                do="pip install 'shoal[tokenizers]', or leave --tokenizer out to train on bytes.",
-            ) from error
-        if not Path(path).is_file():
-            raise UsageError(f"no tokenizer file at {str(path)!r}.", do="name a tokenizer.json.")
-        try:
-            self._tokenizer: Any = library.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise UsageError(f"{str(path)!r} is not a tokenizer file: {error}") from error
-        self.vocab_size: int = self._tokenizer.get_vocab_size()
-        ends = (self._tokenizer.token_to_id(name) for name in self._ENDS)
-        self.end_of_text: int | None = next((end for end in ends if end is not None), None)
-
-    def encode(self, text: str) -> Sequence[int]:
-        numbers: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return numbers
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens))
-        return text
-
-
-def load_tokenizer(path: str | Path | None) -> Tokenizer:
-    """The tokenizer of that file, or bytes."""
-    return ByteTokenizer() if path is None else FileTokenizer(path)
 
 
 def tokenize(texts: Iterable[str], tokenizer: Tokenizer) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal.data.loading import Loader, RepeatingLoader, SamplePosition
 from shoal.data.order import shuffled
+from shoal.data.sources.megatron import MegatronFile, MegatronWriter
 from shoal.data.sources.source import InMemorySource, TokenSource
 from shoal.data.sources.token_file import TokenFile, TokenFileWriter
 from shoal.data.text import (
@@ -20,6 +21,8 @@ __all__ = [
     "FileTokenizer",
     "InMemorySource",
     "Loader",
+    "MegatronFile",
+    "MegatronWriter",
     "PackedTokens",
     "RepeatingLoader",
     "SamplePosition",

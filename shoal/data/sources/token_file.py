@@ -79,12 +79,17 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_tokens(tokens: NDArray[Any], vocab_size: int, where: str, first_document: int) -> None:
-    """Raises: UsageError: a token that is not in the vocabulary."""
-    if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
-        wrong = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
+def check_tokens(
+    tokens: NDArray[Any], lengths: NDArray[np.int64], vocab_size: int, where: str, first_document: int
+) -> None:
+    """Raises: UsageError: a token that is not in the vocabulary; documents that are not all of the tokens."""
+    if lengths.sum() != len(tokens):
+        raise UsageError(f"{len(tokens)} tokens for documents of {lengths.sum()}.", where=where)
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if len(wrong):
+        document = first_document + int(np.searchsorted(np.cumsum(lengths), wrong[0], side="right"))
         raise UsageError(
-            f"token {wrong} in or after document {first_document} is outside of the vocabulary, 0 to {vocab_size - 1}.",
+            f"token {tokens[wrong[0]]} in document {document} is outside of the vocabulary, 0 to {vocab_size - 1}.",
             where=where,
             do="use the tokenizer that the tokens were made with, or give its vocabulary size.",
         )
@@ -143,9 +148,7 @@ class TokenFileWriter:
         """
         values = np.asarray(tokens)
         sizes = np.array([len(values)] if lengths is None else lengths, dtype=np.int64)
-        check_tokens(values, self._vocab_size, str(self.path), self.num_documents)
-        if sizes.sum() != len(values):
-            raise UsageError(f"{len(values)} tokens for documents of {sizes.sum()}.", where=str(self.path))
+        check_tokens(values, sizes, self._vocab_size, str(self.path), self.num_documents)
         self._add_offsets(self.num_tokens + np.cumsum(sizes))
         self.num_documents += len(sizes)
         self.num_tokens += len(values)
@@ -278,6 +281,10 @@ class TokenFile:
         header = self.header
         parts = f"{header.dtype} {header.documents_checksum} {header.checksums_checksum}"
         return xxhash.xxh64_hexdigest(parts.encode())
+
+    @property
+    def largest_token(self) -> int:
+        return self.header.largest_token
 
     @property
     def tokenizer_path(self) -> str:

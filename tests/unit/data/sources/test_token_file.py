@@ -93,7 +93,7 @@ def test_a_file_is_replaced_only_when_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("token", [-1, 1000])
 def test_a_token_outside_of_the_vocabulary_is_not_written(tmp_path: Path, token: int) -> None:
-    with pytest.raises(UsageError, match=f"token {token} in or after document 1 is outside of the vocabulary"):
+    with pytest.raises(UsageError, match=f"token {token} in document 1 is outside of the vocabulary"):
         written(tmp_path / "t", [[1], [2, token]])
     assert os.listdir(tmp_path) == []
 

@@ -153,16 +153,22 @@ def goodput(
 @app.command("doctor", cls=UsageCommand)
 def doctor(
     file: Annotated[
-        Path | None, typer.Argument(help="Configuration file (JSON). Without it, this machine is checked.")
+        Path | None,
+        typer.Argument(help="Configuration file (JSON), or folder of a run. Without it, this machine is checked."),
     ] = None,
     world_size: Annotated[
         int | None, typer.Option(min=1, help="Total number of ranks, to compute the mesh and batch sizes.")
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help="Print the value of every key, including defaults.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema for editors, and exit.")] = False,
+    machine: Annotated[
+        str | None, typer.Option(help="Of a run: as of `shoal plan`, or a file of `shoal calibrate`. Default: its GPU.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a configuration: what each key does, and all problems. Without a file, check this machine.
+
+    Of a run's folder: what to change, each with the figure that it is based on, and the gain by a dry run.
 
     The exit code is 1 where anything is wrong, 2 where the file is not there.
     """
@@ -170,6 +176,12 @@ def doctor(
         from shoal.config import json_schema
 
         print(json_text.dumps(json_schema(), indent=2, ensure_ascii=False))
+        return
+    if file is not None and file.is_dir():
+        from shoal.planner.doctor import diagnose
+
+        found = diagnose(file, machine)
+        print(json_text.dumps(found.as_dict(), indent=2) if json else found)
         return
     if file is None:
         from shoal.cli.machine import check_machine

@@ -467,6 +467,8 @@ class _Run:
             config=self.config,
             environment={
                 "device": str(self.engine.device),
+                "device name": self.device.name,
+                "device memory": self.device.total_nbytes if self.device.is_cuda else 0,
                 "ranks": self.world.size,
                 "backend": self.world.backend,
                 "threads per rank": torch.get_num_threads(),

@@ -100,12 +100,63 @@ def _process_began(otherwise: float) -> float:
 
 
 @dataclass(frozen=True)
+class _LoggedSections:
+    before: int  # steps done
+    after: int
+    seconds: Mapping[str, float]  # by section
+    is_before_steps: bool  # of its start
+
+
+@dataclass(frozen=True)
+class RankTimesRow:
+    """Milliseconds of one step by phase, in each a number for each rank (``engine.parts.rank_times``)."""
+
+    step: int
+    milliseconds: Mapping[str, Sequence[float]]
+
+
+@dataclass
+class Start:
+    """One start of the program, from ``began`` to its last sign, ``ended``: seconds since 1970."""
+
+    began: float
+    ended: float
+    init: float
+    num_ranks: int
+    restored: int  # the step from which it went on
+    lines: list[_LoggedSections] = field(default_factory=list)
+    ranks: list[RankTimesRow] = field(default_factory=list)
+
+    @property
+    def last_step(self) -> int:
+        return self.lines[-1].after if self.lines else self.restored
+
+    def add(self, time: float, step: int, seconds: Mapping[str, float]) -> None:
+        is_before_steps = "step" not in seconds and all(line.is_before_steps for line in self.lines)
+        if is_before_steps:
+            self.restored = step
+        before = self.last_step if "step" in seconds else step
+        self.lines.append(_LoggedSections(before, step, seconds, is_before_steps))
+        self.ended = time
+
+
+@dataclass(frozen=True)
 class RunTime:
-    """The time of a run by category, in seconds. ``num_starts``: of the program."""
+    """The time of a run by category, in seconds. ``starts``: of the program. ``num_saves``: of checkpoints."""
 
     seconds: Mapping[str, float]
-    num_starts: int
+    starts: Sequence[Start]
     num_steps: int
+    num_saves: int
+
+    @property
+    def num_starts(self) -> int:
+        return len(self.starts)
+
+    @property
+    def ranks(self) -> Sequence[RankTimesRow]:
+        """Of all starts."""
+        return [row for start in self.starts for row in start.ranks]
 
     @property
     def total(self) -> float:
@@ -120,38 +171,6 @@ class RunTime:
         """Category, seconds, share and what it is; the largest first, without those that took none."""
         shown = sorted(((value, name) for name, value in self.seconds.items() if value > 0.0), reverse=True)
         return [(name, f"{value:,.1f}", f"{value / self.total:.1%}", CATEGORIES[name]) for value, name in shown]
-
-
-@dataclass(frozen=True)
-class _LoggedSections:
-    before: int  # steps done
-    after: int
-    seconds: Mapping[str, float]  # by section
-    is_before_steps: bool  # of its start
-
-
-@dataclass
-class _Start:
-    """One start of the program."""
-
-    began: float
-    ended: float
-    init: float
-    num_ranks: int
-    restored: int  # the step from which it went on
-    lines: list[_LoggedSections] = field(default_factory=list)
-
-    @property
-    def last_step(self) -> int:
-        return self.lines[-1].after if self.lines else self.restored
-
-    def add(self, time: float, step: int, seconds: Mapping[str, float]) -> None:
-        is_before_steps = "step" not in seconds and all(line.is_before_steps for line in self.lines)
-        if is_before_steps:
-            self.restored = step
-        before = self.last_step if "step" in seconds else step
-        self.lines.append(_LoggedSections(before, step, seconds, is_before_steps))
-        self.ended = time
 
 
 def read_goodput(path: Path) -> RunTime:
@@ -181,24 +200,29 @@ def read_goodput(path: Path) -> RunTime:
             is_change = following.num_ranks != start.num_ranks
             seconds["elastic change" if is_change else "recovery"] += max(0.0, following.began - start.ended)
     num_steps = starts[-1].last_step - starts[0].restored
-    return RunTime(seconds, len(starts), num_steps)
+    num_saves = sum(
+        "checkpoint" in line.seconds and not line.is_before_steps for start in starts for line in start.lines
+    )
+    return RunTime(seconds, starts, num_steps, num_saves)
 
 
-def _starts(path: Path) -> Sequence[_Start]:
+def _starts(path: Path) -> Sequence[Start]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{str(path)!r} cannot be read: {error.strerror}.", do="name a goodput.jsonl.") from error
-    starts: list[_Start] = []
+    starts: list[Start] = []
     for line in text.splitlines():
         try:
             read = json.loads(line)
         except json.JSONDecodeError:
             continue  # the last line of a start that was killed
         if read.get("event") == "start":
-            starts.append(_Start(read["began"], read["time"], read["init"], read["ranks"], read["step"]))
+            starts.append(Start(read["began"], read["time"], read["init"], read["ranks"], read["step"]))
         elif starts and read.get("event") == "sections":
             starts[-1].add(read["time"], read["step"], read["seconds"])
+        elif starts and read.get("event") == "ranks":
+            starts[-1].ranks.append(RankTimesRow(read["step"], read["ms"]))
     if not starts:
         raise UsageError(f"{str(path)!r} has no start of a run.", do="name a goodput.jsonl that a run has written.")
     return starts

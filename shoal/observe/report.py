@@ -22,6 +22,7 @@ from shoal.text import counted, format_bytes, format_count
 METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"
 REPORT_FILE = "report.html"
+DOCTOR_FILE = "doctor.json"  # what ``shoal doctor`` found
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
 

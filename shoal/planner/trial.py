@@ -7,7 +7,8 @@ stage adds a micro-batch's time to the bubble, and one micro-batch more in fligh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -122,14 +123,11 @@ def run_trial(
             attend_by_ranks(model)
         return model
 
-    logger = logging.getLogger("shoal")
-    was_disabled, logger.disabled = logger.disabled, True  # each dry run would say what it shards
     try:
-        step = dry_run_model(made, fewer, num_ranks, machine=request.machine, sequence=request.sequence)
+        with quiet():
+            step = dry_run_model(made, fewer, num_ranks, machine=request.machine, sequence=request.sequence)
     except ShoalError as error:
         return Trial(candidate, config, guess, error=str(error).splitlines()[0])
-    finally:
-        logger.disabled = was_disabled
     num_micro = candidate.num_micro(request)
     first, busiest = step.stages[0], max(step.stages, key=lambda stage: stage.by_kind[COMPUTE])
     further = (candidate.pp - num_stages) / candidate.virtual
@@ -155,6 +153,17 @@ def run_trial(
         received=step.received,
         links=step.links,
     )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Log nothing: each dry run would say what it shards."""
+    logger = logging.getLogger("shoal")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 def attend_by_ranks(model: nn.Module) -> None:

@@ -1,8 +1,9 @@
 """The kernels that only a GPU has, each beside a plain path: the largest difference, and the time of both.
 
 Attention by flash and memory-efficient kernels with the log-sum-exp that ring attention merges, torch's grouped
-product for experts (also where experts have no rows), the loss in chunks (in a Triton kernel), the fused optimizer, and
-AdamW in one Triton kernel with the casts around it. Shoal has no fp8 kernels of its own.
+product for experts (also where experts have no rows), rows of experts gathered and summed (in Triton kernels), the loss
+in chunks (in a Triton kernel), the fused optimizer, and AdamW in one Triton kernel with the casts around it. Shoal has
+no fp8 kernels of its own.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def check(setting: Setting) -> Iterable[Finding]:
     for counts in ([512, 512, 512, 512], [1024, 0, 1000, 24], [0, 0, 0, 2048]):
         what = f"grouped product, rows of experts {counts}"
         yield attempt(what, lambda c=counts, w=what: _grouped(setting, c, w))  # type: ignore[misc]
+    yield attempt("rows of experts", lambda: _rows_of_experts(setting))
     yield attempt("loss in chunks", lambda: _loss(setting))
     yield attempt("fused AdamW", lambda: _adamw(setting))
     yield attempt("AdamW in one kernel", lambda: _adamw_in_one_kernel(setting))
@@ -86,6 +88,29 @@ def _grouped(setting: Setting, counts: list[int], what: str) -> Finding:
     if is_used or not setting.is_gpu:
         return _compare(what, by(grouped._InOneKernel), by(grouped._OneByOne), 1e-2, setting)
     return Finding(what, None, "torch's grouped kernel does not take these tensors on this GPU")
+
+
+def _rows_of_experts(setting: Setting) -> Finding:
+    """6 bytes of each row of 16 bits to gather, 2 to sum. On an H100 of 3.35 TB/s: 0.4 ms for both."""
+    num_tokens, k, width = (32, 2, 16) if setting.is_tiny else (8192, 8, 2048)
+    tokens = torch.randn(num_tokens, width, device=setting.device, dtype=torch.bfloat16)
+    dot_with = torch.randn(num_tokens * k, width, device=setting.device, dtype=torch.bfloat16)
+    order = torch.randperm(num_tokens * k, device=setting.device)
+    row_of, weights = order.argsort().view(-1, k), torch.rand(num_tokens, k, device=setting.device)
+    rows, sums, scale = torch.empty_like(dot_with), torch.empty_like(tokens), weights.view(-1)[order]
+
+    def by_kernel() -> Sequence[Tensor]:
+        dots = grouped.gather_rows(tokens, order // k, scale, rows, dot_with)
+        grouped.sum_rows(dot_with, row_of, weights, sums)
+        assert dots is not None
+        return [rows, dots, sums]
+
+    def by_operators() -> Sequence[Tensor]:
+        taken = tokens.float()[order // k]
+        out = (dot_with.float()[row_of] * weights[..., None]).sum(1)
+        return [taken * scale[:, None], (taken * dot_with).sum(1), out]
+
+    return _compare("rows of experts", by_kernel, by_operators, 1e-2, setting)
 
 
 def _loss(setting: Setting) -> Finding:

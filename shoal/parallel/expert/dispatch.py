@@ -33,7 +33,7 @@ from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator, Work
 from shoal.comm.wire import RowBytes
 from shoal.compiler import untraced
-from shoal.parallel.expert.grouped import gather_rows, sum_rows
+from shoal.parallel.expert.grouped import gather_rows, sum_rows, with_zeros
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.expert.losses import tokens_per_expert
 from shoal.parallel.expert.route import Route, compare_tables, route, table_digest
@@ -87,7 +87,7 @@ def run_experts(
         Along ``held.tensor.etp``, ranks that have the same tokens, and with ``capacity`` on an accelerator along
         ``held.tensor.same``, in the first call: an exchange of 8 bytes.
     Memory: until backward the rows of the experts' outputs (``score_before``: ``hidden``), if ``weights`` needs
-        a gradient. With ``capacity`` a copy of ``hidden`` while its rows are gathered.
+        a gradient. With ``capacity``, where no kernel gathers, a copy of ``hidden`` meanwhile.
     """
     held.router_check.note(weights)
     is_first = not held.router_check.has_checked
@@ -275,7 +275,7 @@ class _Moving:
 
     Args:
         counts: rows from each rank to each.
-        padding: rows of zeros after the received ones.
+        padding: rows of zeros after those that are received in place.
 
     With ``held.wire`` each row is encoded by itself, also one that stays on this rank: a token's values do not depend
     on what is sent with it, nor on where its experts are.
@@ -285,17 +285,16 @@ class _Moving:
         comm = held.comm
         self._steps: TwoStepRows | None = None
         self._work: Work | None = None
-        self._padding = padding
         self._decoded: Callable[[Tensor], Tensor] | None = None
         self._sent = rows = rows.detach().contiguous()
         if comm is None:
-            self._received = self._padded(rows)
+            self._received = rows
             return
         if held.wire is not None:
             coded = RowBytes(held.wire, rows.shape[1], rows.dtype, rows.device)
             self._decoded = partial(_decoded, coded, rows.new_empty(0, rows.shape[1]), padding)
             self._sent = rows = coded.encode(rows, comm.empty)
-            self._padding = padding = 0
+            padding = 0
         if held.hierarchy is not None:
             self._steps = TwoStepRows(rows, counts, *held.hierarchy, label)
             return
@@ -315,13 +314,10 @@ class _Moving:
     def wait(self) -> Tensor:
         """The received rows. Shape: [received, width]."""
         if self._steps is not None:
-            self._received = self._padded(self._steps.wait())
+            self._received = self._steps.wait()
         if self._work is not None:
             self._work.drain()
         return self._received if self._decoded is None else self._decoded(self._received)
-
-    def _padded(self, rows: Tensor) -> Tensor:
-        return torch.cat((rows, rows.new_zeros(self._padding, rows.shape[1]))) if self._padding else rows
 
 
 def _decoded(coded: RowBytes, like: Tensor, padding: int, received: Tensor) -> Tensor:
@@ -353,9 +349,9 @@ class _Chunk:
             return like.new_empty(num_rows, width)
         return comm.empty(num_rows * width, like.dtype, like.device).view(num_rows, width)
 
-    def padded(self, values: Tensor) -> Tensor:
-        """One row for each token, or each pair, and zeros for rows that are padding."""
-        return torch.cat((values, values.new_zeros(1, *values.shape[1:]))) if self.route.is_padded else values
+    def may_miss(self, rows: Tensor, order: Tensor) -> bool:
+        """True if a pair may have no row, and no row of zeros that was received stands for it."""
+        return self.route.may_drop and len(rows) == len(order)
 
     @property
     def indices(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -408,7 +404,8 @@ class _Send(torch.autograd.Function):
         for chunk in chunks:
             order, token_of, _ = chunk.indices
             rows = chunk.buffer(len(order), hidden.shape[1], hidden)
-            gather_rows(chunk.padded(hidden[chunk.tokens]), token_of, _of_rows(weights, order, chunk), rows)
+            scale = _of_rows(weights, order, chunk)
+            gather_rows(hidden[chunk.tokens], token_of, scale, rows, may_miss=chunk.route.is_padded)
             chunk.send_to_experts(rows, "dispatch")
         return tuple(anchor.new_empty(0) for _ in chunks)
 
@@ -422,11 +419,12 @@ class _Send(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 of_hidden = gradients.new_empty(ctx.shape, dtype=ctx.dtype) if of_hidden is None else of_hidden
                 scale = None if weights is None else weights[chunk.tokens]
-                sum_rows(gradients, row_of, scale, of_hidden[chunk.tokens])
+                sum_rows(gradients, row_of, scale, of_hidden[chunk.tokens], may_miss=chunk.may_miss(gradients, order))
             if hidden is not None:
                 weights_gradient = torch.empty_like(weights) if weights_gradient is None else weights_gradient
                 rows = torch.empty_like(gradients[: len(order)])
-                dots = gather_rows(chunk.padded(hidden[chunk.tokens]), token_of, None, rows, gradients)
+                tokens = hidden[chunk.tokens]
+                dots = gather_rows(tokens, token_of, None, rows, gradients, may_miss=chunk.route.is_padded)
                 weights_gradient[chunk.tokens] = _of_pairs(dots, row_of)
         return None, of_hidden, weights_gradient, None
 
@@ -466,7 +464,9 @@ class _Combine(torch.autograd.Function):
             rows = chunk.wait()
             if out is None:
                 out = rows.new_empty(chunks[-1].tokens.stop, rows.shape[1], dtype=dtype)
-            sum_rows(rows, chunk.route.row_of, None if weights is None else weights[chunk.tokens], out[chunk.tokens])
+            scale = None if weights is None else weights[chunk.tokens]
+            may_miss = chunk.may_miss(rows, chunk.route.order)
+            sum_rows(rows, chunk.route.row_of, scale, out[chunk.tokens], may_miss=may_miss)
             kept.append(rows if keeps_rows else None)
         assert out is not None
         ctx.chunks, ctx.row_dtype = chunks, rows.dtype
@@ -487,7 +487,8 @@ class _Combine(torch.autograd.Function):
         for chunk, rows, (order, token_of, row_of) in reversed(list(zip(chunks, kept, indices, strict=True))):
             of_rows = chunk.buffer(len(order), gradient.shape[1], gradient.new_empty(0, dtype=ctx.row_dtype))
             scale = _of_rows(weights, order, chunk)
-            dots = gather_rows(chunk.padded(gradient[chunk.tokens]), token_of, scale, of_rows, rows)
+            tokens = gradient[chunk.tokens]
+            dots = gather_rows(tokens, token_of, scale, of_rows, rows, may_miss=chunk.route.is_padded)
             chunk.send_to_experts(of_rows, "combine backward")
             if of_weights is not None:
                 of_weights[chunk.tokens] = _of_pairs(dots, row_of)
@@ -504,10 +505,13 @@ def _by_chunk(indices: Sequence[Tensor]) -> list[Sequence[Tensor]]:
 
 def _of_rows(weights: Tensor | None, order: Tensor, chunk: _Chunk) -> Tensor | None:
     """The weight of each row of a chunk. Shape: [all tokens, k] -> [rows]."""
-    return None if weights is None else chunk.padded(weights[chunk.tokens].reshape(-1))[order]
+    if weights is None:
+        return None
+    of_pairs = weights[chunk.tokens].reshape(-1)
+    return (with_zeros(of_pairs) if chunk.route.is_padded else of_pairs)[order]
 
 
 def _of_pairs(of_rows: Tensor | None, row_of: Tensor) -> Tensor:
     """A number of each row as one of each pair, 0 where a pair has no row. Shape: [rows] -> [tokens, k]."""
     assert of_rows is not None
-    return torch.cat((of_rows, of_rows.new_zeros(1)))[row_of]
+    return with_zeros(of_rows)[row_of]

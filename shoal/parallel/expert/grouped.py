@@ -5,13 +5,15 @@
     sum       tokens[t] = sum over j of weights[t, j] * rows[row_of[t, j]], in the order of j
 
 A linear is one matrix product for each expert that has rows. Gather and sum are each other's gradient; sums of 16-bit
-values are computed in fp32 and rounded once. On a CPU both work in blocks that stay in the cache. There are no atomic
-additions, so results are the same in every run.
+values are computed in fp32 and rounded once. On a GPU each is one kernel (``shoal.kernels.expert_rows``, or torch's
+where rows are only moved); on a CPU both work in blocks that stay in the cache. There are no atomic additions, so
+results are the same in every run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import reduce
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import Tensor
 from shoal.comm.autograd import once_differentiable
 from shoal.compiler import untraced
 from shoal.device import capability, numel_at_once
+from shoal.kernels.use import has_kernels, one_kernel
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.expert.route import RowCounts
 from shoal.parallel.products import Products, cast_for_autocast
@@ -199,7 +202,13 @@ _BLOCK_NUMEL = 128 * 1024  # on a CPU: the elements that are gathered, scaled an
 
 
 def gather_rows(
-    tokens: Tensor, token_of: Tensor, scale: Tensor | None, out: Tensor, dot_with: Tensor | None = None
+    tokens: Tensor,
+    token_of: Tensor,
+    scale: Tensor | None,
+    out: Tensor,
+    dot_with: Tensor | None = None,
+    *,
+    may_miss: bool = False,
 ) -> Tensor | None:
     """Write the rows into ``out``; see the module.
 
@@ -207,11 +216,27 @@ def gather_rows(
         tokens: [tokens, width].
         token_of, scale: [rows].
         out, dot_with: [rows, width].
+        may_miss: a row may be of no token: its ``token_of`` is the number of tokens, and it is zeros.
 
     Returns: with ``dot_with``, the product of each row of it and the token, without scale. Shape: [rows].
     """
     sums = _sum_dtype(tokens.dtype, out.dtype)
     dots = None if dot_with is None else torch.empty(len(out), dtype=sums, device=out.device)
+    is_moved = scale is None and dots is None and tokens.dtype == out.dtype and not may_miss
+    if not is_moved and out.numel() and sums == torch.float32 and has_kernels(tokens, out):
+        from shoal.kernels import expert_rows
+
+        expert_rows.gather(tokens, token_of, scale, out, dot_with, dots)
+    else:
+        with nullcontext() if is_moved else one_kernel():
+            _gather_in_blocks(with_zeros(tokens) if may_miss else tokens, token_of, scale, out, dot_with, dots)
+    return dots
+
+
+def _gather_in_blocks(
+    tokens: Tensor, token_of: Tensor, scale: Tensor | None, out: Tensor, dot_with: Tensor | None, dots: Tensor | None
+) -> None:
+    sums = _sum_dtype(tokens.dtype, out.dtype)
     is_plain = tokens.dtype == out.dtype == sums or (scale is None and tokens.dtype == out.dtype)
     for block in _blocks(out):
         target = out[block]
@@ -225,20 +250,34 @@ def gather_rows(
             rows.mul_(scale[block, None])
         if rows is not target:
             target.copy_(rows)
-    return dots
 
 
-def sum_rows(rows: Tensor, row_of: Tensor, weights: Tensor | None, out: Tensor) -> None:
+def sum_rows(rows: Tensor, row_of: Tensor, weights: Tensor | None, out: Tensor, *, may_miss: bool = False) -> None:
     """Write the sum of each token's rows into ``out``; see the module.
 
     Args:
-        rows: [rows, width]; with a row of zeros after them where pairs were dropped.
+        rows: [rows, width].
         row_of, weights: [tokens, k].
         out: [tokens, width].
+        may_miss: a pair may have no row: its ``row_of`` is the number of rows, and it adds zeros.
     """
     if not row_of.numel():
         out.zero_()
-        return
+    elif out.numel() and _sum_dtype(rows.dtype, out.dtype) == torch.float32 and has_kernels(rows, out):
+        from shoal.kernels import expert_rows
+
+        expert_rows.sum_of(rows, row_of, weights, out)
+    else:
+        with one_kernel():
+            _sum_in_blocks(with_zeros(rows) if may_miss else rows, row_of, weights, out)
+
+
+def with_zeros(rows: Tensor) -> Tensor:
+    """A row of zeros after the others."""
+    return torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))
+
+
+def _sum_in_blocks(rows: Tensor, row_of: Tensor, weights: Tensor | None, out: Tensor) -> None:
     sums = _sum_dtype(rows.dtype, out.dtype)
     for block in _blocks(out):
         target = out[block]

@@ -19,6 +19,8 @@ from shoal.comm.formats import FORMATS
 from shoal.kernels.use import one_kernel, this_kernel
 from shoal.optim import one_kernel_adam
 from shoal.parallel import loss as loss_of_shoal
+from shoal.parallel.expert.dispatch import run_experts
+from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.loss import linear_cross_entropy
 from shoal.simulation.machines import machine_of
 from shoal.simulation.times import COMPUTE
@@ -39,7 +41,10 @@ def run_python(*args: str, **environment: str) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize("module", ["interpreted_block_formats", "interpreted_adam", "interpreted_cross_entropy"])
+@pytest.mark.parametrize(
+    "module",
+    ["interpreted_block_formats", "interpreted_adam", "interpreted_cross_entropy", "interpreted_expert_rows"],
+)
 def test_kernels_compute_what_operators_compute(module: str) -> None:
     cases = f"tests/helpers/{module}.py"
     printed = run_python("-m", "pytest", "-q", "-p", "no:xdist", cases, TRITON_INTERPRET="1")
@@ -51,7 +56,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from shoal.kernels import adam, block_formats as kernels, cross_entropy
+from shoal.kernels import adam, block_formats as kernels, cross_entropy, expert_rows
 
 name = sys.argv[1]
 
@@ -75,6 +80,11 @@ kinds |= dict.fromkeys(("main", "average", "square", "corrections"), "*fp32")
 compile_for_gpu(adam._adam, known, kinds, "fp32")
 kinds = {"logits": "*bf16", "targets": "*i64", "losses": "*fp32"}
 compile_for_gpu(cross_entropy._cross_entropy, {"BLOCK": 4096}, kinds)
+known = dict(HAS_SCALE=True, HAS_DOTS=True, HAS_WEIGHTS=True, K=8, BLOCK=2048)
+kinds = dict.fromkeys(("tokens", "rows", "dot_with", "out"), "*bf16") | {"token_of": "*i64", "row_of": "*i64"}
+kinds |= dict.fromkeys(("scale", "weights", "dots"), "*fp32")
+for kernel in (expert_rows._gather, expert_rows._sum):
+    compile_for_gpu(kernel, known, kinds)
 """
 
 
@@ -82,7 +92,7 @@ compile_for_gpu(cross_entropy._cross_entropy, {"BLOCK": 4096}, kinds)
 def test_kernels_compile_for_a_gpu(name: str, tmp_path: Path) -> None:
     """Triton's compiler refuses what its interpreter runs."""
     printed = run_python("-W", "ignore", "-c", COMPILED, name, TRITON_CACHE_DIR=str(tmp_path))
-    assert printed.split()[::2] == ["_encode", "_decode", "_adam", "_cross_entropy"]
+    assert printed.split()[::2] == ["_encode", "_decode", "_adam", "_cross_entropy", "_gather", "_sum"]
 
 
 def test_a_dry_run_times_an_encoding_as_one_pass_over_memory() -> None:
@@ -139,6 +149,25 @@ def test_the_step_of_an_engine_updates_by_kernels_from_the_first_on(monkeypatch:
     for mine, theirs in zip(ours, steps(), strict=True):
         saved = (theirs - mine) * machine_of("h100").memory_bandwidth / (2 * width**2 / 8)
         assert 15.5 <= saved <= 17
+
+
+@pytest.mark.parametrize("capacity", [None, 1024])
+def test_a_dry_run_times_each_gather_and_sum_of_rows_of_experts_as_one_pass_over_memory(capacity: int | None) -> None:
+    """Bytes of 16-bit rows and tokens: 2 to read the rows in each sum and in the combination's backward, 4 to gather
+    them, and 2 to write them there; of tokens, an eighth as many, 2 in each. torch's operators move 72, and with a
+    capacity 86.
+    """
+    num_tokens, width, k = 8192, 2048, 8
+    with shoal.dry_run(1, machine="h100") as run:
+        hidden = torch.empty(num_tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        weights, index = torch.empty(num_tokens, k, requires_grad=True), torch.zeros(num_tokens, k, dtype=torch.long)
+        with run.step():
+            out = run_experts(
+                hidden, index, weights, lambda rows, _: rows, ExpertsHeld(64), may_drop=False, capacity=capacity
+            )
+            out.backward(torch.empty_like(out))
+    moved = run.steps[0].by_kind[COMPUTE] * machine_of("h100").memory_bandwidth / (num_tokens * width * k)
+    assert 4 + 2 + 2 + 2 + 2 + 4 * 2 / 8 - 2 * (capacity is not None) <= moved <= 14.5
 
 
 def test_a_dry_run_times_the_loss_of_a_chunk_and_its_gradient_as_one_pass_over_the_logits() -> None:

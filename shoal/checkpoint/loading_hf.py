@@ -221,7 +221,7 @@ def _matched(
     missing = _unignored(missing, whole, "_keys_to_ignore_on_load_missing")
     unexpected = _unignored(unexpected, whole, "_keys_to_ignore_on_load_unexpected")
     if isinstance(model, StageModule):
-        comm = current_world().communicator("world", Mesh.of(current_world().size))
+        comm = current_world().communicator("world", Mesh.of(current_world().size), max_ctas=0)
         left = [stored for name in unexpected for stored in weights.stored_names(name)]
         every = comm.gather_objects([missing, shapes, left], label="load_hf: names")
         missing, shapes = (list(dict.fromkeys(n for each in every for n in each[kind])) for kind in (0, 1))

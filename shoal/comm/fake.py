@@ -119,7 +119,7 @@ class FakeTransport:
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Backend:
+    def open(self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None = None) -> Backend:
         ranks = next(group for group in groups if self._rank in group)
         return FakeCommunicator(axis, ranks.index(self._rank), len(ranks))
 
@@ -276,7 +276,7 @@ class FakeStageTransport(FakeTransport):
         self._num_ranks = num_ranks
         self._stages = stages
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Backend:
+    def open(self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None = None) -> Backend:
         ranks = next(group for group in groups if self._rank in group)
         if axis == "pp" and ranks != self._stages.ranks:
             raise UsageError(
@@ -286,5 +286,5 @@ class FakeStageTransport(FakeTransport):
                 code="dry-run-pipeline",
             )
         if len(set(ranks) & set(self._stages.ranks)) < 2:
-            return super().open(axis, groups)
+            return super().open(axis, groups, max_ctas)
         return FakeStageCommunicator(axis, self._rank, ranks, self._num_ranks, self._stages)

@@ -7,11 +7,14 @@ Every message has a header, so that ranks that issue different calls get an erro
 rounds, and the second is sent from ``wait()``. So a rank that waits for a later call does the first rounds of all
 earlier ones, on every axis, before it blocks: no two ranks wait for each other.
 
-    tag (30 bits)                          of
-    4 * number                             the header of a collective
-    4 * checksum(number, call) + 1 or 2    its data, first and second round
-    8 * number + 3                         the header of a send
-    8 * checksum(number, call) + 7         its data
+The communicators of all axes share one Gloo group of the whole world, so a rank has one socket for each other rank,
+however many axes there are. A communicator has a number of its own in the tags of its headers.
+
+    tag (30 bits)                                      of
+    8 * (communicator, number)                         the header of a collective
+    8 * (number, checksum(communicator, call)) + 1, 2  its data, first and second round
+    8 * (communicator, number) + 3                     the header of a send
+    8 * (number, checksum(communicator, call)) + 7     its data
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -42,7 +45,8 @@ from shoal.comm.sums import RankOrderedSum, is_same_memory
 from shoal.comm.waiting import WaitWatch
 from shoal.errors import CommError
 
-_TAG_MASK = (1 << 28) - 1  # with two more bits, tags stay positive 32-bit numbers
+_NUMBER_BITS, _COMMUNICATOR_BITS = 15, 12  # with three more bits, tags stay positive 32-bit numbers
+_CHECKSUM_BITS = 19  # and 8 bits of a number: data of different calls under way seldom has one tag
 _FAREWELL = timedelta(seconds=5)  # for which close() waits until peers have received the last sends
 _OPEN_SENDS = 64  # finished works whose sends may still be under way before the oldest is waited for
 _TEXT_BYTES = 160
@@ -71,8 +75,8 @@ class GlooWork:
     """One call: its receives and sends under way, and what to do when they have arrived."""
 
     __slots__ = (
-        "_comm", "_data_tag", "_first", "_header_tag", "_last", "_received", "_result", "check_header", "headers",
-        "is_finished", "sends", "what",
+        "_comm", "_data_tag", "_first", "_header_tag", "_is_send", "_last", "_number", "_received", "_result",
+        "check_header", "headers", "is_finished", "sends", "what",
     )  # fmt: skip
 
     def __init__(self, comm: GlooCommunicator, what: str, number: int, result: torch.Tensor, is_send: bool) -> None:
@@ -80,13 +84,11 @@ class GlooWork:
         self.what = what
         # Gloo ends the process when a message is longer than its receive. So the tag of data is made of the whole call,
         # and data of calls that differ never meet; the headers, whose tag is the number alone, then show both calls.
-        checksum = zlib.crc32(f"{number} {what}".encode())
-        if is_send:
-            self._header_tag = 8 * (number & (_TAG_MASK >> 1)) + 3
-            self._data_tag = 8 * (checksum & (_TAG_MASK >> 1)) + 6
-        else:
-            self._header_tag = 4 * (number & _TAG_MASK)
-            self._data_tag = 4 * (checksum & _TAG_MASK)
+        self._number = number
+        self._is_send = is_send
+        header = comm.number % (1 << _COMMUNICATOR_BITS) << _NUMBER_BITS | number % (1 << _NUMBER_BITS)
+        self._header_tag = 8 * header + 3 if is_send else 8 * header
+        self._data_tag = self._tag_of(what)
         self._result = result
         self._first: tuple[list[Any], Callable[[], object]] | None = None
         self._received: list[Any] = []
@@ -101,7 +103,11 @@ class GlooWork:
         return self._data_tag + part if part else self._header_tag
 
     def tag_with_numel(self, tensor: torch.Tensor) -> int:
-        return 4 * (zlib.crc32(f"{self._data_tag} {tensor.numel()}".encode()) & _TAG_MASK) + 1
+        return self._tag_of(f"{self.what} {tensor.numel()}") + 1
+
+    def _tag_of(self, text: str) -> int:
+        checksum = zlib.crc32(f"{self._comm.number} {self._number} {text}".encode()) % (1 << _CHECKSUM_BITS)
+        return 8 * ((self._number & 0xFF) << _CHECKSUM_BITS | checksum) + (6 if self._is_send else 0)
 
     def first_then(self, receives: list[Any], then: Callable[[], None]) -> None:
         """Do ``then`` once ``receives`` are there, before the rest."""
@@ -162,16 +168,25 @@ class GlooWork:
 
 
 class GlooCommunicator(Backend):
-    """The ranks along one axis, over a Gloo process group of theirs. CPU tensors only."""
+    """The ranks along one axis, over a Gloo process group of all ranks. CPU tensors only.
+
+    Args:
+        ranks: those along the axis, this one among them.
+        number: of this communicator, the same on all of them and of no other in ``group``.
+    """
 
     def __init__(
         self,
         axis: str,
         group: dist.ProcessGroupGloo,
+        ranks: Sequence[int],
+        number: int,
         failures: FailureReports,
         pending: GlooPending,
     ) -> None:
-        super().__init__(axis, group.rank(), group.size())
+        super().__init__(axis, ranks.index(group.rank()), len(ranks))
+        self.number = number
+        self._ranks = ranks
         self.pending = pending
         self.first_error = pending.first_error
         self._group: Any = group
@@ -419,7 +434,7 @@ class GlooCommunicator(Backend):
         if tensor.numel() and self._group is not None:
             tensor = tensor.detach()
             try:
-                work.sends.append((self._group.send([tensor], peer, tag), tensor))
+                work.sends.append((self._group.send([tensor], self._ranks[peer], tag), tensor))
             except RuntimeError as error:
                 raise self._explained(error, work) from error
 
@@ -427,7 +442,7 @@ class GlooCommunicator(Backend):
         if tensor.numel() == 0 or self._group is None:
             return None
         try:
-            return self._group.recv([tensor.detach()], peer, tag)
+            return self._group.recv([tensor.detach()], self._ranks[peer], tag)
         except RuntimeError as error:
             raise self._explained(error, work) from error
 

@@ -43,13 +43,23 @@ _premul_sum: Any = torch._C._distributed_c10d._make_nccl_premul_sum
 
 
 def new_group(
-    store: Store, name: str, ranks: Sequence[int], device: torch.device, timeout: timedelta
+    store: Store,
+    name: str,
+    ranks: Sequence[int],
+    device: torch.device,
+    timeout: timedelta,
+    max_ctas: int | None = None,
 ) -> dist.ProcessGroup:
     """A NCCL group of Shoal's own, bound to ``device``; every rank of the world makes one at the same time.
 
     Not the default group, even for all ranks: its streams have no high priority, and to abort it is the user's matter.
+
+    Args:
+        max_ctas: the most channels, each with buffers and a multiprocessor of its own; None: as many as NCCL wants.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
     return named_group(store, name, ranks, backend="nccl", options=options, timeout=timeout, device=device)
 
 

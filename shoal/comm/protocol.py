@@ -192,6 +192,7 @@ class Backend:
 
     verbs: ClassVar[Verbs] = {}
     carries_values: bool = True  # False: no rank gets values of another
+    max_ctas: int | None = None  # see ``World.communicator``
 
     def __init__(self, axis: str, rank: int, size: int) -> None:
         self.axis = axis
@@ -261,8 +262,14 @@ class Communicator:
     def issue(self, call: Call) -> Work:
         """Record one call, and issue it.
 
-        Raises: RuntimeError: inside of ``shapes_only``, for what is called for values.
+        Raises: RuntimeError: inside of ``shapes_only``, for what is called for values. UsageError: device memory on an
+            axis that was opened without.
         """
+        if self.backend.max_ctas == 0 and not is_in_host_memory(call.sent):
+            raise UsageError(
+                f"{call.verb} {call.label!r} of device memory on axis {self.axis!r}, which was opened with max_ctas=0.",
+                do="use world.communicator(axis, mesh).",
+            )
         if _IS_FOR_SHAPES.get():
             if call.verb in _SHAPED:
                 return FinishedWork(call.result)

@@ -1,9 +1,12 @@
 """Ranks as processes, joined by torch.distributed: which kind of communicator an axis gets.
 
 device   ranks of the axis      communicator
-cuda     any                    NCCL (CPU tensors: Gloo)
+cuda     any                    NCCL (CPU tensors, and an axis for them alone: Gloo)
 cpu      all on one host        shared memory
 cpu      on several hosts       Gloo, by direct exchange
+
+Axes with the same groups of ranks share one NCCL group, since each costs device memory, and all axes share one Gloo
+group, since each costs a socket for each of its other ranks.
 """
 
 from __future__ import annotations
@@ -57,8 +60,9 @@ class ProcessTransport:
         self._failures = FailureReports(PrefixStore("failures", store), rank)
         self._first_error = FirstError()
         self._gloo_pending = GlooPending(self._first_error)
+        self._gloo_group: dist.ProcessGroupGloo | None = None
         self._gloo: list[GlooCommunicator] = []
-        self._nccl: dict[Sequence[tuple[int, ...]], dist.ProcessGroup] = {}
+        self._nccl: dict[tuple[Sequence[tuple[int, ...]], int | None], dist.ProcessGroup] = {}
         if watch_seconds is None and device.type != "cpu":
             watch_seconds = _WATCH_SECONDS
         self._watch = None
@@ -72,7 +76,7 @@ class ProcessTransport:
             self._local_peers = LocalPeers(PrefixStore("shm", store), rank, self._failures)
         self._num_opened = 0
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Backend:
+    def open(self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None = None) -> Backend:
         ranks = next(group for group in groups if self._rank in group)
         self._num_opened += 1
         name = f"{self._num_opened}/{axis}/{ranks[0]}"
@@ -84,10 +88,14 @@ class ProcessTransport:
                 return DirectCommunicator(axis, group, self._pending)
         elif self._wants_shared_memory:
             vote(PrefixStore("shm", self.store), name, self._size, is_fit=False)
-        nccl = None if self._device.type == "cpu" else self._open_nccl(name, groups, ranks)
+        joined = self._join_gloo()
+        has_nccl = self._device.type != "cpu" and max_ctas != 0
+        nccl = self._open_nccl(name, groups, ranks, max_ctas) if has_nccl else None
         if len(ranks) == 1:
             return FakeCommunicator(axis, 0, 1)
-        gloo = self._open_gloo(axis, name, ranks)
+        gloo = GlooCommunicator(axis, joined, ranks, self._num_opened, self._failures, self._gloo_pending)
+        self._gloo.append(gloo)
+        self._gloo_pending.watch.start()
         if nccl is None:
             return gloo
         return NcclCommunicator(axis, nccl, gloo, self._failures, self._first_error)
@@ -97,6 +105,7 @@ class ProcessTransport:
             self._local_peers.report(rank, text)
         self._failures.report(rank, text)
         self._first_error.keep(RankFailedError(rank, text))
+        self._gloo_group = None
         for communicator in self._gloo:
             communicator.abandon()  # peers that wait for this rank get an error now, even if its process runs on
         if self._gloo:
@@ -107,6 +116,7 @@ class ProcessTransport:
             self._watch.stop()
         self._gloo_pending.watch.stop()
         self._gloo.clear()
+        self._gloo_group = None
         for group in self._nccl.values():
             with contextlib.suppress(RuntimeError):  # it may be aborted already
                 dist.destroy_process_group(group)
@@ -124,29 +134,28 @@ class ProcessTransport:
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
-    def _open_nccl(self, name: str, groups: Sequence[tuple[int, ...]], ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The NCCL group of ``ranks``. Axes with the same groups share one: each costs device memory.
+    def _open_nccl(
+        self, name: str, groups: Sequence[tuple[int, ...]], ranks: tuple[int, ...], max_ctas: int | None
+    ) -> dist.ProcessGroup:
+        """The NCCL group of ``ranks``.
 
         A rank that is alone makes one too: NCCL may split all of them from one parent, in which every rank takes part.
+        One without a bound serves axes that have one.
         """
-        group = self._nccl.get(groups)
+        group = self._nccl.get((groups, None)) or self._nccl.get((groups, max_ctas))
         if group is None:
             timeout = timedelta(seconds=self._timeout)
-            group = self._nccl[groups] = new_group(self.store, f"shoal/nccl/{name}", ranks, self._device, timeout)
+            group = new_group(self.store, f"shoal/nccl/{name}", ranks, self._device, timeout, max_ctas)
+            self._nccl[groups, max_ctas] = group
         return group
 
-    def _open_gloo(self, axis: str, name: str, ranks: tuple[int, ...]) -> GlooCommunicator:
-        # Not by new_group, in which all ranks take part and which keeps state after it is destroyed.
-        try:
-            group = dist.ProcessGroupGloo(
-                PrefixStore(f"gloo/{name}", self.store),
-                ranks.index(self._rank),
-                len(ranks),
-                timedelta(seconds=self._timeout),
-            )
-        except RuntimeError as error:
-            raise self._failures.explain(error, f"joining {len(ranks)} ranks on axis {axis!r} over Gloo") from error
-        communicator = GlooCommunicator(axis, group, self._failures, self._gloo_pending)
-        self._gloo.append(communicator)
-        self._gloo_pending.watch.start()
-        return communicator
+    def _join_gloo(self) -> dist.ProcessGroupGloo:
+        """The Gloo group of all ranks, which join it when the first axis needs it: a socket for each other rank."""
+        if self._gloo_group is None:
+            # Not by new_group, which keeps state after the group is destroyed.
+            store, timeout = PrefixStore("gloo", self.store), timedelta(seconds=self._timeout)
+            try:
+                self._gloo_group = dist.ProcessGroupGloo(store, self._rank, self._size, timeout)
+            except RuntimeError as error:
+                raise self._failures.explain(error, f"joining {self._size} ranks over Gloo") from error
+        return self._gloo_group

@@ -56,7 +56,7 @@ logger = logging.getLogger("shoal")
 class Transport(Protocol):
     """Opens communicators to the other ranks: threads, processes over torch.distributed, or none (a dry run)."""
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Backend:
+    def open(self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None) -> Backend:
         """A communicator of this rank's group. Every rank of the world opens the same axes in the same order."""
         ...
 
@@ -98,7 +98,7 @@ class World:
         self.shared: dict[str, Any] | None = None  # by ranks that are threads
         self.stages: FakeStages | None = None  # of a dry run of all pipeline stages
         self._transport = transport
-        self._communicators: dict[tuple[str, tuple[int, ...], object], Communicator] = {}
+        self._communicators: dict[tuple[str, tuple[int, ...], object, int | None], Communicator] = {}
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._on_closing: list[Callable[[], None]] = []
         self._on_close = on_close
@@ -107,8 +107,12 @@ class World:
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, device={self.device}, backend={self.backend!r})"
 
-    def communicator(self, axis: str, mesh: Mesh) -> Communicator:
-        """The communicator of the ranks along ``axis``; the same object for the same ranks.
+    def communicator(self, axis: str, mesh: Mesh, max_ctas: int | None = None) -> Communicator:
+        """The communicator of the ranks along ``axis``; the same object for the same ranks and ``max_ctas``.
+
+        Args:
+            max_ctas: the most channels that NCCL opens, each of which takes buffers and a multiprocessor: 1 is enough
+                for a few numbers at a time; 0: no group of NCCL, for memory of the host only; None: as NCCL wants.
 
         Communicates: the first time, control messages over the whole world: every rank calls it in the same order.
         """
@@ -120,16 +124,17 @@ class World:
             )
         ranks = mesh.ranks_along(axis, self.rank)
         accelerator = simulation()
-        key = axis, ranks, accelerator
+        key = axis, ranks, accelerator, max_ctas
         result = self._communicators.get(key)
         if result is None:
             backend: Backend
             if mesh.size(axis) == 1 or self._transport is None:
                 backend = FakeCommunicator(axis, 0, 1)
             else:  # also where this rank alone is on no group of the axis: all ranks open it together
-                backend = self._transport.open(axis, mesh.groups(axis))
+                backend = self._transport.open(axis, mesh.groups(axis), max_ctas)
                 if accelerator is not None:
                     backend = accelerator.communicator(backend, ranks, self.shared)
+                backend.max_ctas = max_ctas
             result = self._communicators[key] = Communicator(backend, self.recorder)
         return result
 

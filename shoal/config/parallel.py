@@ -12,6 +12,7 @@ from pydantic import Field
 from shoal.config.base import Auto, Section, key, section
 from shoal.config.problems import Problem
 from shoal.config.tables import with_unsupported
+from shoal.mesh import Axis
 from shoal.text import did_you_mean
 
 Degree = Annotated[int, Field(ge=1)] | Auto
@@ -46,6 +47,11 @@ class Parallel(Section):
     )
     tp_loss_parallel: bool = key(
         False, "compute the loss from split logits, which no rank holds whole; the model returns this rank's part"
+    )
+    max_ctas: dict[Axis, Annotated[int, Field(ge=1)]] = key(
+        {},
+        "the most channels that NCCL opens for the ranks along an axis, by its name: each takes device memory and "
+        "a multiprocessor; other axes: NCCL decides",
     )
 
 

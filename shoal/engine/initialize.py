@@ -17,6 +17,7 @@ from torch import nn
 
 from shoal.build.build import build
 from shoal.build.plan import ModuleAsBuilt
+from shoal.comm.protocol import Communicator
 from shoal.comm.world import World
 from shoal.compiler import refuse_cuda_graphs
 from shoal.config import Config, load
@@ -172,7 +173,12 @@ def _start(
     refuse_cuda_graphs(model, plan.zero.stage, world.device)
     world.mesh = plan.mesh
     is_apart = plan.zero.num_outer_states > 0
-    open_axis = partial(world.communicator, mesh=plan.mesh)
+
+    def open_axis(axis: str, max_ctas: int | None = None) -> Communicator:
+        groups = plan.mesh.groups
+        bounds = [most for name, most in settings.parallel.max_ctas.items() if groups(name) == groups(axis)]
+        return world.communicator(axis, plan.mesh, min(bounds, default=None) if max_ctas is None else max_ctas)
+
     axes = axes_of(plan.mesh, open_axis, plan.secondary_size, are_replicas_apart=is_apart)
     axes = _timed(axes, world, settings)
     _check_same_everywhere(axes, settings, model)
@@ -350,7 +356,7 @@ def _experts_of(model: nn.Module, world: World) -> tuple[int, bool]:
     """
     ep_size, is_split = built_for(model)
     if isinstance(model, StageModule):
-        every = world.communicator("world", Mesh.of(world.size)).gather_objects(
+        every = world.communicator("world", Mesh.of(world.size), max_ctas=0).gather_objects(
             [ep_size, is_split], label="experts of pipeline stages"
         )
         ep_size, is_split = (max(of_ranks) for of_ranks in zip(*every, strict=True))

@@ -52,7 +52,7 @@ Specs = dict[str, ParameterSpec]  # by name in this rank's model
 
 def axes_of(
     mesh: Mesh,
-    open_axis: Callable[[str], Communicator],
+    open_axis: Callable[..., Communicator],
     secondary_size: int | None = None,
     *,
     are_replicas_apart: bool = False,
@@ -60,16 +60,16 @@ def axes_of(
     """The communicators of a mesh.
 
     Args:
-        open_axis: the communicator along an axis.
+        open_axis: the communicator along an axis, with ``max_ctas`` of ``World.communicator``.
         secondary_size: the ranks of a second sharding; None: there is none.
         are_replicas_apart: each replica takes steps of its own.
     """
     # Where two axes are the same ranks, one communicator serves both, so that its calls have one order.
     shard = "dp_shard" if mesh.fsdp == mesh.dp_shard else "fsdp"
-    batch = open_axis("dp")
+    batch = open_axis("dp") if mesh.size("loss") == mesh.dp else open_axis("dp", max_ctas=0)
     data = batch if mesh.size("loss") == mesh.dp else open_axis("loss")
     comms = {
-        "world": data if mesh.world_size == data.size else open_axis("world"),
+        "world": data if mesh.world_size == data.size else open_axis("world", max_ctas=1),
         "batch": batch,
         "loss": data,
         shard: data if mesh.fsdp == data.size else open_axis(shard),

@@ -171,7 +171,7 @@ class PipelineModule(StageModule):
             checkpoint_interval=self.activation_checkpoint_interval,
         )
         if self._method == "time" and pipeline_rank is None:
-            comm = world.communicator("world", Mesh.of(world.size))
+            comm = world.communicator("world", Mesh.of(world.size), max_ctas=0)
             self.parts = comm.gather_objects(self.parts, label="pipeline stages")[0]
         self.tied = _tied(outlines, [self.stage_owner(index) for index in range(len(layers))])
         self._alike = [

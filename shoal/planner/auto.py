@@ -54,7 +54,7 @@ def planned_config(values: Mapping[str, Any], keys: tuple[str, ...], model: nn.M
             result = _plan(values, keys, model, world)
         except ShoalError as error:
             result = str(error)
-    comm = world.communicator("world", Mesh.of(world.size))
+    comm = world.communicator("world", Mesh.of(world.size), max_ctas=0)
     result = comm.gather_objects(result, label="the plan of rank 0")[0]
     if isinstance(result, str):
         raise ConfigError(

@@ -98,7 +98,7 @@ class SimulatedAccelerator:
         self._main = threading.get_ident()
         self._main_host = self.host
         self._host_threads: dict[str, SimulatedStream] = {}
-        self._connected: dict[object, set[str]] = {}  # the operations of each communicator
+        self._connected: dict[tuple[int, ...], set[str]] = {}  # the operations of the communicators of these ranks
 
     @property
     def host_nbytes(self) -> int | None:
@@ -184,17 +184,17 @@ class SimulatedAccelerator:
         issues = None if self._order is None else Issues(self._order, self._issued, stream, ranks, backend.rank)
         return SimulatedCommunicator(backend, self, stream, ranks, issues)
 
-    def connect(self, communicator: object, op: str, ranks: tuple[int, ...]) -> None:
-        """A communicator of these ranks is used for ``op``: NCCL allocates the buffers that it needs for that."""
-        ops = self._connected.setdefault(communicator, set())
+    def connect(self, communicator: SimulatedCommunicator, op: str) -> None:
+        """A communicator is used for ``op``: NCCL allocates the buffers that its ranks need for that."""
+        ranks = communicator.ranks
+        ops = self._connected.setdefault(ranks, set())
         if self.times is None or self._memory_of_device is None or self.is_cpu or op in ops:
             return
         node, before = self.times.machine, set(ops)
         ops.add(op)
-        after, earlier = (
-            communicator_nbytes(each, ranks, node.gpus_per_node, node.links.num_channels) for each in (ops, before)
-        )
-        self._memory_of_device.add_outside(NCCL, after - earlier)
+        num_channels = min(communicator.max_ctas or node.links.num_channels, node.links.num_channels)
+        after, earlier = (communicator_nbytes(each, ranks, node.gpus_per_node, num_channels) for each in (ops, before))
+        self._memory_of_device.add_outside(f"{NCCL}, {communicator.axis}", after - earlier)
 
     def check_order(self) -> None:
         """Report collectives of all ranks that wait for each other in a circle."""

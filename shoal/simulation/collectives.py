@@ -36,7 +36,7 @@ class StreamsOfCollectives(Protocol):
 
     def paused(self) -> AbstractContextManager[None]: ...
 
-    def connect(self, communicator: object, op: str, ranks: tuple[int, ...]) -> None: ...
+    def connect(self, communicator: SimulatedCommunicator, op: str) -> None: ...
 
     def run(
         self,
@@ -143,7 +143,7 @@ class SimulatedCommunicator(Backend):
         reads, writes = accesses(call)
         if is_on_stream:
             for one in call.messages or (call,):
-                accelerator.connect(self, one.verb, self.ranks)
+                accelerator.connect(self, one.verb)
             self._stream.wait_stream(accelerator.current())
         waiting: AbstractContextManager[None] = nullcontext()
         if self._issues is not None:
@@ -242,7 +242,7 @@ class SimulatedStageCommunicator(SimulatedCommunicator):
         accelerator, stages, times = self._accelerator, self._stages, self._times
         verb, peer, stream = call.verb, call.peer, self._stream_of(call)
         stream.wait_stream(accelerator.current())
-        accelerator.connect(self, verb, self.ranks)
+        accelerator.connect(self, verb)
         work = self._begin(call)
         what = f"{verb} {call.label!r}"
         accelerator.run(what, stream, *accesses(call))

@@ -106,6 +106,31 @@ def test_where_one_rank_cannot_map_another_all_ranks_take_gloo(gloo: Gloo) -> No
     assert gloo(3, fall_back) == [[True, True]] * 3
 
 
+def open_axes(rank: int, size: int) -> int:
+    """How many sockets the axes of a mesh took."""
+
+    def num_sockets() -> int:
+        return sum(
+            os.path.realpath(f"/proc/self/fd/{fd}").rpartition("/")[2].startswith("socket:")
+            for fd in os.listdir("/proc/self/fd")
+        )
+
+    before = num_sockets()
+    world = own_world(rank, size, "sockets", False)
+    mesh = Mesh.of(size, tp=2)
+    for axis in ("tp", "dp", "world", "fsdp", "dp"):
+        comm = world.communicator(axis, mesh)
+        ranks = torch.tensor([float(world.rank)])
+        assert comm.all_reduce(ranks, label="ranks").wait().item() == sum(mesh.ranks_along(axis, world.rank))
+    taken = num_sockets() - before
+    world.close()
+    return taken
+
+
+def test_all_axes_together_take_a_socket_for_each_other_rank(gloo: Gloo) -> None:
+    assert gloo(4, open_axes) == [1 + 3] * 4  # one listens
+
+
 def disagree(rank: int, size: int, shared_memory: bool, kind: str) -> str:
     world = own_world(rank, size, f"disagree {kind}", shared_memory)
     comm = world.communicator("dp", Mesh.of(size))

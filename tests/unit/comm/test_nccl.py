@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,15 @@ import torch.distributed as dist
 
 import shoal.comm.nccl as nccl
 from shoal.comm.failure import FirstError
+from shoal.comm.gloo import GlooCommunicator
 from shoal.comm.nccl import NcclCommunicator, NcclWork, split_scale
 from shoal.comm.protocol import Communicator, Message
 from shoal.comm.recorder import Recorder
 from shoal.comm.torch_dist import ProcessTransport
-from shoal.errors import RankFailedError
+from shoal.comm.world import World
+from shoal.engine.model_parts import axes_of
+from shoal.errors import RankFailedError, UsageError
+from shoal.mesh import Mesh
 
 SIZE = 4
 
@@ -212,43 +217,115 @@ def test_ncclls_own_error_is_explained_once() -> None:
             NcclWork(comm, "all_reduce 'x'", work, torch.ones(1)).wait()
 
 
-def test_groups_have_streams_of_high_priority_and_axes_of_the_same_ranks_share_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[tuple[Any, ...]] = []
-    aborted: list[str] = []
-    names: list[str] = []
+class Joined:
+    """The groups that a transport makes: ranks, seconds, priority, channels and the rest of NCCL's; Gloo's.
+
+    Attributes: ``aborted``: how many of NCCL's.
+    """
+
+    def __init__(self) -> None:
+        self.nccl: list[tuple[Any, ...]] = []
+        self.gloo: list[tuple[int, int]] = []
+        self.names: set[str] = set()
+        self.aborted = 0
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Joined:
+    made = Joined()
 
     class Group(dist.ProcessGroup):
         def __init__(self) -> None:
             super().__init__(0, 2)  # type: ignore[call-arg]
 
         def abort(self) -> None:
-            aborted.append("group")
+            made.aborted += 1
 
     def named_group(_store: Any, name: str, ranks: tuple[int, ...], **more: Any) -> dist.ProcessGroup:
         options, timeout = more.pop("options"), more.pop("timeout")
-        names.append(name)
-        made.append((ranks, timeout.total_seconds(), options.is_high_priority_stream, more))
+        made.names.add(name)
+        made.nccl.append(
+            (ranks, timeout.total_seconds(), options.is_high_priority_stream, options.config.max_ctas, more)
+        )
         return Group()
 
     options = SimpleNamespace(
-        Options=lambda is_high_priority_stream: SimpleNamespace(is_high_priority_stream=is_high_priority_stream)
+        Options=lambda is_high_priority_stream: SimpleNamespace(
+            is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace(max_ctas=None)
+        )
     )
     monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
     monkeypatch.setattr("shoal.comm.nccl.named_group", named_group)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
-    device = torch.device("cuda", 1)
-    transport = ProcessTransport(dist.HashStore(), 0, 4, device, 60.0, watch_seconds=3600.0)
-    monkeypatch.setattr(transport, "_open_gloo", lambda axis, name, ranks: SimpleNamespace(rank=0, size=len(ranks)))
+
+    def join(_store: Any, rank: int, size: int, _timeout: Any) -> Any:
+        made.gloo.append((rank, size))
+        return SimpleNamespace(rank=lambda: rank)
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", join)
+    return made
+
+
+DEVICE = torch.device("cuda", 1)
+
+
+def test_groups_have_streams_of_high_priority_and_axes_of_the_same_ranks_share_one(joined: Joined) -> None:
+    transport = ProcessTransport(dist.HashStore(), 0, 4, DEVICE, 60.0, watch_seconds=3600.0)
     whole, halves, tied = ((0, 1, 2, 3),), ((0, 1), (2, 3)), ((0,), (1, 2), (3,))
     assert isinstance(transport.open("dp", whole), NcclCommunicator)
     transport.open("world", whole)
     transport.open("tp", halves)
     assert transport.open("tied:1,2", tied).size == 1
-    more = {"backend": "nccl", "device": device}
-    assert made == [(ranks, 60.0, True, more) for ranks in ((0, 1, 2, 3), (0, 1), (0,))]
-    assert len(set(names)) == len(names)
+    transport.open("world", whole, 1)  # its group has all channels already
+    more = {"backend": "nccl", "device": DEVICE}
+    assert joined.nccl == [(ranks, 60.0, True, None, more) for ranks in ((0, 1, 2, 3), (0, 1), (0,))]
+    inner = ((0, 2), (1, 3))
+    assert isinstance(transport.open("dp", inner, 0), GlooCommunicator)
+    assert len(joined.nccl) == 3
+    transport.open("world", inner, 1)
+    transport.open("world", inner, 1)
+    transport.open("dp", inner)
+    transport.open("expert_dp", inner, 8)
+    assert [each[:4] for each in joined.nccl[3:]] == [((0, 2), 60.0, True, 1), ((0, 2), 60.0, True, None)]
+    assert len(joined.names) == len(joined.nccl) == 5
+    assert joined.gloo == [(0, 4)]  # one for all axes
     transport._abort(RankFailedError(1, "why"))
-    assert aborted == ["group"] * 3
+    assert joined.aborted == 5
     transport.close()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "groups"),
+    [
+        # Of 8 axes dp is used by the host only, and the ranks along world exchange a few numbers.
+        (
+            {"cp": 2, "sp": 2, "tp": 2, "ep": 4},
+            {"loss": None, "world": 1, "tp": None, "sp": None, "cp": None, "ep": None, "expert_dp": None},
+        ),
+        # Experts are divided over the ranks of tp, and sharded over those of loss.
+        ({"cp": 2, "sp": 2, "tp": 2, "ep": 2}, {"loss": None, "world": 1, "tp": None, "sp": None, "cp": None}),
+        ({"pp": 2, "tp": 2}, {"dp": None, "world": 1, "tp": None, "pp": None, "pipeline_stage": None}),
+        ({}, {"dp": None}),
+    ],
+)
+def test_the_axes_of_a_mesh_have_so_many_groups(
+    joined: Joined, degrees: dict[str, int], groups: dict[str, int | None]
+) -> None:
+    mesh = Mesh.of(16, **degrees)
+    transport = ProcessTransport(dist.HashStore(), 0, 16, DEVICE, 60.0, watch_seconds=3600.0)
+    with closing(World(0, 16, 0, DEVICE, "nccl", transport)) as world:
+        world.communicator("world", Mesh.of(16), max_ctas=0)
+        axes_of(mesh, partial(world.communicator, mesh=mesh))
+        assert [(each[0], each[3]) for each in joined.nccl] == [
+            (mesh.ranks_along(axis, 0), most) for axis, most in groups.items()
+        ]
+        assert joined.gloo == [(0, 16)]  # 15 sockets
+
+
+def test_an_axis_of_the_host_refuses_memory_of_a_device() -> None:
+    nccl_backend = backend()
+    nccl_backend.max_ctas = 0
+    with pytest.raises(
+        UsageError, match="all_reduce 'x' of device memory on axis 'dp', which was opened with max_ctas=0"
+    ):
+        Communicator(nccl_backend, Recorder()).all_reduce(meta(8, torch.float32), label="x")

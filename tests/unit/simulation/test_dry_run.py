@@ -56,12 +56,14 @@ def third_step(
     machine: GpuNode = H100,
     make: Callable[[], torch.nn.Module] = Tower,
     ledger: dict[str, int] | None = None,
+    max_ctas: dict[str, int] | None = None,
     **zero: Any,
 ) -> DryRun:
     """Three steps of a model. ``ledger``: gets the engine's bytes by kind."""
+    parallel = {"max_ctas": max_ctas or {}}
     with shoal.dry_run(num_ranks, machine=machine) as run:
         model = make()
-        made = config(zero["stage"], zero_optimization=zero, bf16={"enabled": True})
+        made = config(zero["stage"], zero_optimization=zero, bf16={"enabled": True}, parallel=parallel)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         engine = shoal.initialize(model=model, optimizer=optimizer, config=made)[0]
         batch = torch.zeros(2, tokens, dtype=torch.long)
@@ -418,11 +420,13 @@ def test_memory_outside_of_the_allocator_has_its_kinds_and_takes_capacity() -> N
     peak = run.steps[-1].memory
     ring = 24 * 12 * 2**20
     assert peak.outside["CUDA context"] == H100.context_nbytes
-    assert peak.outside["NCCL"] % ring == 0
+    assert peak.outside["NCCL, dp"] % ring == 0
     assert peak.by_kind["cuBLAS"] == 32 * 2**20  # on the compute stream
     assert peak.device_nbytes == peak.reserved + sum(peak.outside.values())
+    bounded = third_step(8, 64, stage=3, max_ctas={"fsdp": 8}).steps[-1].memory  # fsdp: the ranks along dp
+    assert bounded.outside["NCCL, dp"] * 3 == peak.outside["NCCL, dp"]
     assert run.out_of_memory is None
-    assert "NCCL" in run.report()
+    assert "NCCL, dp" in run.report()
     scarce = replace(H100, gpu_nbytes=peak.device_nbytes - 2**20)
     with_less = third_step(8, 64, scarce, stage=3)
     assert with_less.out_of_memory is not None

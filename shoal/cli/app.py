@@ -16,6 +16,7 @@ import typer
 from shoal.cli.as_deepspeed import as_deepspeed
 from shoal.cli.checkpoint import app as checkpoint_app
 from shoal.cli.convert import convert
+from shoal.cli.data import app as data_app
 from shoal.cli.estimate import estimate
 from shoal.cli.job import TrainJob
 from shoal.cli.plan import plan
@@ -35,6 +36,7 @@ app = typer.Typer(
 
 
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(data_app, name="data")
 app.command("run", cls=UsageCommand, context_settings={"allow_interspersed_args": False})(run)
 app.command("estimate", cls=UsageCommand)(estimate)
 app.command("plan", cls=UsageCommand)(plan)

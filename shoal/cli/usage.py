@@ -19,6 +19,7 @@ _ORDER = (
     "plan",
     "tune",
     "verify",
+    "data",
     "checkpoint",
     "convert",
     "schedule",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.data.loading import Loader, RepeatingLoader, SamplePosition
 from shoal.data.order import shuffled
 from shoal.data.sources.megatron import MegatronFile, MegatronWriter
+from shoal.data.sources.opening import open_source, open_sources
 from shoal.data.sources.source import InMemorySource, TokenSource
 from shoal.data.sources.token_file import TokenFile, TokenFileWriter
 from shoal.data.text import (
@@ -33,6 +34,8 @@ __all__ = [
     "TransformersTokenizer",
     "default_texts",
     "load_tokenizer",
+    "open_source",
+    "open_sources",
     "read_texts",
     "shuffled",
     "split",

@@ -37,7 +37,7 @@ def read_texts(sources: Sequence[str | Path]) -> Iterator[str]:
     """
     seen: set[Path] = set()
     for source in sources:
-        files = _files_of(source)
+        files = text_files(source)
         if not files:
             raise UsageError(
                 f"no text file at {str(source)!r}.",
@@ -62,7 +62,8 @@ def default_texts() -> Iterator[str]:
             yield "\n\n".join(docstrings) + "\n"
 
 
-def _files_of(source: str | Path) -> list[Path]:
+def text_files(source: str | Path) -> list[Path]:
+    """The files that a source of ``read_texts`` names, sorted; empty if there are none."""
     path = Path(source)
     if path.is_file():
         return [path.resolve()]

@@ -63,6 +63,8 @@ class MegatronFile:
     Raises: UsageError: a file is missing, truncated, or contradicts the other; the file is named.
     """
 
+    tokenizer_path = tokenizer_hash = ""  # which the format does not have
+
     def __init__(self, path: str | Path) -> None:
         self._prefix = prefix_of(path)
         self.name = str(self._prefix)

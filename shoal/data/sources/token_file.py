@@ -287,6 +287,10 @@ class TokenFile:
         return self.header.largest_token
 
     @property
+    def tokenizer_hash(self) -> str:
+        return self.header.tokenizer_hash
+
+    @property
     def tokenizer_path(self) -> str:
         """What ``load_tokenizer`` reads the tokenizer from; empty where the tokens came without one."""
         folder = self.path / _TOKENIZER

@@ -1,0 +1,76 @@
+"""``shoal data``: builds, shows and checks files of tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shoal.cli.app import app
+from shoal.data import MegatronFile, TokenFile
+from shoal.errors import UsageError
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["data", *map(str, arguments)])
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "body": text.upper()}) + "\n" for text in ("fish", "", "shoal")))
+    return path
+
+
+def test_text_is_built_shown_and_checked(tmp_path: Path, lines: Path) -> None:
+    out = tmp_path / "tokens"
+    assert run("build", lines, "--out", out) == f"{out}: 2 documents, 11 tokens\n"
+    assert run("show", out).splitlines() == [
+        "documents    2, of 5 to 6 tokens, median 6",
+        "tokens       11, uint8",
+        "vocabulary   256, largest token 115",
+        "tokenizer    bytes bytes",
+        f"fingerprint  {TokenFile(out).fingerprint}",
+    ]
+    assert run("show", out, "--document", 1) == f"{out}/tokens.bin, byte 5\nshoal\0\n"
+    assert run("check", out, "--vocab-size", 116) == f"{out}: 2 documents, 11 tokens, no problem\n"
+    with pytest.raises(UsageError, match="has 2 documents, 0 to 1"):
+        run("show", out, "--document", 2)
+    with pytest.raises(UsageError, match=r"(?s)has the token 115.*has 1 documents of more than 5 tokens"):
+        run("check", out, "--vocab-size", 115, "--max-length", 5)
+    with pytest.raises(UsageError, match="exists"):
+        run("build", lines, "--out", out)
+    run("build", lines, "--out", out, "--overwrite", "--field", "body")
+    assert TokenFile(out).tokens(1).tobytes() == b"SHOAL\0"
+
+
+def test_files_of_tokens_are_converted_and_joined(tmp_path: Path, lines: Path) -> None:
+    run("build", lines, "--out", tmp_path / "a")
+    run("build", tmp_path / "a", "--out", tmp_path / "m", "--megatron")
+    assert [MegatronFile(tmp_path / "m").tokens(index).tolist() for index in range(2)] == [
+        [*b"fish", 0],
+        [*b"shoal", 0],
+    ]
+    assert "fingerprint" in run("show", tmp_path / "m.idx")
+    assert run("show", tmp_path / "m", "--document", 0) == f"{tmp_path}/m.bin, byte 0\n{[*b'fish', 0]}\n"
+    run("build", tmp_path / "m", tmp_path / "a", "--out", tmp_path / "b")
+    assert TokenFile(tmp_path / "b").header.vocab_size == 116  # the largest token's, for want of a tokenizer
+    assert len(TokenFile(tmp_path / "b")) == 4
+    run("build", tmp_path / "m", "--out", tmp_path / "c", "--tokenizer", "bytes")
+    assert (tmp_path / "c" / "header.json").read_bytes() == (tmp_path / "a" / "header.json").read_bytes()
+    run("build", tmp_path / "a", "--out", tmp_path / "d")
+    assert (tmp_path / "d" / "header.json").read_bytes() == (tmp_path / "a" / "header.json").read_bytes()
+
+
+def test_text_and_tokens_are_not_joined(tmp_path: Path, lines: Path) -> None:
+    run("build", lines, "--out", tmp_path / "a")
+    with pytest.raises(UsageError, match=r"lines.jsonl: text, while other sources are tokens"):
+        run("build", lines, tmp_path / "a", "--out", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+    with pytest.raises(UsageError, match="no token file at"):
+        run("show", lines)

@@ -215,11 +215,20 @@ class FakeStageCommunicator(FakeCommunicator):
 
     Args:
         ranks: along the axis.
+        max_ctas: tells communicators of these ranks apart.
     """
 
-    def __init__(self, axis: str, rank: int, ranks: tuple[int, ...], num_ranks: int, stages: FakeStages) -> None:
+    def __init__(
+        self,
+        axis: str,
+        rank: int,
+        ranks: tuple[int, ...],
+        num_ranks: int,
+        stages: FakeStages,
+        max_ctas: int | None = None,
+    ) -> None:
         super().__init__(axis, ranks.index(rank), len(ranks))
-        self._key = axis, ranks
+        self._key = axis, ranks, max_ctas
         self._me = rank
         per_stage = num_ranks // len(stages.ranks)
         self._stands_for = [stages.ranks[one // per_stage] for one in ranks]
@@ -287,4 +296,4 @@ class FakeStageTransport(FakeTransport):
             )
         if len(set(ranks) & set(self._stages.ranks)) < 2:
             return super().open(axis, groups, max_ctas)
-        return FakeStageCommunicator(axis, self._rank, ranks, self._num_ranks, self._stages)
+        return FakeStageCommunicator(axis, self._rank, ranks, self._num_ranks, self._stages, max_ctas)

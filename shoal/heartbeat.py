@@ -5,7 +5,8 @@
                 heartbeat().issued(812, "dp", "all_gather", "layers.3")  for each collective
     launcher    read_heartbeats(folder): is a section older than its time-out?
 
-A program that no such launcher has started has a heartbeat without a file, which does nothing.
+A program that no such launcher has started has a heartbeat in memory with a descriptor, which its own threads read, and
+other processes of its machine as ``/proc/PID/fd/N``. Where the system has no such memory, the heartbeat does nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from shoal.process import started
 
 SECTIONS = ("init", "data", "compile", "step", "evaluation", "checkpoint")
 
-_NBYTES = 512
+NBYTES = 512
 _OWNER = struct.Struct("=qqq")  # rank, process number, its start
 _SECTION = struct.Struct("=dddq")  # number in SECTIONS, monotonic seconds at its start, time-out (0: none), step
 _NUMBER = struct.Struct("=q")  # collectives issued
 _SECTION_AT = _OWNER.size
 _NUMBER_AT = _SECTION_AT + _SECTION.size
 _LABEL_AT = _NUMBER_AT + _NUMBER.size
-_LABEL_NBYTES = _NBYTES - _LABEL_AT
+_LABEL_NBYTES = NBYTES - _LABEL_AT
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,19 @@ class SectionLog(Protocol):
 
 
 class Heartbeat:
-    """This rank's. Args: ``memory``: ``_NBYTES``; None: nothing is written."""
+    """This rank's.
 
-    def __init__(self, memory: mmap.mmap | None = None) -> None:
+    Args:
+        memory: ``NBYTES``; None: nothing is written.
+        file: the descriptor of the memory; None: it is a file of the launcher's, which reads it.
+    """
+
+    def __init__(self, memory: mmap.mmap | None = None, file: int | None = None) -> None:
+        self.file = file
         self._memory = memory
         self._labels: dict[tuple[str, str, str], bytes] = {}
         self.log: SectionLog | None = None
-        self.is_read = memory is not None  # by a launcher
+        self.is_read = memory is not None
 
     def enter(self, section: str, seconds: float | None, step: int = 0) -> None:
         """A section begins now, and the one before has ended.
@@ -92,6 +99,11 @@ class Heartbeat:
             _SECTION.pack_into(self._memory, _SECTION_AT, number, time.monotonic(), seconds or 0.0, step)
         if self.log is not None:
             self.log.enter(section, step)
+
+    def set_rank(self, rank: int) -> None:
+        """The rank is known once the ranks have met."""
+        if self._memory is not None:
+            _OWNER.pack_into(self._memory, 0, rank, os.getpid(), started(os.getpid()) or 0)
 
     def end_log(self) -> None:
         """Close the log. Idempotent."""
@@ -110,7 +122,7 @@ class Heartbeat:
             text = f"{op} {label!r} on axis {axis!r}".encode()[:_LABEL_NBYTES].ljust(_LABEL_NBYTES, b"\0")
             if len(self._labels) < 4096:
                 self._labels[key] = text
-        memory[_LABEL_AT:_NBYTES] = text
+        memory[_LABEL_AT:NBYTES] = text
         _NUMBER.pack_into(memory, _NUMBER_AT, number)
 
 
@@ -121,8 +133,16 @@ def heartbeat(place: HeartbeatPlace | None) -> Heartbeat:
     """This process's: made at the first call. ``place``: None: no launcher has named one."""
     global _heartbeat
     if _heartbeat is None:
-        _heartbeat = Heartbeat() if place is None else open_heartbeat(place)
+        _heartbeat = _in_memory() if place is None else open_heartbeat(place)
     return _heartbeat
+
+
+def _in_memory() -> Heartbeat:
+    if not hasattr(os, "memfd_create"):
+        return Heartbeat()
+    file = os.memfd_create("shoal-heartbeat")
+    os.ftruncate(file, NBYTES)
+    return Heartbeat(mmap.mmap(file, NBYTES), file)
 
 
 def open_heartbeat(place: HeartbeatPlace) -> Heartbeat:
@@ -137,18 +157,19 @@ def open_heartbeat(place: HeartbeatPlace) -> Heartbeat:
     except OSError:
         return Heartbeat()  # a process that this rank has started; or the launcher has ended
     try:
-        os.ftruncate(file, _NBYTES)
-        memory = mmap.mmap(file, _NBYTES)
+        os.ftruncate(file, NBYTES)
+        memory = mmap.mmap(file, NBYTES)
     finally:
         os.close(file)
-    memory[:] = bytes(_NBYTES)
+    memory[:] = bytes(NBYTES)
     _OWNER.pack_into(memory, 0, place.rank, os.getpid(), start)
     return Heartbeat(memory)
 
 
 def _in_forked_child() -> None:
     global _heartbeat
-    _heartbeat = Heartbeat()
+    if _heartbeat is not None:
+        _heartbeat = Heartbeat()
 
 
 os.register_at_fork(after_in_child=_in_forked_child)
@@ -169,14 +190,18 @@ def read_heartbeats(folder: Path, *, has_ended: bool = False) -> list[Beat]:
     beats = []
     for path in folder.iterdir():
         data = path.read_bytes()
-        if len(data) != _NBYTES:
+        if len(data) != NBYTES:
             continue
-        rank, pid, start = _OWNER.unpack_from(data)
-        number, began, seconds, step = _SECTION.unpack_from(data, _SECTION_AT)
-        if not pid or (started(pid) != start and not has_ended):
-            continue
-        label = data[_LABEL_AT:].rstrip(b"\0").decode(errors="replace")
-        num_issued = _NUMBER.unpack_from(data, _NUMBER_AT)[0]
-        section = SECTIONS[int(number)]
-        beats.append(Beat(int(path.name), rank, pid, start, section, began, seconds, step, num_issued, label))
+        beat = read_beat(data, int(path.name))
+        if beat.pid and (has_ended or started(beat.pid) == beat.started):
+            beats.append(beat)
     return sorted(beats, key=lambda beat: beat.local_rank)
+
+
+def read_beat(data: bytes, local_rank: int = 0) -> Beat:
+    """Of the ``NBYTES`` of a heartbeat."""
+    rank, pid, start = _OWNER.unpack_from(data)
+    number, began, seconds, step = _SECTION.unpack_from(data, _SECTION_AT)
+    label = data[_LABEL_AT:NBYTES].rstrip(b"\0").decode(errors="replace")
+    num_issued = _NUMBER.unpack_from(data, _NUMBER_AT)[0]
+    return Beat(local_rank, rank, pid, start, SECTIONS[int(number)], began, seconds, step, num_issued, label)

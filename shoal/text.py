@@ -6,6 +6,8 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
+MAX_TRACEBACK_CHARACTERS = 16_000
+
 
 def nearest(name: str, candidates: Iterable[str], limit: int = 3, cutoff: float = 0.6) -> list[str]:
     """The candidates most like ``name``, the likest first; upper and lower case are one.
@@ -94,6 +96,13 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def clip(text: str) -> str:
+    """The end of a long traceback."""
+    if len(text) <= MAX_TRACEBACK_CHARACTERS:
+        return text
+    return "... (cut)\n" + text[-MAX_TRACEBACK_CHARACTERS:]
+
+
 def listed(names: Iterable[object], most: int = 10) -> str:
     """The first names, and how many more there are.
 
@@ -102,6 +111,16 @@ def listed(names: Iterable[object], most: int = 10) -> str:
     """
     texts = list(map(str, names))
     return ", ".join(texts[:most]) + (f" and {len(texts) - most:,} more" if len(texts) > most else "")
+
+
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """
+    >>> listed_ranks([0, 1, 2, 3]), listed_ranks([0, 2]), listed_ranks([0, 2, 3])
+    ('0 to 3', '0 and 2', '0, 2 and 3')
+    """
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]} to {ranks[-1]}"
+    return f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def table(rows: Iterable[Sequence[object]], headers: Sequence[str]) -> str:

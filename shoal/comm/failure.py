@@ -30,9 +30,9 @@ from torch._C._distributed_c10d import Store
 
 from shoal.comm.environment import wants_tracebacks
 from shoal.errors import CommError, RankFailedError, ShoalError
+from shoal.text import clip
 
 LOOK_UP_SECONDS = 5.0  # for which the report is awaited after a connection was closed
-MAX_TRACEBACK_CHARACTERS = 16_000
 
 _SHARDED_WRITE = (
     "shoal: between two uses a parameter that is sharded at stage 3 has no memory to write to. Change it inside"
@@ -193,13 +193,6 @@ class FailureWatch:
             self._thread.join(_LINGER_SECONDS)
         if self._next_rank is not None:
             self._next_rank.close()
-
-
-def clip(text: str) -> str:
-    """The end of a long traceback."""
-    if len(text) <= MAX_TRACEBACK_CHARACTERS:
-        return text
-    return "... (cut)\n" + text[-MAX_TRACEBACK_CHARACTERS:]
 
 
 class ExceptHook:

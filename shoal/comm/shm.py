@@ -31,11 +31,12 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from shoal.comm.allocator import SharedAllocator, make_file, map_file
-from shoal.comm.failure import MAX_TRACEBACK_CHARACTERS, FailureReports, clip
+from shoal.comm.failure import FailureReports
 from shoal.comm.memory_group import GroupCall, Mark
 from shoal.comm.waiting import LongWait
 from shoal.errors import CommError, RankFailedError, RankLeftError
 from shoal.process import started
+from shoal.text import MAX_TRACEBACK_CHARACTERS, clip
 
 _FUTEX = 202  # the number of the system call on x86-64, the only machine where ranks read each other's memory
 _WAIT, _WAKE = 0, 1

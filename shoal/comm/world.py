@@ -42,6 +42,7 @@ from shoal.comm.protocol import Backend, Communicator
 from shoal.comm.recorder import Recorder
 from shoal.comm.torch_dist import ProcessTransport
 from shoal.errors import ConfigError, RankFailedError, UsageError
+from shoal.hang import HangGuard
 from shoal.heartbeat import Heartbeat, heartbeat
 from shoal.mesh import Mesh
 from shoal.streams import simulation
@@ -73,7 +74,7 @@ class World:
     Args:
         device: where this rank computes.
         backend: ``threads``, ``gloo``, ``nccl``, ``fake``, or ``none`` for a single rank without a process group.
-        heartbeat: read by the launcher of this process; None: this rank is no process of its own.
+        heartbeat: of this process; None: this rank is no process of its own.
     """
 
     def __init__(
@@ -381,6 +382,7 @@ def init_distributed(
     with _logs_a_long_start(launch):
         dist.init_process_group(backend, **arguments)
     world = _adopt(timeout, owns_group=True)
+    world.heartbeat.enter("data", None)
     if verbose and world.rank == 0:
         logger.info("joined %d ranks (%s, launcher %s)", world.size, backend, launch.launcher)
     return world
@@ -483,6 +485,7 @@ def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
     reached = None if "nccl" in str(group and dist.get_backend_config(group)) else backend
     bound = getattr(group, "bound_device_id", None)
     transport: Transport | None = None
+    beat, guard = heartbeat(heartbeat_place()), None
     if backend == "fake":
         local_rank, device = rank, device_of(None, reached, bound)
         transport = FakeTransport(rank)
@@ -504,10 +507,14 @@ def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
                 transport.report_failure(rank, str(error), error)
                 transport.close()
                 raise
+        if beat.file is not None:
+            own: Any = PrefixStore("hang", store)
+            guard = HangGuard(own.clone(), own.clone(), rank, size, beat)
     world = World(
-        rank, size, local_rank, device, backend, transport, dist.destroy_process_group if owns_group else None,
-        heartbeat(heartbeat_place()),
+        rank, size, local_rank, device, backend, transport, dist.destroy_process_group if owns_group else None, beat
     )  # fmt: skip
+    if guard is not None:
+        world._on_closing.append(guard.stop)
     _process.world = world
     _process.group = group
     _process.pid = os.getpid()

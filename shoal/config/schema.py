@@ -435,7 +435,7 @@ class LossSpikeSection(Section):
 
 
 class Timeouts(Section):
-    """Seconds after which `shoal run` takes a section of a rank for hung; null: never."""
+    """Seconds after which a section of a rank is a hang, which is explained and ended; null: never."""
 
     init: float | None = key(3600.0, "from the start until `initialize` has returned", gt=0)
     data: float | None = key(None, "the script's own work between two steps, such as loading a batch", gt=0)
@@ -546,6 +546,6 @@ class Schema(Section):
     wire: WireSection = section(WireSection, "formats in which parameters, gradients and activations are sent")
     local_steps: LocalStepsSection = section(LocalStepsSection, "replicas that are synchronised from time to time")
     loss_spike: LossSpikeSection = section(LossSpikeSection, "steps whose loss is far above those before")
-    timeouts: Timeouts = section(Timeouts, "hangs that `shoal run` ends and explains")
+    timeouts: Timeouts = section(Timeouts, "hangs, which are explained and ended")
     debug: Debug = section(Debug, "checks that cost time")
     data: Data = section(Data, "the position in the training data")

@@ -135,19 +135,23 @@ def initialize(
     if settings.goodput.file is not None and world.rank == 0:
         world.heartbeat.log = GoodputLog(pathlib.Path(settings.goodput.file), world.size)
     world.heartbeat.enter("init", settings.timeouts.init)
-    with checking_streams(settings) as checks:
-        return _start(
-            engine_class,
-            pipeline_class,
-            model,
-            settings,
-            world,
-            optimizer,
-            model_parameters,
-            lr_scheduler,
-            checks,
-            parts,
-        )
+    try:
+        with checking_streams(settings) as checks:
+            return _start(
+                engine_class,
+                pipeline_class,
+                model,
+                settings,
+                world,
+                optimizer,
+                model_parameters,
+                lr_scheduler,
+                checks,
+                parts,
+            )
+    except Exception:
+        world.heartbeat.enter("data", None)  # the script may handle it
+        raise
 
 
 def _start(

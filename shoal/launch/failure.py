@@ -19,15 +19,15 @@ from __future__ import annotations
 import re
 import signal
 import socket
-import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from shoal.launch.output import TRACEBACK
+from shoal.source import is_users_file, place_of
+from shoal.text import listed_ranks
 
-_PACKAGE = Path(__file__).resolve().parent.parent
 _TAIL_LINES = 20
 # Errors of a rank whose peer ended; it is not the rank that failed first.
 _MARKS_OF_A_LOST_PEER = (
@@ -138,20 +138,6 @@ def _users_frame(traceback: Sequence[str]) -> str:
     return ""
 
 
-def place_of(frame: re.Match[str]) -> str:
-    """``train.py:9, in main`` of a frame's groups ``path``, ``line`` and ``name``."""
-    path = Path(frame["path"])
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"{shown}:{frame['line']}, in {frame['name']}"
-
-
-def is_users_file(path: str) -> bool:
-    """True for a file that is in no package and not in Python's library."""
-    if path.startswith("<") or "site-packages" in path:
-        return False
-    return not Path(path).is_relative_to(_PACKAGE) and not Path(path).is_relative_to(sysconfig.get_paths()["stdlib"])
-
-
 def describe(ended: Sequence[EndedRank], *, whole: bool = False) -> tuple[int, str]:
     """The exit code and the report of a job. The code of an error of the hardware is ``HARDWARE_EXIT_CODE``, by which a
     scheduler knows the node to leave out.
@@ -232,16 +218,6 @@ def stderr_of(local_rank: int, log_dir: Path) -> Path | None:
         int(path.parts[-3].rpartition("_")[2]): path for path in log_dir.glob(f"*/attempt_*/{local_rank}/stderr.log")
     }
     return attempts[max(attempts)] if attempts else None
-
-
-def listed_ranks(ranks: Sequence[int]) -> str:
-    """
-    >>> listed_ranks([0, 1, 2, 3]), listed_ranks([0, 2]), listed_ranks([0, 2, 3])
-    ('0 to 3', '0 and 2', '0, 2 and 3')
-    """
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"{ranks[0]} to {ranks[-1]}"
-    return f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _shell_code(code: int) -> int:

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.comm.environment import Launch, first_node, read_launch
-from shoal.comm.failure import ExceptHook, clip
+from shoal.comm.failure import ExceptHook
 from shoal.comm.protocol import Communicator, Work
 from shoal.comm.world import World, current_world, fake_world, init_distributed
 from shoal.config import load
 from shoal.errors import ConfigError, UsageError
 from shoal.mesh import Mesh
+from shoal.text import clip
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pytest
 
 import shoal
 from shoal.comm.environment import heartbeat_place
+from shoal.hang import Stuck, causes_of, describe_hang, main_stack
 from shoal.heartbeat import Beat, Heartbeat, clear_heartbeats, open_heartbeat, read_heartbeats
-from shoal.launch.hang import Stuck, causes_of, describe_hang, main_stack
 
 BEAT = Beat(0, 0, 1, 1, "step", 0.0, 60.0, 7, 100, "all_gather 'layers.3' on axis 'dp'")
 PACKAGE = Path(shoal.__file__).parent

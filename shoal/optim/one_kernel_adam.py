@@ -56,42 +56,39 @@ def update(
 ) -> None:
     """One step of ranges of one of the optimizer's groups, which ``takes`` has accepted.
 
-    Memory: two numbers for each range. Does not block the host.
+    Does not block the host.
     """
     states = [_state_of(optimizer, group, part.main) for part in parts]
     steps = [state["step"] for state in states]
     torch._foreach_add_(steps, 1)
     beta1, beta2 = (float(beta) for beta in group["betas"])
     numbers = {key: float(group[key]) for key in ("lr", "eps", "weight_decay")}
-    is_decoupled = bool(group["decoupled_weight_decay"])
-    counts = torch.stack(steps)
-    if not group.get("bias_correction", True):
-        counts.fill_(math.inf)
-    first, second = (1 - torch.pow(beta, counts.double()) for beta in (beta1, beta2))
-    corrections = torch.stack((numbers["lr"] / first, second.sqrt()), 1).float()
-    device = parts[0].main.device
-    counts, corrections = (each.to(device, non_blocking=True) for each in (counts, corrections))
+    is_decoupled, is_corrected = bool(group["decoupled_weight_decay"]), bool(group.get("bias_correction", True))
+    counts: Sequence[torch.Tensor] = steps
+    if any(step.device != parts[0].main.device for step in steps):
+        counts = torch.stack(steps).to(parts[0].main.device, non_blocking=True).unbind()
     scale = -gradient_scale if group["maximize"] else gradient_scale
     fused: Any = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
-    for part, state, count, correction in zip(parts, states, counts, corrections, strict=True):
+    for part, state, count in zip(parts, states, counts, strict=True):
         main, moments = part.main.detach(), (state["exp_avg"], state["exp_avg_sq"])
         if has_kernels(main):
             from shoal.kernels.adam import adam
 
             adam(
-                main, moments, part.gradient, part.parameter, correction, gradient_scale=scale, betas=(beta1, beta2),
-                is_decoupled=is_decoupled, **numbers,
+                main, moments, part.gradient, part.parameter, count, gradient_scale=scale, betas=(beta1, beta2),
+                is_decoupled=is_decoupled, is_corrected=is_corrected, **numbers,
             )  # fmt: skip
             continue
         with one_kernel():
             gradient = part.gradient.float() * scale
+            count = count if is_corrected else torch.full_like(count, math.inf)
             fused(
                 [main], [gradient], *([moment] for moment in moments), [], [count],
                 beta1=beta1, beta2=beta2, amsgrad=False, maximize=False, **numbers,
             )  # fmt: skip
             if part.parameter is not None:
                 part.parameter.copy_(main)
-            del gradient  # inside: a kernel writes what outlives it
+            del gradient, count  # inside: a kernel writes what outlives it
 
 
 def _state_of(

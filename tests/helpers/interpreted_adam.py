@@ -10,6 +10,7 @@ import torch
 
 from shoal.comm.threads import run_ranks
 from shoal.device import Device
+from shoal.kernels.adam import adam
 from shoal.optim import one_kernel_adam
 from shoal.optim.one_kernel_adam import AdamRange, takes, update
 from shoal.optim.variants import AdamWithBias
@@ -105,6 +106,26 @@ def test_each_result_is_a_few_roundings_from_the_exact_one_and_from_torchs(
                 bound = bound + 2 * rate * bounds[0] + 4 * UNIT * change.abs()
             assert ((mine.double() - other.double()).abs() <= 2 * bound).all(), name
         assert torch.equal(parameter, main.detach().to(torch.bfloat16)) or is_cut_off(parameter, main)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.95, 0.9999), (0.0, 0.98)])
+def test_bias_corrections_have_the_bits_of_torchs_in_fp64(betas: tuple[float, float]) -> None:
+    """At counts up to the largest that fp32 tells apart."""
+    for count in (1, 2, 3, 10, 777, 20_001, 99_999, 2**24 - 1):
+        first, second = (1 - torch.pow(beta, torch.tensor(count, dtype=torch.float64)) for beta in betas)
+        rate, root = (each.float().expand(NUMEL) for each in (3e-4 / first, second.sqrt()))
+        main, average, square = (gradient_of(seed, torch.float32) for seed in (1, 2, 3))
+        square = square.abs()
+        grad = gradient_of(count, torch.bfloat16).float()
+        expected = [average + (1 - betas[0]) * (grad - average), square * betas[1] + (1 - betas[1]) * grad * grad]
+        divisor = expected[1].double().sqrt().float() / root + 1e-8  # torch's square roots in fp32 are not all exact
+        expected.append(main - rate * expected[0] / divisor)
+        adam(
+            main, (average, square), grad.bfloat16(), None, torch.tensor(float(count)), gradient_scale=1.0, lr=3e-4,
+            betas=betas, eps=1e-8, weight_decay=0.0, is_decoupled=True, is_corrected=True,
+        )  # fmt: skip
+        for mine, right in zip((average, square, main), expected, strict=True):
+            assert torch.equal(mine, right), count
 
 
 def is_cut_off(parameter: torch.Tensor, main: torch.Tensor) -> bool:

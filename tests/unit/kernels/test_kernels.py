@@ -23,7 +23,7 @@ from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.loss import linear_cross_entropy
 from shoal.simulation.machines import machine_of
-from shoal.simulation.times import COMPUTE
+from shoal.simulation.times import COMPUTE, COPY
 from tests.helpers.training import config
 
 KERNELS = Path(sys.prefix, "kernels")
@@ -74,9 +74,10 @@ known = dict(KIND=kernels._KINDS[name], BITS=kernels._BITS[name], HAS_ERROR=True
 kinds = {"rows": "*bf16", "error": "*fp32", "scales": "*fp32", "codes": "*u8", "out": "*bf16"}
 for kernel in (kernels._encode, kernels._decode):
     compile_for_gpu(kernel, known, kinds)
-known = dict(IS_DECOUPLED=True, HAS_PARAMETER=True, BLOCK=1024)
+known = dict(IS_DECOUPLED=True, IS_CORRECTED=True, HAS_PARAMETER=True, BLOCK=1024)
 kinds = {"gradient": "*bf16", "parameter": "*bf16", "numel": "i32"}
-kinds |= dict.fromkeys(("main", "average", "square", "corrections"), "*fp32")
+kinds |= dict.fromkeys(("main", "average", "square", "count"), "*fp32")
+kinds |= dict.fromkeys(("lr", "power1", "power2"), "fp64")
 compile_for_gpu(adam._adam, known, kinds, "fp32")
 kinds = {"logits": "*bf16", "targets": "*i64", "losses": "*fp32"}
 compile_for_gpu(cross_entropy._cross_entropy, {"BLOCK": 4096}, kinds)
@@ -110,7 +111,7 @@ def test_a_dry_run_times_an_encoding_as_one_pass_over_memory() -> None:
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [(torch.bfloat16, 28), (torch.float32, 30)])
 def test_a_dry_run_times_adam_of_each_range_as_one_pass_over_memory(dtype: torch.dtype, nbytes: int) -> None:
-    numel = 2**27  # small kernels for the corrections take 27 us
+    numel = 2**27
     with shoal.dry_run(1, machine="h100") as run:
         flat, gradient, parameters = torch.empty(numel), torch.empty(numel).to(dtype), torch.empty(numel).bfloat16()
         mains = [torch.nn.Parameter(half) for half in flat.chunk(2)]
@@ -124,12 +125,27 @@ def test_a_dry_run_times_adam_of_each_range_as_one_pass_over_memory(dtype: torch
     assert once <= run.steps[1].by_kind[COMPUTE] <= 1.1 * once  # the first step makes the moments, too
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_an_update_is_one_kernel_for_each_range(is_fused: bool) -> None:
+    """The counts of steps, which one more adds 1 to, are of no device to a dry run."""
+    with shoal.dry_run(1, machine="h100") as run:
+        mains = [torch.nn.Parameter(torch.empty(2**20)) for _ in range(8)]
+        optimizer = torch.optim.AdamW(mains, fused=is_fused)
+        ranges = [one_kernel_adam.AdamRange(main, torch.empty(2**20).bfloat16(), None) for main in mains]
+        for _ in range(2):
+            with run.step():
+                one_kernel_adam.update(optimizer, optimizer.param_groups[0], ranges, 0.5)
+    begin = run.steps[1].begin
+    kernels = [each for each in run._times.operations if each.start >= begin and each.kind in (COMPUTE, COPY)]
+    assert len(kernels) == 8, [each.name for each in kernels]
+
+
 def test_the_step_of_an_engine_updates_by_kernels_from_the_first_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 bytes an element fewer than torch's operators count, with bf16 gradients and nothing to scale: 4 each to write
     the cast, to read it, for torch's right to change it, and to read the main parameters when they are rounded.
     """
 
-    width = 32768  # small kernels for the corrections take 27 us for each group
+    width = 32768
 
     def steps() -> list[float]:
         with shoal.dry_run(8, machine="h100") as run:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shoal.models import GPTConfig
 
 CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer"  # in the folder of checkpoints
 JOB_FILE = "job.json"
 _DEFAULT_SHAPE = "tiny"
 _DEFAULT_STAGE = 3
@@ -54,7 +55,10 @@ class TrainJob:
     text: tuple[str, ...] | None = option(
         "A file, folder or pattern to train on; may be given several times. Default: Python's docs."
     )
-    tokenizer: str | None = option("A tokenizers JSON file. Default: text is read as bytes.", metavar="PATH")
+    tokenizer: str | None = option(
+        "A tokenizer.json, a folder that Transformers reads, or hf:NAME. Default: text is read as bytes.",
+        metavar="PATH",
+    )
     ranks: int | None = option("Local ranks. Default: one per visible GPU, else 1.", names=("--ranks", "-n"), min=1)
     stage: int | None = option("ZeRO stage. Default: 3.", min=0, max=3)
     pp: int | None = option("Pipeline-parallel ranks: each holds different layers. Default: 1.", min=1)

@@ -26,6 +26,7 @@ from torch.utils.data import default_collate
 import shoal
 from shoal.cli.job import (
     JOB_FILE,
+    TOKENIZER,
     TrainJob,
     checkpoint_folder,
     describe_shape,
@@ -49,7 +50,7 @@ from shoal.device import Device
 from shoal.engine.engine import Engine
 from shoal.engine.parts.save_on_signal import StopSignal
 from shoal.engine.pipeline import PipelineEngine
-from shoal.errors import NonFiniteError, ShoalError
+from shoal.errors import NonFiniteError, ShoalError, UsageError
 from shoal.models import GPT, GPTConfig
 from shoal.observe.expert_load import load_events
 from shoal.observe.goodput import GOODPUT_FILE
@@ -289,7 +290,15 @@ class _Run:
         if self.saved_step == self.engine.global_steps:
             return
         self.saved_step = self.engine.global_steps
-        state = {"elapsed": self.budget.elapsed, "first_validation": self.first_validation, "tokens": self.tokens}
+        state = {
+            "elapsed": self.budget.elapsed,
+            "first_validation": self.first_validation,
+            "tokens": self.tokens,
+            "tokenizer": self.tokenizer.fingerprint,
+        }
+        tokenizer = checkpoint_folder(self.folder) / TOKENIZER
+        if self.is_writer and not tokenizer.exists():
+            self.tokenizer.save(tokenizer)
         self.engine.save_checkpoint(checkpoint_folder(self.folder), client_state=state)
         self.progress.say(f"saved {checkpoint_folder(self.folder)}/global_step{self.saved_step}")
 
@@ -297,6 +306,12 @@ class _Run:
         groups = self.engine.optimizer.param_groups
         given = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         path, state = self.engine.load_checkpoint(checkpoint_folder(run))
+        if state.get("tokenizer", self.tokenizer.fingerprint) != self.tokenizer.fingerprint:
+            raise UsageError(
+                f"the checkpoint {path} is of another tokenizer than {self.tokenizer.name}.",
+                where="shoal train --resume",
+                do=f"pass the saved one, --tokenizer {checkpoint_folder(run) / TOKENIZER}, or bytes if there is none.",
+            )
         self.budget.elapsed = float(state.get("elapsed", 0.0))
         self.first_validation = float(state.get("first_validation", math.nan))
         self.tokens = int(state.get("tokens", 0))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from shoal.cli.app import app
 from shoal.cli.job import TrainJob, describe_shape, effective_config, read_config, usual_learning_rate
 from shoal.cli.start import start
 from shoal.cli.usage import exit_code_of
+from shoal.data import ByteTokenizer
 from shoal.errors import CheckpointError, ConfigError, ModelError, UsageError
 from shoal.launch.local import misplaced_ranks
 from tests.helpers.places import EXAMPLES
@@ -265,6 +267,37 @@ def test_a_resumed_run_has_the_model_and_text_of_the_run(tmp_path: Path) -> None
     with pytest.raises(UsageError, match=r"is 1 layers of 16 with 2 experts, 1 per token, and .* with 4 experts"):
         start(TrainJob(resume=out, experts=4, steps=3))
     assert TrainJob.load(tmp_path / "run" / "job.json").experts == 2
+
+
+class SavedTokenizer(ByteTokenizer):
+    """Bytes, with a file."""
+
+    fingerprint = "f00d"
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "tokenizer.json").write_text("{}")
+
+
+def test_the_tokenizer_is_saved_with_checkpoints_and_compared_at_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 40)
+    out = str(tmp_path / "run")
+    monkeypatch.setattr("shoal.cli.training.load_tokenizer", lambda path: SavedTokenizer())
+    options: dict[str, Any] = {"text": (str(tmp_path / "text.txt"),), "sample_tokens": 0}
+    assert start(TrainJob(layers=1, hidden=16, sequence=12, out=out, steps=2, save_every=1, **options)) == 0
+    saved = tmp_path / "run" / "checkpoints"
+    assert (saved / "tokenizer" / "tokenizer.json").read_text() == "{}"
+    assert start(TrainJob(resume=out, steps=3)) == 0
+    found = CliRunner().invoke(app, ["checkpoint", "list", out]).stdout
+    assert "global_step3" in found
+    assert "tokenizer" not in found
+    monkeypatch.setattr("shoal.cli.training.load_tokenizer", lambda path: ByteTokenizer())
+    with pytest.raises(
+        UsageError, match=r"(?s)is of another tokenizer than bytes.*--tokenizer .*checkpoints/tokenizer"
+    ):
+        start(TrainJob(resume=out, steps=4))
 
 
 def logged(folder: Path, name: str) -> list[tuple[int, float]]:

@@ -25,6 +25,7 @@ import numpy as np
 import xxhash
 from numpy.typing import ArrayLike, NDArray
 
+from shoal.data.sources.mapped import MappedArray
 from shoal.data.sources.token_file import check_tokens, flush, sampled_chunks, temporary_name
 from shoal.errors import UsageError
 
@@ -90,7 +91,8 @@ class MegatronFile:
         )
         dtype, data = np.dtype(_DTYPES[code]), data_of(self._prefix)
         self._check(sizes, begins, first, dtype.itemsize)
-        self._tokens: NDArray[Any] = np.memmap(data, dtype, "r", shape=(data.stat().st_size // dtype.itemsize,))
+        self._mapped = MappedArray(data, _DTYPES[code], data.stat().st_size // dtype.itemsize)
+        self._tokens = self._mapped.array
         self._lengths = np.diff(np.append(0, np.cumsum(sizes))[first])
         self._begins = np.append(begins, 0)[first[:-1]] // dtype.itemsize
         self._index_checksum = xxhash.xxh64_hexdigest(content.data)
@@ -128,7 +130,7 @@ class MegatronFile:
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
         begin = int(self._begins[index])
         start, stop, _ = slice(start, stop).indices(int(self._lengths[index]))
-        return self._tokens[begin + start : begin + max(start, stop)]
+        return self._mapped.part(begin + start, begin + max(start, stop))
 
     def place(self, index: int) -> tuple[str, int]:
         return str(data_of(self._prefix)), int(self._begins[index]) * self._tokens.itemsize
@@ -136,8 +138,9 @@ class MegatronFile:
     @property
     def fingerprint(self) -> str:
         digest = xxhash.xxh64(f"{self._index_checksum} {self._tokens.nbytes}".encode())
-        for chunk in sampled_chunks(-(-self._tokens.nbytes // _CHUNK_NBYTES)):
-            digest.update(self._tokens.view(np.uint8)[chunk * _CHUNK_NBYTES : (chunk + 1) * _CHUNK_NBYTES].data)
+        num = _CHUNK_NBYTES // self._tokens.itemsize
+        for chunk in sampled_chunks(-(-len(self._tokens) // num)):
+            digest.update(self._mapped.part(chunk * num, min((chunk + 1) * num, len(self._tokens))).data)
         return digest.hexdigest()
 
     @cached_property

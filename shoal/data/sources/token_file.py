@@ -26,6 +26,7 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
+from shoal.data.sources.mapped import MappedArray
 from shoal.data.tokenizers import Tokenizer
 from shoal.errors import UsageError
 
@@ -246,10 +247,11 @@ class TokenFile:
         except ValidationError as error:
             faults = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             raise UsageError(f"{self.path / HEADER} is damaged: {faults}.", where=self.name, do=_REPAIR) from error
-        self._offsets = self._map(_DOCUMENTS, "<i8", self.header.num_documents + 1)
-        self._tokens = self._map(_TOKENS, self.header.dtype, self.header.num_tokens)
+        self._offsets = self._map(_DOCUMENTS, "<i8", self.header.num_documents + 1).array
+        self._mapped = self._map(_TOKENS, self.header.dtype, self.header.num_tokens)
+        self._tokens = self._mapped.array
         self.num_chunks = -(-self._tokens.nbytes // _CHUNK_NBYTES)
-        self._checksums = self._map(_CHECKSUMS, "<u8", self.num_chunks)
+        self._checksums = self._map(_CHECKSUMS, "<u8", self.num_chunks).array
         for file, array, checksum in (
             (_DOCUMENTS, self._offsets, self.header.documents_checksum),
             (_CHECKSUMS, self._checksums, self.header.checksums_checksum),
@@ -271,7 +273,7 @@ class TokenFile:
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
         begin, end = self._offsets[index : index + 2].tolist()
         start, stop, _ = slice(start, stop).indices(end - begin)
-        return self._tokens[begin + start : begin + max(start, stop)]
+        return self._mapped.part(begin + start, begin + max(start, stop))
 
     def place(self, index: int) -> tuple[str, int]:
         return str(self.path / _TOKENS), int(self._offsets[index]) * self._tokens.itemsize
@@ -316,13 +318,13 @@ class TokenFile:
             )
 
     def _checksum(self, chunk: int) -> int:
-        data = self._tokens.view(np.uint8)[chunk * _CHUNK_NBYTES : (chunk + 1) * _CHUNK_NBYTES]
-        return xxhash.xxh64_intdigest(data.data)
+        num = _CHUNK_NBYTES // self._tokens.itemsize
+        return xxhash.xxh64_intdigest(self._mapped.part(chunk * num, min((chunk + 1) * num, len(self._tokens))).data)
 
-    def _map(self, name: str, dtype: str, num: int) -> NDArray[Any]:
+    def _map(self, name: str, dtype: str, num: int) -> MappedArray:
         path, nbytes = self.path / name, num * np.dtype(dtype).itemsize
         actual = path.stat().st_size if path.is_file() else None
         if actual != nbytes:
             state = "is missing" if actual is None else f"has {actual:,} bytes in place of {nbytes:,}"
             raise UsageError(f"{path} {state}.", where=self.name, do=_REPAIR)
-        return np.memmap(path, dtype=dtype, mode="r", shape=(num,))
+        return MappedArray(path, dtype, num)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import mmap
 import os
 import tempfile
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data import ByteTokenizer, TokenFile, TokenFileWriter, TokenSource
+from shoal.data import ByteTokenizer, MegatronFile, MegatronWriter, TokenFile, TokenFileWriter, TokenSource
+from shoal.data.sources.build import copy as copy_source
 from shoal.errors import UsageError
 
 MIB = 1 << 20
@@ -178,9 +180,38 @@ def test_the_tokenizer_is_named_and_a_copy_in_another_process_maps_the_file(tmp_
     assert copy.copy(source).tokens(0).tobytes() == b"fish\0"
 
 
-def test_a_part_of_a_document_is_a_view_of_the_mapping(tmp_path: Path) -> None:
-    source = TokenFile(large(tmp_path / "t"))
-    part = source.tokens(3, 10, 20)
-    assert isinstance(part, np.memmap)
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Ranges of bytes that mappings ask the system to read."""
+    ranges: list[tuple[int, int]] = []
+
+    class Recorded(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int | None = None) -> None:
+            assert option == mmap.MADV_WILLNEED
+            assert length is not None
+            ranges.append((start, start + length))
+            super().madvise(option, start, length)
+
+    monkeypatch.setattr("shoal.data.sources.mapped.mmap.mmap", Recorded)
+    return ranges
+
+
+@pytest.mark.parametrize("is_megatron", [False, True])
+def test_a_part_of_a_document_reads_the_pages_that_it_is_in(
+    tmp_path: Path, asked_for: list[tuple[int, int]], is_megatron: bool
+) -> None:
+    source: TokenSource = TokenFile(large(tmp_path / "t"))
+    if is_megatron:
+        with MegatronWriter(tmp_path / "m", vocab_size=50_000) as writer:
+            copy_source(source, writer)
+        source = MegatronFile(tmp_path / "m")
+    asked_for.clear()
+    part = source.tokens(100, 40, 900)  # bytes 200,080 to 201,800; pages of 4 KiB begin at 196,608 and 200,704
+    assert part.tolist() == [(100_000 + at) % 50_000 for at in range(40, 900)]
     assert not part.flags.owndata
     assert not part.flags.writeable
+    source.tokens(100, 5, 5)
+    if mmap.PAGESIZE == 4096:
+        assert asked_for == [(196_608, 201_800)]
+    else:
+        assert len(asked_for) == 1

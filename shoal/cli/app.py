@@ -110,11 +110,15 @@ app.command("train", cls=UsageCommand)(_train)
 
 
 @app.command("report", cls=UsageCommand)
-def report(folder: Annotated[Path, typer.Argument(help="Folder of a run, which need not be finished.")]) -> None:
-    """Write a run's report.html again from its logs."""
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run, which need not be finished.")],
+    other: Annotated[Path | None, typer.Argument(help="Folder of another run, to compare with.")] = None,
+) -> None:
+    """Write a run's report.html again from its logs; of two runs compare.html, in the folder of the first one."""
+    from shoal.observe.compare import write_comparison
     from shoal.observe.report import write_report
 
-    print(write_report(folder))
+    print(write_report(folder) if other is None else write_comparison(folder, other))
 
 
 @app.command("watch", cls=UsageCommand)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 Point = tuple[float, float]
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 28
-_MAX_POINTS = 700  # about one per pixel; more would only make the page heavy
+MAX_POINTS = 700  # about one per pixel; more would only make the page heavy
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
-    """At most ``_MAX_POINTS`` points: means of neighbours, the first and the last kept as they are."""
-    size = math.ceil(len(points) / _MAX_POINTS)
+    """At most ``MAX_POINTS`` points: means of neighbours, the first and the last kept as they are."""
+    size = math.ceil(len(points) / MAX_POINTS)
     if size <= 1:
         return list(points)
     middle = points[1:-1]

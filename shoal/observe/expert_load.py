@@ -10,10 +10,12 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from shoal.observe.chart import card, short, table
 from shoal.observe.monitor import Event
 
+Row = TypeVar("Row")
 PREFIX = "experts/"
 _LOAD = re.compile(rf"{PREFIX}(.*)/load/(\d+)")
 _MAX_SPANS = 4
@@ -56,23 +58,39 @@ def spans(series: Mapping[str, Sequence[tuple[int, float]]]) -> list[LoadSpan]:
         if match is not None:
             loads.setdefault(match[1], {})[int(match[2])] = dict(points)
     steps = sorted({step for experts in loads.values() for points in experts.values() for step in points})
-    num = min(_MAX_SPANS, len(steps))
-    cuts = [steps[index * len(steps) // num : (index + 1) * len(steps) // num] for index in range(num)]
     return [
         LoadSpan(
-            cut[0],
-            cut[-1],
+            part[0],
+            part[-1],
             {
-                layer: [_mean([experts[i][s] for s in cut if s in experts.get(i, ())]) for i in range(max(experts) + 1)]
+                layer: [
+                    _mean([experts[i][s] for s in part if s in experts.get(i, ())]) for i in range(max(experts) + 1)
+                ]
                 for layer, experts in sorted(loads.items(), key=lambda item: _by_numbers(item[0]))
             },
         )
-        for cut in cuts
+        for part in cut(steps)
     ]
 
 
-def draw_load(load_spans: Sequence[LoadSpan]) -> str:
-    """A heat map of layers (rows) and experts (columns) for each span, side by side, as ``<svg>``."""
+def cut(rows: Sequence[Row]) -> list[Sequence[Row]]:
+    """At most ``_MAX_SPANS`` parts of as many rows each."""
+    num = min(_MAX_SPANS, len(rows))
+    return [rows[index * len(rows) // num : (index + 1) * len(rows) // num] for index in range(num)]
+
+
+def draw_load(
+    load_spans: Sequence[LoadSpan],
+    *,
+    bounds: Sequence[float] = _LEVELS,
+    label: str = "load of the experts, by layer and expert",
+) -> str:
+    """A heat map of layers (rows) and experts (columns) for each span, side by side, as ``<svg>``.
+
+    Args:
+        bounds: of the colours.
+        label: what it shows, in words.
+    """
     layers = list(load_spans[0].loads)
     columns = max(len(loads) for loads in load_spans[0].loads.values())
     width = (_WIDTH - _LABELS - _GAP * len(load_spans)) / len(load_spans)
@@ -93,7 +111,7 @@ def draw_load(load_spans: Sequence[LoadSpan]) -> str:
         for line, layer in enumerate(layers):
             for expert, load in enumerate(span.loads[layer]):
                 at = f"M{left + cell * expert:.1f} {_TOP + row * line:.1f}h{cell:.2f}v{row:.1f}h-{cell:.2f}z"
-                paths.setdefault(level(load), []).append(at)
+                paths.setdefault(level(load, bounds), []).append(at)
         parts += [f'<path class="load-{number}" d="{"".join(at)}"/>' for number, at in sorted(paths.items())]
         parts += [
             f'<text class="tick" x="{left + cell * (expert + 0.5):.1f}" y="{height - 4:.1f}" text-anchor="middle">'
@@ -101,8 +119,7 @@ def draw_load(load_spans: Sequence[LoadSpan]) -> str:
             for expert in (0, columns - 1)[: min(2, columns)]
         ]
     return (
-        f'<svg class="loads" viewBox="0 0 {_WIDTH} {height:.0f}" role="img" '
-        f'aria-label="load of the experts, by layer and expert">{"".join(parts)}</svg>'
+        f'<svg class="loads" viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     )
 
 
@@ -111,24 +128,29 @@ def load_section(series: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     load_spans = spans(series)
     if not load_spans:
         return ""
-    legend = "".join(f'<li><i class="load-{number}"></i>{text}</li>' for number, text in enumerate(_LEGEND))
     headers = ("layer", "experts", "most loaded, first", "most loaded, last", "least loaded, last", "no token, last")
     rows = table("ledger", headers, [_row(layer, load_spans) for layer in load_spans[0].loads])
     return card(
         "Load of the experts",
         f'<div class="scroll">{draw_load(load_spans)}{rows}</div>',
         "tokens over the mean of the layer; a row is a layer, a column an expert",
-        legend=f'<ul class="legend">{legend}</ul>',
+        legend=heat_legend(_LEGEND),
     )
 
 
-def level(load: float) -> int:
+def heat_legend(texts: Sequence[str]) -> str:
+    """What each colour of a heat map means."""
+    items = "".join(f'<li><i class="load-{number}"></i>{text}</li>' for number, text in enumerate(texts))
+    return f'<ul class="legend">{items}</ul>'
+
+
+def level(load: float, bounds: Sequence[float] = _LEVELS) -> int:
     """Which of the colours a load over the mean has.
 
     >>> [level(load) for load in (0, 0.1, 0.7, 1, 1.3, 9)]
     [0, 1, 3, 4, 5, 7]
     """
-    return 0 if load <= 0 else 1 + sum(load >= bound for bound in _LEVELS)
+    return 0 if load <= 0 else 1 + sum(load >= bound for bound in bounds)
 
 
 def _row(layer: str, load_spans: Sequence[LoadSpan]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from shoal.observe.chart import Chart, Line, card, draw, short, table
 from shoal.observe.expert_load import PREFIX, load_section
 from shoal.observe.goodput import GOODPUT_FILE, RunTime, read_goodput
 from shoal.observe.monitor import read_json_lines
+from shoal.observe.rank_page import ranks_section, starts_section
 from shoal.text import counted, format_bytes, format_count
 
 METRICS_FILE = "metrics.jsonl"
@@ -81,26 +82,38 @@ def write_report(folder: Path) -> Path:
 
     Raises: UsageError: the folder is not a run's.
     """
-    record = RunRecord.load(folder)
-    metrics = folder / METRICS_FILE
-    series = read_json_lines(metrics) if metrics.is_file() else {}
-    log = folder / GOODPUT_FILE
-    path = folder / REPORT_FILE
-    path.write_text(render(record, series, read_goodput(log) if log.is_file() else None), encoding="utf-8")
+    path, diagnosis = folder / REPORT_FILE, folder / DOCTOR_FILE
+    found = json.loads(diagnosis.read_text(encoding="utf-8")) if diagnosis.is_file() else None
+    path.write_text(render(*read_run(folder), found), encoding="utf-8")
     return path
 
 
-def render(record: RunRecord, series: Series, goodput: RunTime | None = None) -> str:
-    """The whole page."""
+def read_run(folder: Path) -> tuple[RunRecord, Series, RunTime | None]:
+    """What a run has written until now. Raises: UsageError: the folder is not a run's."""
+    record, metrics, log = RunRecord.load(folder), folder / METRICS_FILE, folder / GOODPUT_FILE
+    series = read_json_lines(metrics) if metrics.is_file() else {}
+    return record, series, read_goodput(log) if log.is_file() else None
+
+
+def render(
+    record: RunRecord,
+    series: Series,
+    goodput: RunTime | None = None,
+    diagnosis: Mapping[str, Any] | None = None,
+) -> str:
+    """The whole page. Args: ``diagnosis``: the content of ``doctor.json``."""
     sections = [
         _facts(record.facts),
         _pairs("Run", record.run, is_wide=True),
         _messages(record.messages),
-        *(_chart(chart) for chart in _charts(series)),
+        *(draw_card(chart) for chart in charts(series)),
+        _diagnosis(diagnosis or {}, record, series),
         load_section(series),
         card("Pipeline", f'<div class="scroll">{record.pipeline}</div>') if record.pipeline else "",
         _sample(record.prompt, record.sample),
         _goodput(goodput),
+        starts_section(goodput),
+        ranks_section(() if goodput is None else goodput.ranks),
         _ledger(record.ledger, record.allocator),
         _placement(record.placement),
         _pairs("Model", record.model),
@@ -124,7 +137,7 @@ def page(title: str, sections: Sequence[str]) -> str:
     )
 
 
-def _charts(series: Series) -> list[Chart]:
+def charts(series: Series) -> list[Chart]:
     """The charts that the series fill, in reading order; series of names not known here come last, one chart each."""
 
     named: set[str] = set()
@@ -159,9 +172,10 @@ def _charts(series: Series) -> list[Chart]:
     return [chart for chart in known + others if chart.lines]
 
 
-def _chart(chart: Chart) -> str:
+def draw_card(chart: Chart) -> str:
+    """A chart with its heading and legend."""
     legend = "".join(
-        f'<li><i style="background:var(--{line.color})"></i>{html.escape(line.name)}'
+        f'<li><i style="border-color:var(--{line.color})"></i>{html.escape(line.name)}'
         f" <b>{html.escape((chart.write or short)(line.points[-1][1]))}</b></li>"
         for line in chart.lines
     )
@@ -193,6 +207,27 @@ def _goodput(goodput: RunTime | None) -> str:
     )
 
 
+def _diagnosis(found: Mapping[str, Any], record: RunRecord, series: Series) -> str:
+    """What ``shoal doctor`` has predicted next to what was measured, and what it says."""
+    is_allocated = str(record.environment.get("device")).startswith("cuda")  # else it is that of the whole process
+    peak = max((at for _, at in series.get("memory/peak_bytes", ())), default=0) if is_allocated else 0
+    pairs: list[tuple[str, Any, Any, Callable[[float], str]]] = [
+        ("seconds of a step", found.get("seconds"), found.get("predicted"), short),
+        ("peak memory of a rank", peak, found.get("nbytes"), format_bytes),
+    ]
+    rows = [
+        (label, write(measured), write(predicted), f"{predicted / measured:.2f}")
+        for label, measured, predicted, write in pairs
+        if measured and predicted
+    ]
+    cells = table("figures", ("", "measured", "predicted", "ratio"), rows) if rows else ""
+    said = [each["text"] for each in found.get("changes", ())] + list(found.get("findings", ()))
+    said = [*(said or ["Nothing is to be changed."]), *(f"note: {each}" for each in found.get("notes", ()))]
+    items = "".join(f"<li>{html.escape(text)}</li>" for text in said)
+    on = f"predicted on {found['machine']}" if found.get("machine") else "from the run's logs"
+    return card("What to change", f'{cells}<ul class="advice">{items}</ul>', on) if found else ""
+
+
 def _ledger(rows: Sequence[Sequence[str]], allocator: str) -> str:
     headers = ("kind", "tier", "bytes on rank 0", "bytes per parameter")
     note = f'<p class="note">{html.escape(allocator)}</p>' if allocator else ""
@@ -208,7 +243,7 @@ def _placement(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _pairs(title: str, values: Mapping[str, Any], *, is_wide: bool = False) -> str:
-    rows = "".join(f"<tr><th>{_breakable(key)}</th><td>{html.escape(text)}</td></tr>" for key, text in _flatten(values))
+    rows = "".join(f"<tr><th>{_breakable(key)}</th><td>{html.escape(text)}</td></tr>" for key, text in flatten(values))
     return card(title, f'<table class="pairs"><tbody>{rows}</tbody></table>', is_wide=is_wide) if rows else ""
 
 
@@ -217,12 +252,13 @@ def _breakable(key: str) -> str:
     return re.sub(r"([._])", r"\1<wbr>", html.escape(key))
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Dotted keys and texts of nested values."""
     pairs: list[tuple[str, str]] = []
     for key, value in values.items():
         path = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            pairs += _flatten(value, path + ".")
+            pairs += flatten(value, path + ".")
         elif isinstance(value, str):
             pairs.append((path, value))
         elif isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**6:

@@ -80,7 +80,7 @@ def attention(
         is_causal: a position attends to itself and to earlier ones. Positions are those of the whole sequence.
         mask: as torch's ``attn_mask``, of the whole sequence: [.., L of all ranks, L of all ranks]. Not over ``cp``.
         documents: packed in the rows. As a tensor, [B, L], this rank's number of a document for each position, which
-            each call gathers: give a ``Documents`` where there is more than one layer.
+            is gathered once for calls with the same tensor.
         window: a position attends to itself and to the ``window - 1`` positions before it; unless ``is_causal``, also
             to as many after it.
         softcap: scores become ``softcap * tanh(score / softcap)``.

@@ -9,7 +9,7 @@ With both, the sequence is cut along ``cp`` first, and what a coordinate of ``cp
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -217,9 +217,25 @@ class SequenceContext:
     def documents(self, ids: Tensor) -> Documents:
         """The documents of the whole rows, from this rank's numbers of them, [B, L of this rank].
 
+        The result is kept for the calls of other layers with the same tensor, until it is written to.
+
         Communicates: as :meth:`unshard`. Order: the host waits for the result.
         """
-        return Documents.from_ids(self.unshard(ids))
+        documents = self._kept((ids,), lambda: Documents.from_ids(self.unshard(ids)))
+        assert documents is not None
+        return documents
+
+    def _kept(self, given: tuple[Tensor | None, ...], make: Callable[[], Documents | None]) -> Documents | None:
+        """What was made last, if it was made of these tensors, and no kernel has written to them since."""
+        # Inference tensors have no version: their documents are exchanged again.
+        versions = [-1 if tensor is None else None if tensor.is_inference() else tensor._version for tensor in given]
+        for before, versions_before, documents in self._last:
+            is_same = versions == versions_before and None not in versions
+            if is_same and all(one is other for one, other in zip(before, given, strict=True)):
+                return documents
+        documents = make()
+        self._last[:] = [(given, versions, documents)]
+        return documents
 
     @untraced
     def documents_of(self, positions: Tensor | None, padding: Tensor | None) -> Documents | None:
@@ -236,13 +252,9 @@ class SequenceContext:
         Communicates: as :meth:`unshard`, for each of the two, and an exchange.
         Order: the host waits for the result, once.
         """
-        given = (positions, padding)
-        # Inference tensors have no version: their documents are exchanged again.
-        versions = [-1 if tensor is None else None if tensor.is_inference() else tensor._version for tensor in given]
-        if self._last and self._last[0][1] == versions and None not in versions:
-            kept, _, documents = self._last[0]
-            if all(one is other for one, other in zip(kept, given, strict=True)):
-                return documents
+        return self._kept((positions, padding), lambda: self._documents_of(positions, padding))
+
+    def _documents_of(self, positions: Tensor | None, padding: Tensor | None) -> Documents | None:
         # The host reads the vector of all that it must know: it waits for the device once.
         known: list[Tensor] = []
         if positions is not None:
@@ -262,7 +274,6 @@ class SequenceContext:
             documents = of_padding if documents is None else documents.and_of(of_padding)
         if documents is not None and all(len(row) == 2 for row in documents.begins):
             documents = None
-        self._last[:] = [(given, versions, documents)]
         return documents
 
     def _are_of_whole_rows(self, positions: Tensor) -> Tensor:

@@ -155,6 +155,9 @@ def test_documents_made_from_lengths_add_none_and_those_of_a_models_tensors_one_
             wait(lambda: context.documents_of(own, None))
             wait(lambda: context.documents_of(None, is_token), attends=False)
             wait(lambda: ids)
+            wait(lambda: ids)  # of the next layer
+            ids.add_(1)
+            wait(lambda: ids)
         return found
 
     packed = Documents.of_lengths([[5, 11]])
@@ -166,5 +169,7 @@ def test_documents_made_from_lengths_add_none_and_those_of_a_models_tensors_one_
             (0, padded),
             (1, packed),
             (1, Documents.of_lengths([[14, 2]])),
+            (1, None),
+            (0, None),
             (1, None),
         ]

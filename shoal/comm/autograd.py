@@ -18,11 +18,17 @@ and waits for its result. Ranks call them in the same order.
 The backward's collectives have the label ``"<label> backward"``.
 
     y = all_reduce(linear(copy(x, tp, label="mlp in")), tp, label="mlp out")
+
+With a ``TracedLabel`` a function is traced by ``torch.compile``: its collective is an operator of the graph. With a
+text it breaks the graph.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,42 +40,64 @@ from shoal.compiler import untraced
 from shoal.errors import UsageError
 
 
-def copy(tensor: torch.Tensor, comm: Communicator, *, label: str) -> torch.Tensor:
+class TracedLabel:
+    """The label of a layer's collectives and their communicator, for compiled code.
+
+    A compiled graph takes ``number`` as an input and looks the label up when it runs: one graph serves equal blocks,
+    whose labels differ, and ranks that are threads.
+    """
+
+    def __init__(self, comm: Communicator, text: str) -> None:
+        self.comm, self.text = comm, text
+        number = next(_numbers)
+        self.number = torch.tensor(number, device="cpu")
+        _labels[number] = self
+
+    def __str__(self) -> str:
+        return self.text
+
+
+_numbers = itertools.count()
+_labels: weakref.WeakValueDictionary[int, TracedLabel] = weakref.WeakValueDictionary()
+Label = str | TracedLabel
+
+
+def copy(tensor: torch.Tensor, comm: Communicator, *, label: Label) -> torch.Tensor:
     """``tensor``; its gradient is summed over the ranks, which compute different parts from it."""
-    return _apply(tensor, comm, label, _alias, _sum)
+    return _apply(tensor, comm, label, TensorMove("alias"), TensorMove("sum"))
 
 
-def all_reduce(tensor: torch.Tensor, comm: Communicator, *, label: str) -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, comm: Communicator, *, label: Label) -> torch.Tensor:
     """The sum over the ranks; every rank computes the same from it, so that its gradient is taken as it is."""
-    return _apply(tensor, comm, label, _sum, _keep)
+    return _apply(tensor, comm, label, TensorMove("sum"), TensorMove("keep"))
 
 
-def split(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: str) -> torch.Tensor:
+def split(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: Label) -> torch.Tensor:
     """This rank's part of ``tensor``, which all ranks have, along ``dim``."""
-    return _apply(tensor, comm, label, partial(_own_part, dim=dim), partial(_gather, dim=dim))
+    return _apply(tensor, comm, label, TensorMove("own_part", (dim,)), TensorMove("gather", (dim,)))
 
 
-def gather(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: str) -> torch.Tensor:
+def gather(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: Label) -> torch.Tensor:
     """The ranks' tensors concatenated along ``dim``; every rank computes the same from them."""
-    return _apply(tensor, comm, label, partial(_gather, dim=dim), partial(_own_part, dim=dim))
+    return _apply(tensor, comm, label, TensorMove("gather", (dim,)), TensorMove("own_part", (dim,)))
 
 
-def all_gather(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: str) -> torch.Tensor:
+def all_gather(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: Label) -> torch.Tensor:
     """The ranks' tensors concatenated along ``dim``; each rank computes something of its own from them."""
-    return _apply(tensor, comm, label, partial(_gather, dim=dim), partial(_sum_part, dim=dim))
+    return _apply(tensor, comm, label, TensorMove("gather", (dim,)), TensorMove("sum_part", (dim,)))
 
 
-def reduce_scatter(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: str) -> torch.Tensor:
+def reduce_scatter(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: Label) -> torch.Tensor:
     """This rank's part, along ``dim``, of the sum over the ranks."""
-    return _apply(tensor, comm, label, partial(_sum_part, dim=dim), partial(_gather, dim=dim))
+    return _apply(tensor, comm, label, TensorMove("sum_part", (dim,)), TensorMove("gather", (dim,)))
 
 
 def all_to_all(
-    tensor: torch.Tensor, comm: Communicator, *, split_dim: int = 0, concat_dim: int = 0, label: str
+    tensor: torch.Tensor, comm: Communicator, *, split_dim: int = 0, concat_dim: int = 0, label: Label
 ) -> torch.Tensor:
     """Send part ``r`` of ``tensor`` along ``split_dim`` to rank ``r``; concatenate the received parts."""
-    there = partial(_exchange_parts, split_dim=split_dim, concat_dim=concat_dim)
-    return _apply(tensor, comm, label, there, partial(_exchange_parts, split_dim=concat_dim, concat_dim=split_dim))
+    there, back = (split_dim, concat_dim), (concat_dim, split_dim)
+    return _apply(tensor, comm, label, TensorMove("exchange_parts", there), TensorMove("exchange_parts", back))
 
 
 def all_to_all_uneven(
@@ -83,21 +111,49 @@ def all_to_all_uneven(
     """
     outs, sources = list(out_splits), list(source_splits)
     there = partial(_exchange_rows, out_splits=outs, source_splits=sources)
-    return _apply(tensor, comm, label, there, partial(_exchange_rows, out_splits=sources, source_splits=outs))
+    back = partial(_exchange_rows, out_splits=sources, source_splits=outs)
+    return _apply_untraced(tensor, comm, label, there, back)
 
 
 def is_gather(node: Any, comm: Communicator) -> bool:
     """True if a node of autograd's graph is a :func:`gather` over ``comm``."""
     is_pair = getattr(type(node), "_forward_cls", None) is _Pair
-    return is_pair and getattr(node.back, "func", None) is _own_part and node.comm is comm
+    return is_pair and getattr(node.back, "verb", None) == "own_part" and node.comm is comm
 
 
-Move = Callable[[torch.Tensor, Communicator, str], torch.Tensor]
+@dataclass(frozen=True)
+class TensorMove:
+    """What happens to a tensor in one direction: a function of this file, and the dims of the tensor."""
+
+    verb: str
+    dims: tuple[int, ...] = ()
+
+    def __call__(self, tensor: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
+        return _MOVES[self.verb](tensor, comm, label, *self.dims)
+
+    def shape(self, shape: Sequence[int], size: int) -> list[int]:
+        """Of the result on each of ``size`` ranks."""
+        result = list(shape)
+        if self.verb in ("own_part", "sum_part", "exchange_parts"):
+            result[self.dims[0]] //= size
+        if self.verb in ("gather", "exchange_parts"):
+            result[self.dims[-1]] *= size
+        return result
+
+
+Moved = Callable[[torch.Tensor, Communicator, str], torch.Tensor]
+
+
+def _apply(tensor: torch.Tensor, comm: Communicator, label: Label, there: TensorMove, back: TensorMove) -> torch.Tensor:
+    if isinstance(label, TracedLabel) and torch.compiler.is_dynamo_compiling():
+        traced: torch.Tensor = _TracedPair.apply(tensor, label.number, comm.size, there, back)
+        return traced
+    return _apply_untraced(tensor, comm, str(label), there, back)
 
 
 # A compiler calls it as it is: it would trace the waiting for other ranks.
 @untraced
-def _apply(tensor: torch.Tensor, comm: Communicator, label: str, there: Move, back: Move) -> torch.Tensor:
+def _apply_untraced(tensor: torch.Tensor, comm: Communicator, label: str, there: Moved, back: Moved) -> torch.Tensor:
     result: torch.Tensor = _Pair.apply(tensor, comm, label, there, back)
     return result
 
@@ -111,7 +167,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 class _Pair(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, comm: Communicator, label: str, there: Move, back: Move
+        ctx: Any, tensor: torch.Tensor, comm: Communicator, label: str, there: Moved, back: Moved
     ) -> torch.Tensor:
         ctx.comm, ctx.label, ctx.back = comm, label, back
         return there(tensor, comm, label)
@@ -120,6 +176,55 @@ class _Pair(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return ctx.back(gradient, ctx.comm, f"{ctx.label} backward"), None, None, None, None
+
+
+@torch.library.custom_op("shoal::move", mutates_args=())
+def move_in_graph(
+    tensor: torch.Tensor, label: torch.Tensor, verb: str, dims: list[int], after: str, shape: list[int]
+) -> torch.Tensor:
+    """A move as an operator of a compiled graph. The host reads the label when the operator runs.
+
+    Args:
+        label: the number of a ``TracedLabel``.
+        after: what follows it.
+        shape: of the result.
+    """
+    at = _labels[int(label)]
+    result = TensorMove(verb, tuple(dims))(tensor, at.comm, f"{at.text}{after}")
+    return result.clone() if result.data_ptr() == tensor.data_ptr() else result  # an operator's result is its own
+
+
+@move_in_graph.register_fake
+def _(
+    tensor: torch.Tensor, label: torch.Tensor, verb: str, dims: list[int], after: str, shape: list[int]
+) -> torch.Tensor:
+    return tensor.new_empty(shape)
+
+
+class _TracedPair(torch.autograd.Function):
+    """As ``_Pair``, for a compiler to trace."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, number: torch.Tensor, size: int, there: TensorMove, back: TensorMove
+    ) -> torch.Tensor:
+        ctx.save_for_backward(number)
+        ctx.size, ctx.back = size, back
+        return traced_move(tensor, number, size, there, "")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (number,) = ctx.saved_tensors
+        return traced_move(gradient, number, ctx.size, ctx.back, " backward"), None, None, None, None
+
+
+def traced_move(tensor: torch.Tensor, number: torch.Tensor, size: int, move: TensorMove, after: str) -> torch.Tensor:
+    """``move`` among ``size`` ranks under a label's number, for a compiler to trace."""
+    if move.verb in ("alias", "keep"):
+        return tensor.view_as(tensor) if move.verb == "alias" else tensor
+    shape = move.shape(tensor.shape, size)
+    result: torch.Tensor = torch.ops.shoal.move(tensor, number, move.verb, list(move.dims), after, shape)
+    return result
 
 
 # The moves themselves. Each drains its work: the caller may overwrite source and result at once.
@@ -236,3 +341,14 @@ def _concatenated(stacked: torch.Tensor, dim: int) -> torch.Tensor:
     if dim % (stacked.dim() - 1) == 0:
         return stacked.resize_(stacked.shape[0] * stacked.shape[1], *stacked.shape[2:])
     return torch.cat(stacked.unbind(0), dim)
+
+
+_MOVES: dict[str, Callable[..., torch.Tensor]] = {
+    "alias": _alias,
+    "keep": _keep,
+    "own_part": _own_part,
+    "sum": _sum,
+    "sum_part": _sum_part,
+    "gather": _gather,
+    "exchange_parts": _exchange_parts,
+}

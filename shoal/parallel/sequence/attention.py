@@ -14,7 +14,7 @@ Letters: B rows, H heads, K heads of keys and values, L positions of this rank, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.compiler import untraced
 from shoal.errors import UsageError
+from shoal.parallel import kept_graph
 from shoal.parallel.sequence.chunks import Documents, chunks_of
-from shoal.parallel.sequence.context import SequenceContext, current_sequence_context
+from shoal.parallel.sequence.context import SequenceContext, current_sequence_context, may_be_spread
 from shoal.parallel.sequence.kernels import (
     EfficientKernel,
     HeadGroups,
@@ -50,7 +51,6 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # of a sc
 _ALONE = SequenceContext()
 
 
-@untraced
 def attention(
     query: Tensor,
     key: Tensor,
@@ -99,14 +99,104 @@ def attention(
         P - 1 of these and P - 1 of their gradients (or all-gathers and a reduce-scatter: ``context.exchange``). With a
         window or documents over ``cp`` only keys and values that another rank's queries attend to are sent.
     """
+    options = AttentionOptions(
+        is_causal, mask, documents, window, softcap, score_mod, block_mask, scale, dropout_p, sinks
+    )
+    if not torch.compiler.is_dynamo_compiling() or context is not None or options.has_objects:
+        return _attention(query, key, value, options, context, label)
+    query, key, value = _cast_for_autocast(query, key, value)
+    if options.are_torchs and not may_be_spread():
+        return _torchs(query, key, value, options)
+    return in_graph(query, key, value, options, label)
+
+
+def in_graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    label: str,
+    *,
+    positions: Tensor | None = None,
+    padding: Tensor | None = None,
+    finds_window: bool = False,
+) -> Tensor:
+    """Attention as one operator of the graph that a compiler traces, over the ranks of the context that is set then.
+
+    Args:
+        positions, padding: as ``documents_of`` takes them.
+        finds_window: the window is that of the model's last masks.
+    """
+    tensors = [query, key, value, *([] if options.sinks is None else [options.sinks])]
+    keeps = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    window = -1 if finds_window else options.window
+    out, _ = torch.ops.shoal.attention(
+        tensors, options.mask, options.documents, positions, padding, options.is_causal, window, options.softcap,
+        options.scale, options.dropout_p, label, keeps,
+    )  # fmt: skip
+    return out  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("shoal::attention", mutates_args=())
+def _attention_operator(
+    tensors: list[Tensor],
+    mask: Tensor | None,
+    documents: Tensor | None,
+    positions: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+    dropout_p: float,
+    label: str,
+    keeps: bool,
+) -> tuple[Tensor, Tensor]:
+    context = current_sequence_context() or _ALONE
+    found: Documents | Tensor | None = documents
+    if context.comms and (positions is not None or padding is not None):
+        found = context.documents_of(positions, padding)
+    window = context.masks.only() if window == -1 else window
+
+    def compute(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        options = AttentionOptions(is_causal, mask, found, window, softcap, None, None, scale, dropout_p, sinks)
+        return _attention(query, key, value, options, context, label)
+
+    out, ticket = kept_graph.run(compute, tensors, keeps=keeps)
+    return kept_graph.result_like(_empty_output(tensors), out), ticket
+
+
+@_attention_operator.register_fake
+def _(tensors: list[Tensor], *_others: Any) -> tuple[Tensor, Tensor]:
+    return _empty_output(tensors), torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+def _empty_output(tensors: Sequence[Tensor]) -> Tensor:
+    query, value = tensors[0], tensors[2]
+    if query.shape[3] == value.shape[3]:
+        return torch.empty_like(query)
+    return query.new_empty((*query.shape[:3], value.shape[3]))
+
+
+_attention_operator.register_autograd(kept_graph.backward, setup_context=kept_graph.setup_context)
+
+
+@untraced
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    context: SequenceContext | None,
+    label: str,
+) -> Tensor:
+    """``attention``, uncompiled."""
     context = context or current_sequence_context() or _ALONE
+    documents, window = options.documents, options.window
     query, key, value = _cast_for_autocast(query, key, value)
     check_heads(query.shape[1], key.shape[1])
     if context.is_alone:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    options = AttentionOptions(
-        is_causal, mask, documents, window, softcap, score_mod, block_mask, scale, dropout_p, sinks
-    )
     if context.size == 1 and options.are_torchs:
         return _torchs(query, key, value, options)
     check_options(options, context)
@@ -220,6 +310,11 @@ class AttentionOptions:
     def is_flexible(self) -> bool:
         """True if scores or masks are given by functions, as torch's flex attention takes them."""
         return self.score_mod is not None or self.block_mask is not None
+
+    @property
+    def has_objects(self) -> bool:
+        """True if an option is an object of Python: an operator of a compiled graph takes tensors and numbers."""
+        return self.is_flexible or not isinstance(self.documents, Tensor | None)
 
     @property
     def are_torchs(self) -> bool:

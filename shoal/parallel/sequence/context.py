@@ -330,6 +330,22 @@ _of_thread: ContextVar[_Setting | None] = ContextVar("sequence_context", default
 _of_process = _Setting()
 
 
+class _Known:
+    """What compiled code reads of all contexts, which it cannot tell apart."""
+
+    has_been_set = False  # in this process, once
+
+
+def may_be_spread() -> bool:
+    """False as long as no context was set in this process: what a compiler may build on."""
+    return _Known.has_been_set
+
+
+def _note(context: SequenceContext | None) -> SequenceContext | None:
+    _Known.has_been_set |= context is not None
+    return context
+
+
 def _setting_here() -> _Setting:
     """What this thread may set: of ranks that are threads its own. A process has one, in whatever thread it trains."""
     if threading.current_thread() is threading.main_thread() or not has_scoped_world():
@@ -355,7 +371,7 @@ def set_sequence_context(context: SequenceContext | None) -> SequenceContext | N
     Returns: the one before.
     """
     setting = _setting_here()
-    before, setting.default = setting.default, context
+    before, setting.default = setting.default, _note(context)
     setting.is_taken = context is None
     return before
 
@@ -372,7 +388,7 @@ def use_sequence_context(context: SequenceContext | None) -> None:
     """Set the context of the engine that computes now."""
     setting = _setting_here()
     if setting.default is not context:
-        setting.default, setting.is_taken = context, True
+        setting.default, setting.is_taken = _note(context), True
 
 
 def drop_sequence_context(context: SequenceContext | None) -> None:
@@ -389,7 +405,7 @@ def sequence_parallel(context: SequenceContext | None) -> Iterator[None]:
     With activation checkpointing, call backward inside the block too.
     """
     blocks = _setting_here().blocks
-    blocks.append(context)
+    blocks.append(_note(context))
     try:
         yield
     finally:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UsageError
-from shoal.parallel.sequence.attention import attention
-from shoal.parallel.sequence.context import SequenceContext, current_sequence_context
+from shoal.parallel.sequence.attention import AttentionOptions, attention, in_graph
+from shoal.parallel.sequence.context import SequenceContext, current_sequence_context, may_be_spread
 from shoal.parallel.sequence.ulysses import HeadExchange, split_heads
 
 # Arguments of transformers' attention functions that attention over ranks does not have.
@@ -136,9 +136,21 @@ class _AttentionFunction:
 
         Returns: [B, L of this rank, heads, head size], and no weights.
         """
-        context = _active()
         given = kwargs.get("is_causal")
         is_causal = bool(getattr(module, "is_causal", True) if given is None else given)
+        if torch.compiler.is_dynamo_compiling() and may_be_spread() and self._is_traceable(module, kwargs):
+            return _in_graph(query, key, value, attention_mask, is_causal, kwargs)
+        return self._run(module, query, key, value, attention_mask, is_causal, kwargs)
+
+    def _is_traceable(self, module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+        is_of_ranks = self._core is None and not (self._only_training and not module.training)
+        return is_of_ranks and not any(kwargs.get(name) for name in (*_REFUSED, "output_attentions"))
+
+    def _run(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        is_causal: bool, kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        context = _active()
         if context is None:
             is_plain = kwargs.get("softcap") is None and kwargs.get("s_aux") is None
             if is_plain or self._core is not None or not isinstance(attention_mask, Tensor | None):
@@ -156,9 +168,7 @@ class _AttentionFunction:
         self._refuse(kwargs, context.whole_length(query.shape[2], "attention's query"))
         if self._core is not None:
             return self._with_core(self._core, context, module, query, key, value, attention_mask, kwargs)
-        positions = kwargs.get("position_ids")
-        if positions is not None and positions.dim() != 2:
-            positions = None  # of text and images: they do not tell documents apart
+        positions = _positions_of(kwargs)
         mask = attention_mask if attention_mask is not None and attention_mask.dim() == 4 else None
         padding = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
         if mask is not None:
@@ -235,6 +245,30 @@ def _attended(
     out = attention(
         query, key, value, context=context, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"),
         scale=kwargs.get("scaling"), dropout_p=kwargs.get("dropout", 0.0), **options,
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _positions_of(kwargs: dict[str, Any]) -> Tensor | None:
+    positions: Tensor | None = kwargs.get("position_ids")
+    # Those of text and images do not tell documents apart.
+    return positions if positions is not None and positions.dim() == 2 else None
+
+
+def _in_graph(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, kwargs: dict[str, Any]
+) -> tuple[Tensor, None]:
+    """Attention over the ranks of the context that is set when compiled code runs."""
+    is_padding = mask is not None and mask.dim() == 2
+    whole_mask, padding = (None, mask) if is_padding else (mask, None)
+    options = AttentionOptions(
+        is_causal and whole_mask is None, whole_mask, None, kwargs.get("sliding_window"), kwargs.get("softcap"),
+        None, None, kwargs.get("scaling"), kwargs.get("dropout", 0.0), kwargs.get("s_aux"),
+    )  # fmt: skip
+    positions = _positions_of(kwargs) if whole_mask is None else None
+    out = in_graph(
+        query, key, value, options, "attention", positions=positions, padding=padding,
+        finds_window="sliding_window" not in kwargs,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 

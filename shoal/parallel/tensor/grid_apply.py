@@ -369,7 +369,7 @@ class GridParallelLinear(nn.Module):
         output = grid_linear(input, weight, bias, split.product, label=split.name)
         if split.shared is None:
             return output
-        return split.shared.complete(output, split.product.output.same_tokens, split.name)
+        return split.shared.complete(output, split.product.output.same_tokens, f"{split.name} shared heads")
 
 
 class GridParallelNorm(nn.Module):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.comm.autograd import is_gather
+from shoal.comm.autograd import TracedLabel, is_gather
 from shoal.compiler import untraced
 from shoal.device import in_backward
 from shoal.errors import ShoalError, UsageError
@@ -51,33 +51,41 @@ class InputHook(SharedByCopies):
     """
 
     def __init__(self, name: str, region: TensorRegion, *, forks: bool, columns: InputColumns | None = None) -> None:
-        self._label = f"{name} in"
+        self._enters = TracedLabel(region.activations, f"{name} in")
+        self._encoder = TracedLabel(region.activations, f"{name} in (encoder)")
         self._region = region
         self._forks = forks
         self._columns = columns
 
     def register(self, module: nn.Module) -> None:
         """Register the hooks on ``module``."""
-        module.register_forward_pre_hook(untraced(self._enter), with_kwargs=True)
         if self._forks or self._columns is not None:
+            module.register_forward_pre_hook(untraced(self._enter), with_kwargs=True)
             module.register_forward_hook(untraced(self._end), always_call=True)
+            return
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        if self._region.may_split_sequence:
+            # One that is always called has a number in the guards of compiled code: no other block would pass them.
+            module.register_forward_hook(self._end)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        columns = self._columns
+        columns, label = self._columns, self._enters
         args, kwargs = replace_input(
             args,
             kwargs,
-            lambda x: self._region.enter(x, self._label) if columns is None else columns.enter(module, x, self._label),
+            lambda x: self._region.enter(x, label) if columns is None else columns.enter(module, x, label),
         )
         encoder = kwargs.get("encoder_hidden_states")
         if isinstance(encoder, torch.Tensor):
-            kwargs = {**kwargs, "encoder_hidden_states": self._region.copy(encoder, f"{self._label} (encoder)")}
+            kwargs = {**kwargs, "encoder_hidden_states": self._region.copy(encoder, self._encoder)}
         if self._forks and module.training:
             self._region.fork.begin()
         return args, kwargs
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._region.fork.end()
+        self._region.forget()
+        if self._forks:
+            self._region.fork.end()
         if self._columns is not None:
             self._columns.end()
 

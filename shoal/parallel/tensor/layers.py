@@ -15,7 +15,7 @@ Source: Megatron-LM, section 3 (arXiv:1909.08053).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
 
@@ -66,6 +66,18 @@ class LayerSplit(SharedByCopies):
     keeps_logits: bool = False
     columns: InputColumns | None = None
     products: LayerProducts = AS_THEY_ARE
+    enters: autograd.TracedLabel = field(init=False)
+    leaves: autograd.TracedLabel = field(init=False)
+    shares: autograd.TracedLabel = field(init=False)
+
+    def __post_init__(self) -> None:
+        labels = {
+            "enters": autograd.TracedLabel(self.region.activations, f"{self.name} in"),
+            "leaves": autograd.TracedLabel(self.region.activations, f"{self.name} out"),
+            "shares": autograd.TracedLabel(self.region.comm, f"{self.name} shared heads"),
+        }
+        for name, label in labels.items():
+            object.__setattr__(self, name, label)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -74,26 +86,27 @@ class ColumnParallelLinear(nn.Module):
     tensor_split: LayerSplit
     weight: nn.Parameter
 
-    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         split, region = self.tensor_split, self.tensor_split.region
         weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = getattr(self, "bias", None)
         weight = weight.t() if split.is_transposed else weight
-        output, label = None, f"{split.name} in"
+        output = None
         if split.overlaps and split.communicates and not split.products.is_on:
-            region.check_split(label)
-            splits = region.splits_sequence
+            region.check_split(split.enters)
+            splits, label = region.splits_sequence, split.enters.text
             output = column_linears(input, [weight], region.activations, splits_sequence=splits, label=label)[1][0]
         elif split.columns is not None and not split.products.is_on:
             output = split.columns.take(split.name, input)
         if output is None:
-            whole = region.enter(input, label) if split.communicates else input
+            whole = region.enter(input, split.enters) if split.communicates else input
             output = region.linear(whole, weight, bias, split.products)
+            if split.communicates:
+                region.forget()
         else:
             output = add_bias(output, bias)
         if split.shared is not None:
-            output = split.shared.complete(output, region.comm, split.name)
+            output = split.shared.complete(output, region.comm, split.shares)
         return output if split.widths is None else gather_last(output, region.comm, split.widths, split.name)
 
 
@@ -103,19 +116,19 @@ class RowParallelLinear(nn.Module):
     tensor_split: LayerSplit
     weight: nn.Parameter
 
-    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        split, region, label = self.tensor_split, self.tensor_split.region, f"{self.tensor_split.name} out"
+        split, region = self.tensor_split, self.tensor_split.region
         own = input
         if split.own_input is not None:
-            own = take(region.copy(input, f"{split.name} in"), -1, split.own_input)
+            own = take(region.copy(input, split.enters), -1, split.own_input)
         if split.forks:
             region.fork.end()
         weight = self.weight.t() if split.is_transposed else self.weight
         if split.overlaps and not split.products.is_on:
-            output = row_linear(own, weight, region.activations, splits_sequence=region.splits_sequence, label=label)
+            splits, label = region.splits_sequence, split.leaves.text
+            output = row_linear(own, weight, region.activations, splits_sequence=splits, label=label)
         else:
-            output = region.leave(split.products.linear(own, weight), label)
+            output = region.leave(split.products.linear(own, weight), split.leaves)
         return add_bias(output, getattr(self, "bias", None))
 
 
@@ -145,6 +158,7 @@ def _split_class(base: type[nn.Module], behaviour: type[nn.Module]) -> type[nn.M
 split_class = cast(Callable[[type[nn.Module], type[nn.Module]], type[nn.Module]], cache(_split_class))
 
 
+@untraced
 def gather_last(tensor: torch.Tensor, comm: Communicator, widths: Sequence[int], label: str) -> torch.Tensor:
     """The ranks' tensors, of different widths, concatenated along the last dim; every rank computes the same from them.
 

@@ -21,7 +21,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shoal.comm.autograd import TracedLabel
 from shoal.comm.protocol import Communicator, Work
+from shoal.compiler import untraced
 from shoal.device import in_backward
 from shoal.parallel.products import cast_for_autocast, weight_gradient
 from shoal.parallel.saved_tensors import checkpoint_around
@@ -31,6 +33,7 @@ from shoal.sharding.storage import is_placeholder
 NUM_CHUNKS = 4
 
 
+@untraced
 def row_linear(
     x: torch.Tensor, weight: torch.Tensor, comm: Communicator, *, splits_sequence: bool, label: str
 ) -> torch.Tensor:
@@ -46,6 +49,7 @@ def row_linear(
     return apply(*cast_for_autocast(x, weight), comm, label)
 
 
+@untraced
 def column_linears(
     x: torch.Tensor, weights: Sequence[torch.Tensor], comm: Communicator, *, splits_sequence: bool, label: str
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -89,7 +93,7 @@ class InputColumns(SharedByCopies):
         self._input: torch.Tensor | None = None
         self._outputs: dict[str, torch.Tensor] = {}
 
-    def enter(self, module: nn.Module, x: torch.Tensor, label: str) -> torch.Tensor:
+    def enter(self, module: nn.Module, x: torch.Tensor, label: TracedLabel) -> torch.Tensor:
         """The input whole."""
         self._checkpoint = checkpoint_around()
         region, weights = self._region, self._weights(module, self._computed)
@@ -102,7 +106,7 @@ class InputColumns(SharedByCopies):
         else:
             region.check_split(label)
             self._input, outputs = column_linears(
-                x, weights, region.activations, splits_sequence=region.splits_sequence, label=label
+                x, weights, region.activations, splits_sequence=region.splits_sequence, label=label.text
             )
             self._outputs = dict(zip(self._computed, outputs, strict=True))
         if self._input.grad_fn is not None and not in_backward():
@@ -111,6 +115,7 @@ class InputColumns(SharedByCopies):
             self._input.grad_fn.register_hook(lambda *_: self._waiting.discard(call))
         return self._input
 
+    @untraced
     def take(self, name: str, input: torch.Tensor) -> torch.Tensor | None:
         """The output of a column, without its bias; None: it was not computed."""
         if input is not self._input or checkpoint_around() is not self._checkpoint:

@@ -111,7 +111,7 @@ class SharedRows:
         own = tuple(place for start, stop in share for place in _places(held, start, stop))
         return cls(held, own, tuple(stop - start for start, stop in spans), tuple(pieces))
 
-    def complete(self, output: torch.Tensor, comm: Communicator, name: str) -> torch.Tensor:
+    def complete(self, output: torch.Tensor, comm: Communicator, label: autograd.Label) -> torch.Tensor:
         """The outputs of this rank's heads from those of the rows that it holds. Shape: [..., held] -> [..., returned].
 
         Communicates: forward an all_gather of the shared outputs, backward a reduce_scatter of their gradients.
@@ -119,7 +119,7 @@ class SharedRows:
         share, width = take(output, -1, self.own), max(self.widths)
         if len(set(self.widths)) > 1:
             share = F.pad(share, (0, width - share.shape[-1]))
-        whole = autograd.all_gather(share, comm, dim=-1, label=f"{name} shared heads")
+        whole = autograd.all_gather(share, comm, dim=-1, label=label)
         if len(set(self.widths)) > 1:
             whole = take(whole, -1, [(rank * width, rank * width + own) for rank, own in enumerate(self.widths)])
         return torch.cat([take(whole if is_shared else output, -1, ranges) for is_shared, ranges in self.pieces], -1)

@@ -30,10 +30,19 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.comm import autograd
-from shoal.comm.autograd import Gathering, begin_gather, once_differentiable
+from shoal.comm.autograd import (
+    Gathering,
+    Label,
+    TensorMove,
+    TracedLabel,
+    begin_gather,
+    once_differentiable,
+    traced_move,
+)
 from shoal.comm.encoded import encoded
 from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator
+from shoal.compiler import untraced
 from shoal.device import in_backward, is_fake
 from shoal.errors import UsageError
 from shoal.parallel.products import PLAIN, LayerProducts, Products, add_bias, cast_for_autocast
@@ -57,6 +66,7 @@ class RngFork:
         self._rank = rank
         self._before: torch.Tensor | None = None
 
+    @untraced
     def begin(self) -> None:
         """Draw a seed, the same on all ranks, and seed the device's default generator with it and the rank."""
         if self._before is not None:
@@ -66,6 +76,7 @@ class RngFork:
         self._before = current_state()
         set_current_state(state_of_seed(seed + _SEED_OFFSET + self._rank))
 
+    @untraced
     def end(self) -> None:
         """Restore the state that all ranks share."""
         if self._before is not None:
@@ -90,11 +101,12 @@ class TensorRegion(SharedByCopies):
     def __init__(self, comm: Communicator, *, splits_sequence: bool = False, wire: WireFormat | None = None) -> None:
         self.comm = comm
         self.activations = encoded(comm, wire)
-        self._splits_sequence = splits_sequence
+        self.may_split_sequence = splits_sequence
         self._divides = True
         self.fork = RngFork(comm.rank)
         # By the tensors that entered whole, as long as they exist.
         self._gathered: MutableMapping[torch.Tensor, GatheredInput] = WeakTensorKeyDictionary()
+        self._entered: tuple[torch.Tensor, torch.Tensor, TracedLabel] | None = None  # traced: whole, own, where
         self.is_split = False
         self.stacks: list[str] = []
         self.unfinished: UsageError | None = None
@@ -105,7 +117,7 @@ class TensorRegion(SharedByCopies):
 
         Without gradients, a sequence that does not divide (generation, token by token) is computed whole.
         """
-        return self._splits_sequence and (self._divides or torch.is_grad_enabled())
+        return self.may_split_sequence and (self._divides or torch.is_grad_enabled())
 
     def split_sequence(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """This rank's part of the sequence of the first layer's input.
@@ -131,40 +143,51 @@ class TensorRegion(SharedByCopies):
             return tensor
         return autograd.gather(tensor, self.comm, dim=_sequence_dim(tensor), label=label)
 
-    def enter(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+    def enter(self, tensor: torch.Tensor, label: Label) -> torch.Tensor:
         """The input of split layers, whole. Raises: UsageError: as ``check_split``."""
         self.check_split(label)
         if not self.splits_sequence:
             return self.copy(tensor, label)
         dim = _sequence_dim(tensor)
         whole = autograd.all_gather(tensor, self.activations, dim=dim, label=label)
-        self._gathered[whole] = GatheredInput(tensor, InputGather(self.activations, dim, label))
+        if not torch.compiler.is_dynamo_compiling():
+            self._gathered[whole] = GatheredInput(tensor, InputGather(self.activations, dim, str(label)))
+        elif isinstance(label, TracedLabel):
+            self._entered = whole, tensor, label
         return whole
+
+    def forget(self) -> None:
+        """No further linear reads the input that entered last: a compiled graph does not return it."""
+        self._entered = None
 
     def linear(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: LayerProducts
     ) -> torch.Tensor:
         """``F.linear``; of an input that was gathered on entry, this rank's part is kept for backward."""
+        if torch.compiler.is_dynamo_compiling():
+            if self._entered is None or self._entered[0] is not input:
+                return layer.linear(input, weight, bias)
+            return _traced_column(*self._entered, weight, bias, layer.products)
         gathered = self._gathered.get(input)
         if gathered is None or gathered.checkpoint is not checkpoint_around():
             return layer.linear(input, weight, bias)
         return column_linear_of(gathered, input, weight, bias, layer.products)
 
-    def check_split(self, label: str) -> None:
+    def check_split(self, label: Label) -> None:
         """Raise where the input of split layers has the whole sequence, since the layer around them was not called."""
-        if self.splits_sequence and not (self.is_split or in_backward()):
+        if self.splits_sequence and not (self.is_split or torch.compiler.is_dynamo_compiling() or in_backward()):
             raise UsageError(
                 "a module inside a layer was called instead of the layer, which splits its input along the sequence.",
-                where=label,
+                where=str(label),
                 do="call the members of the list of layers, or turn sequence parallelism off.",
                 code="tensor-parallel",
             )
 
-    def copy(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+    def copy(self, tensor: torch.Tensor, label: Label) -> torch.Tensor:
         """A tensor that all ranks have whole, also under sequence parallelism."""
         return autograd.copy(tensor, self.activations, label=label)
 
-    def leave(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+    def leave(self, tensor: torch.Tensor, label: Label) -> torch.Tensor:
         """The sum over the ranks; under sequence parallelism this rank's part of it."""
         if self.splits_sequence:
             return autograd.reduce_scatter(tensor, self.activations, dim=_sequence_dim(tensor), label=label)
@@ -248,3 +271,41 @@ class _ColumnOfGathered(torch.autograd.Function):
         of_input = ctx.products.of_input(gradient, weight) if ctx.needs_input_grad[0] else None
         of_weight = None if gathering is None else ctx.products.of_weight(gradient, gathering.wait())
         return of_input, None, of_weight, None, None
+
+
+def _traced_column(
+    whole: torch.Tensor,
+    own: torch.Tensor,
+    label: TracedLabel,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    products: Products,
+) -> torch.Tensor:
+    """As ``column_linear_of``, for a compiler to trace: of gathers of one input in one graph it keeps the first."""
+    apply: Callable[..., torch.Tensor] = _TracedColumn.apply
+    own, whole, weight = cast_for_autocast(own.detach(), whole, weight)
+    return add_bias(apply(whole, own, weight, label.number, label.comm.size, products), bias)
+
+
+class _TracedColumn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        whole: torch.Tensor,
+        own: torch.Tensor,
+        weight: torch.Tensor,
+        number: torch.Tensor,
+        size: int,
+        products: Products,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(own, weight, number)
+        ctx.size, ctx.products = size, products
+        return products.output(whole, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        own, weight, number = ctx.saved_tensors
+        of_input = ctx.products.of_input(gradient, weight)
+        gather = TensorMove("gather", (_sequence_dim(own),))
+        whole = traced_move(own, number, ctx.size, gather, " again backward")
+        return of_input, None, ctx.products.of_weight(gradient, whole), None, None, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,11 @@ import torch
 from torch import nn
 
 from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
 from tests.helpers import models
 from tests.helpers.compiling import CountsGraphs, compiling
+from tests.helpers.composition import AXES, settings_of
+from tests.helpers.composition_runs import Trainer, Values
 from tests.helpers.training import config, finish, largest_difference, run_steps, start, train_alone
 
 
@@ -79,3 +84,42 @@ def test_without_the_section_nothing_is_compiled() -> None:
     engine = start(plain, config(0))
     assert not engine.is_compiled
     engine.destroy()
+
+
+CASES: dict[str, tuple[int, int, dict[str, str]]] = {  # stage, graphs of each rank, axes
+    "stage 0": (0, 1, {}),
+    "stage 1 and tp": (1, 1, {"tp": "2"}),
+    "stage 2 and sp": (2, 1, {"sp": "2"}),
+    "tp that splits the sequence": (3, 1, {"tp": "2 split"}),
+    "cp": (3, 1, {"cp": "2"}),
+    "tp in bf16": (3, 1, {"tp": "2", "precision": "autocast"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_over_ranks_are_one_graph_and_end_to_the_bit_as_uncompiled(
+    case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stage, num_graphs, axes = CASES[case]
+    plain_axes = {name: next(iter(values)) for name, values in AXES.items()}
+    settings, run = settings_of({**plain_axes, "ranks": "1", "stage": str(stage), **axes})
+    run = replace(run, steps=2, blocks=5)
+    backend, compile_ = CountsGraphs("aot_eager"), torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, *, mode: compile_(f, backend=backend, dynamic=False, fullgraph=True)
+    )
+
+    def job(section: dict[str, Any]) -> tuple[list[tuple[str, str, int]], torch.Tensor, Values]:
+        torch.set_autocast_cache_enabled(False)
+        with current_world().recorder.recording() as entries:
+            losses, parameters = Trainer({**settings, "compile": section}, run, tmp_path, backend).train()
+        return sorted((entry.op, entry.label, entry.nbytes) for entry in entries), losses, parameters
+
+    with compiling():
+        compiled = run_ranks(run.world_size, lambda: job({"enabled": True}))
+    uncompiled = run_ranks(run.world_size, lambda: job({"enabled": False}))
+    assert 1 <= backend.num_graphs <= num_graphs * run.world_size  # not one for each of the five blocks
+    for mine, plain_run in zip(compiled, uncompiled, strict=True):
+        assert mine[0] == plain_run[0]
+        assert torch.equal(mine[1], plain_run[1])
+        assert all(torch.equal(value, plain_run[2][name]) for name, value in mine[2].items())

@@ -1,0 +1,98 @@
+"""Functions that compiled code calls as one operator: they run uncompiled, with an autograd graph of their own.
+
+    compiled forward     output, ticket = an operator -> run(function, tensors)     keeps the graph by its ticket
+    compiled backward    shoal::kept_backward(gradient, ticket) -> the tensors' gradients
+
+A graph lives as long as the memory of its ticket, a tensor that the compiler keeps for backward.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _KeptGraph(bytearray):
+    """The memory of a ticket, and what its number stands for."""
+
+    output: Tensor
+    inputs: list[Tensor]
+
+
+_numbers = itertools.count(1)
+_graphs: weakref.WeakValueDictionary[int, _KeptGraph] = weakref.WeakValueDictionary()
+
+
+def run(function: Callable[..., Tensor], tensors: Sequence[Tensor], *, keeps: bool) -> tuple[Tensor, Tensor]:
+    """``function(*tensors)``, without autograd, and a ticket.
+
+    Args:
+        keeps: keep the graph for a backward pass.
+    """
+    if not keeps:
+        return function(*tensors), torch.zeros(1, dtype=torch.int64)
+    # An operator runs below autograd, which would record nothing here.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
+        inputs = [tensor.detach().requires_grad_() for tensor in tensors]
+        output = function(*inputs)
+    number = next(_numbers)
+    graph = _KeptGraph(number.to_bytes(8, "little"))
+    graph.output, graph.inputs = output, inputs
+    _graphs[number] = graph
+    return output.detach(), torch.frombuffer(graph, dtype=torch.int64)
+
+
+def result_like(wanted: Tensor, result: Tensor) -> Tensor:
+    """``result``, in the order in memory of ``wanted``, which was promised to the compiler."""
+    return result if result.stride() == wanted.stride() else wanted.copy_(result)
+
+
+@torch.library.custom_op("shoal::kept_backward", mutates_args=())
+def kept_backward(
+    gradient: Tensor, ticket: Tensor, sizes: list[int], strides: list[int], dims: list[int]
+) -> list[Tensor]:
+    """The gradients of the tensors of ``run``.
+
+    Args:
+        sizes, strides: of all of them, one after the other; ``dims``: how many of each.
+    """
+    graph = _graphs[int(ticket)]
+    keep = torch._C._autograd._get_current_graph_task_keep_graph()
+    gradients = torch.autograd.grad(graph.output, graph.inputs, gradient, retain_graph=keep, allow_unused=True)
+    empty = _empty(gradient, sizes, strides, dims)
+    return [like.zero_() if own is None else result_like(like, own) for like, own in zip(empty, gradients, strict=True)]
+
+
+@kept_backward.register_fake
+def _(gradient: Tensor, ticket: Tensor, sizes: list[int], strides: list[int], dims: list[int]) -> list[Tensor]:
+    return _empty(gradient, sizes, strides, dims)
+
+
+def _empty(like: Tensor, sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
+    made, at = [], 0
+    for num in dims:
+        made.append(like.new_empty_strided(sizes[at : at + num], strides[at : at + num]))
+        at += num
+    return made
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """For ``register_autograd`` of an operator whose first argument are the tensors."""
+    empty = [torch.empty_like(tensor, device="meta") for tensor in inputs[0]]
+    ctx.sizes = [size for tensor in empty for size in tensor.shape]
+    ctx.strides = [stride for tensor in empty for stride in tensor.stride()]
+    ctx.dims = [tensor.dim() for tensor in empty]
+    ctx.save_for_backward(output[1])
+    ctx.num_others = len(inputs) - 1
+
+
+def backward(ctx: Any, gradient: Tensor, _of_ticket: Tensor) -> tuple[Any, ...]:
+    """For ``register_autograd``."""
+    (ticket,) = ctx.saved_tensors
+    gradients = torch.ops.shoal.kept_backward(gradient, ticket, ctx.sizes, ctx.strides, ctx.dims)
+    return gradients, *[None] * ctx.num_others

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -107,6 +108,23 @@ def _options_of(job: type[TrainJob]) -> Iterator[inspect.Parameter]:
 
 _train.__signature__ = inspect.Signature([*_options_of(TrainJob)])  # type: ignore[attr-defined]  # which typer reads
 app.command("train", cls=UsageCommand)(_train)
+
+
+@app.command("quorum", cls=UsageCommand)
+def quorum(
+    replicas: Annotated[int, typer.Option("--replicas", "-n", min=1, help="Replicas that the run begins with.")],
+    host: Annotated[str, typer.Option(help="Address that it listens at; 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: one that is free.")] = 29600,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that the others wait for a replica before they leave it out.")
+    ] = 300.0,
+) -> None:
+    """Say which replicas take part in each step of a run with fault_tolerance. Ctrl-C ends it."""
+    from shoal.comm.quorum import QuorumServer
+
+    server = QuorumServer(port, host, num_replicas=replicas, timeout_seconds=timeout, log=partial(print, flush=True))
+    print(f"quorum at {host}:{server.port}", flush=True)
+    server.serve()
 
 
 @app.command("report", cls=UsageCommand)

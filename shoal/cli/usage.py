@@ -23,6 +23,7 @@ _ORDER = (
     "checkpoint",
     "convert",
     "schedule",
+    "quorum",
     "deepspeed",
     "as-deepspeed",
 )

@@ -32,7 +32,7 @@ from shoal.comm.environment import wants_tracebacks
 from shoal.errors import CommError, RankFailedError, ShoalError
 from shoal.text import clip
 
-LOOK_UP_SECONDS = 5.0  # for which the report is awaited after a connection was closed
+LOOK_UP_SECONDS = 5.0
 
 _SHARDED_WRITE = (
     "shoal: between two uses a parameter that is sharded at stage 3 has no memory to write to. Change it inside"
@@ -75,10 +75,15 @@ def _copy(error: CommError) -> CommError:
 
 
 class FailureReports:
-    """The one key of the store that holds the first failure of a world."""
+    """The one key of the store that holds the first failure of a world.
 
-    def __init__(self, store: Store, rank: int) -> None:
+    Args:
+        look_up_seconds: for which a report is awaited after a connection was closed.
+    """
+
+    def __init__(self, store: Store, rank: int, *, look_up_seconds: float = LOOK_UP_SECONDS) -> None:
         self._store = store
+        self._look_up_seconds = look_up_seconds
         self._rank = rank
         self._is_acknowledged = False
         self.is_store_ended = False  # as ``find`` saw it last
@@ -133,7 +138,7 @@ class FailureReports:
                 do="see what the ranks that are behind were doing; if they were slow, give init_distributed more time.",
                 code="comm-timeout",
             )
-        return self.find(LOOK_UP_SECONDS) or CommError(
+        return self.find(self._look_up_seconds) or CommError(
             f"{what} failed: {text}",
             where=f"rank {self._rank}",
             do="look at the other ranks' output: one of them was killed, lost its network, or hangs.",

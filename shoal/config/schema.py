@@ -434,6 +434,12 @@ class LossSpikeSection(Section):
     window: int = key(100, "of the losses of so many steps before", ge=2)
 
 
+class FaultToleranceSection(Section):
+    """Replicas that are jobs of their own: one that fails is left out, and joins again."""
+
+    quorum: str | None = key(None, "host:port of `shoal quorum`; null: this job is the whole run")
+
+
 class Timeouts(Section):
     """Seconds after which a section of a rank is a hang, which is explained and ended; null: never."""
 
@@ -545,6 +551,7 @@ class Schema(Section):
     )
     wire: WireSection = section(WireSection, "formats in which parameters, gradients and activations are sent")
     local_steps: LocalStepsSection = section(LocalStepsSection, "replicas that are synchronised from time to time")
+    fault_tolerance: FaultToleranceSection = section(FaultToleranceSection, "replicas that are jobs of their own")
     loss_spike: LossSpikeSection = section(LossSpikeSection, "steps whose loss is far above those before")
     timeouts: Timeouts = section(Timeouts, "hangs, which are explained and ended")
     debug: Debug = section(Debug, "checks that cost time")

@@ -31,6 +31,7 @@ class SamplePosition:
     seed: int
     shuffle: bool
     taken: int = 0  # samples that all ranks together have taken from the stream
+    returned: tuple[int, ...] = ()  # indices of those of them that were not used: they are taken again, first
 
     @property
     def epoch(self) -> int:
@@ -41,7 +42,13 @@ class SamplePosition:
         return self.num_samples - self.taken % self.num_samples
 
     def advance(self, num: int) -> SamplePosition:
-        return replace(self, taken=self.taken + num)
+        again = min(num, len(self.returned))
+        return replace(self, taken=self.taken + num - again, returned=self.returned[again:])
+
+    def left(self) -> list[int]:
+        """The indices that are left in the epoch."""
+        is_over = bool(self.returned) and self.taken > 0 and self.taken % self.num_samples == 0
+        return [*self.returned, *([] if is_over else self.order()[self.num_samples - self.left_in_epoch :])]
 
     def order(self) -> list[int]:
         """The indices of the whole epoch."""
@@ -117,6 +124,8 @@ class Loader:
             )
         self._position = SamplePosition(num_samples, seed, shuffle)
         self._num_loads = 0
+        self._is_over = False  # the epoch, at the position that was set
+        self._handed_out: list[list[int]] | None = None  # by batch, what all ranks took together; None: not recorded
 
     @property
     def global_batch(self) -> int:
@@ -142,7 +151,8 @@ class Loader:
         return self._count(self._position.num_samples)
 
     def __iter__(self) -> Iterator[Any]:
-        while True:
+        self._is_over = False
+        while not self._is_over:
             place = self._num_loads
             for batch in self._iterate_stream() if self._is_stream else self._iterate_indices():
                 yield batch
@@ -151,11 +161,14 @@ class Loader:
             else:
                 return
 
-    def state_dict(self) -> dict[str, int | bool]:
+    def state_dict(self) -> dict[str, Any]:
         """The position, in numbers that do not depend on rank, world size or batch size."""
-        return asdict(self._position)
+        state = asdict(self._position)
+        if not state["returned"]:
+            del state["returned"]
+        return state
 
-    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of another loader over the same data set.
 
         Raises: UsageError: the data set has another number of samples.
@@ -168,37 +181,74 @@ class Loader:
                 do="resume with the data set of the saved run, or start a new position.",
             )
         self._num_loads += 1
+        self._is_over = False
         self._position = SamplePosition(
-            int(state["num_samples"]), int(state["seed"]), bool(state["shuffle"]), int(state["taken"])
+            int(state["num_samples"]),
+            int(state["seed"]),
+            bool(state["shuffle"]),
+            int(state["taken"]),
+            tuple(state.get("returned", ())),
         )
+
+    # ranks that come and go
+
+    def start_step(self) -> None:
+        """Record from now on what is handed out, until the next call."""
+        if self._is_stream:
+            raise UsageError(
+                "the samples of an IterableDataset cannot be divided anew when ranks come and go.",
+                do="pass a data set with a length and indices.",
+            )
+        self._handed_out = []
+
+    def step_state(self) -> dict[str, Any]:
+        """The position and what was handed out in this step: ``adopt_step`` takes it on a rank that joins."""
+        return {"data": self.state_dict(), "handed_out": list(self._handed_out or ()), "world_size": self._world_size}
+
+    def adopt_step(self, state: dict[str, Any]) -> None:
+        self.load_state_dict(state["data"])
+        self._handed_out, self._world_size = state["handed_out"], state["world_size"]
+
+    def divide(self, rank: int, world_size: int, lost: Iterable[int] = ()) -> None:
+        """Divide what follows among other ranks. Every rank calls, at the same position.
+
+        Args:
+            lost: ranks of those so far that did not use what they took in this step: it is taken again, first.
+        """
+        again: list[int] = []
+        for together in self._handed_out or ():
+            size = -(-len(together) // self._world_size)
+            again += [index for other in lost for index in together[other * size : (other + 1) * size]]
+        self._position = replace(self._position, returned=(*again, *self._position.returned))
+        self._rank, self._world_size = rank, world_size
+        self._num_loads += 1
+        left = self._position.left_in_epoch
+        self._is_over = self._position.taken > 0 and left == self._position.num_samples and not self._position.returned
 
     def _count(self, num_samples: int) -> int:
         return num_samples // self.global_batch if self._drop_last else -(-num_samples // self.global_batch)
 
     def _iterate_indices(self) -> Iterator[Any]:
-        epoch_end = self._position.taken + self._position.left_in_epoch
+        left, order = self._position.left(), self._position.order()
+        end = self._position.advance(len(left))
+        if self._fills_last:
+            left += itertools.islice(itertools.cycle(end.order()), -len(left) % self.global_batch)
+        starts = range(0, self._count(len(left)) * self.global_batch, self.global_batch)
+        batches = [left[start : start + self.global_batch] for start in starts]
         loader = DataLoader(
             self.dataset,
-            batch_sampler=list(self._own_indices()),
+            batch_sampler=[self._own(together, order) for together in batches],
             collate_fn=self._collate,
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
         )
-        for batch in loader:
-            taken = self._position.taken + self.global_batch
-            self._position = replace(self._position, taken=taken if self._fills_last else min(taken, epoch_end))
+        for batch, together in zip(loader, batches, strict=True):
+            self._position = self._position.advance(len(together))
+            if self._handed_out is not None:
+                self._handed_out.append(together)
             yield batch
         if self._drop_last:
-            self._position = replace(self._position, taken=epoch_end)
-
-    def _own_indices(self) -> Iterator[list[int]]:
-        order = self._position.order()
-        left = order[self._position.num_samples - self._position.left_in_epoch :]
-        if self._fills_last:
-            following = self._position.advance(len(left)).order()
-            left = [*left, *itertools.islice(itertools.cycle(following), -len(left) % self.global_batch)]
-        for batch in range(self._count(len(left))):
-            yield self._own(left[batch * self.global_batch : (batch + 1) * self.global_batch], order)
+            self._position = end
 
     def _own(self, together: list[Any], repeated: Sequence[Any]) -> list[Any]:
         """This rank's part of a global batch; a short one is filled up to equal parts from ``repeated``, in a cycle."""

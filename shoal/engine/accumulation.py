@@ -349,6 +349,18 @@ class Accumulation:
         self._tokens = [torch.tensor(n, dtype=torch.float64, device=device) for n in saved.get("tokens", ())]
         self._token_unit = float(saved.get("token_unit", 1.0))
 
+    def resume(self, own: Mapping[str, Any], num_done: int, device: torch.device) -> None:
+        """Continue an unfinished step with the counters of another run, which were set meanwhile.
+
+        Args:
+            own: what ``own_state`` returned before.
+            num_done: micro-batches of the step that were counted before.
+        """
+        self.load_own_state({**own, "token_unit": self._choose_token_unit()}, device)
+        self.micro_in_step = num_done
+        self.counters.micro_steps += num_done
+        self.counters.global_samples += num_done * self.micro_batch * self.num_ranks
+
 
 def check_for_backward(loss: Any) -> None:
     """Raises: UsageError: the loss is not one number that depends on a parameter."""

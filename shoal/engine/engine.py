@@ -398,6 +398,8 @@ class Engine(PartShortcuts):
             accumulation.count_tokens(self.device),
             None if self._save_on_signal is None else self._save_on_signal.number,
         )
+        for at_reduction in self._calls.at_reduction:
+            status = at_reduction(status)
         if self._save_on_signal is not None:
             self._save_on_signal.agreed = status.signal
         accumulation.set_step_tokens(status.num_tokens)

@@ -21,6 +21,7 @@ from shoal.config.source import open_source
 from shoal.data import Loader
 from shoal.engine.engine import Engine
 from shoal.engine.initialize import initialize as initialize_engine
+from shoal.engine.parts.fault_tolerance import FaultTolerance
 from shoal.engine.parts.part import Part, check_parts
 from shoal.engine.pipeline import PipelineEngine
 from shoal.errors import ConfigError, ModelError
@@ -169,6 +170,8 @@ def start(
         if training_data is not None:
             micro_batch = engine.train_micro_batch_size_per_gpu()
             engine.training_dataloader = loader_of(engine, training_data, micro_batch, collate_fn=collate_fn)
+            if (replicas := engine.part(FaultTolerance)) is not None:
+                replicas.divide_samples()
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

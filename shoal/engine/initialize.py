@@ -46,6 +46,7 @@ from shoal.engine.parts.curriculum import Curriculum
 from shoal.engine.parts.error_feedback import ErrorFeedback
 from shoal.engine.parts.experiment import ExperimentSteps
 from shoal.engine.parts.experts import ExpertBalance
+from shoal.engine.parts.fault_tolerance import FaultTolerance
 from shoal.engine.parts.inputs import FirstInputs
 from shoal.engine.parts.local_steps import LocalSteps
 from shoal.engine.parts.loss_spike import LossSpike
@@ -338,6 +339,9 @@ def _parts(
     wire = properties.plan.zero.wire
     if wire.has_error and not wire.is_by_optimizer:
         yield ErrorFeedback(sharding, accumulation, wire.error_reset)
+    has_replicas = properties.config.fault_tolerance.quorum is not None and properties.world.backend != "fake"
+    if has_replicas and sharding.step is not None:
+        yield FaultTolerance(sharding, properties, accumulation)
     if axes.apart is not None and sharding.step is not None:
         yield LocalSteps(sharding, properties)
     if properties.config.loss_spike.action is not None:

@@ -145,9 +145,7 @@ class Sharding:
         assert step is not None
         if step.cpu_optimizer is not None:
             step.cpu_optimizer.is_likely = self._is_scale_known and not is_clipped
-        self.model.release_all()
-        self.model.deferred.wait()
-        self._axes.drain()  # peers may still be reading the shards that are about to change
+        self.prepare_change()
         step.begin()
         try:
             with torch.no_grad():
@@ -164,6 +162,12 @@ class Sharding:
             return
         for _, work in gathers:
             work.drain()  # the script may change parameters in place after this
+
+    def prepare_change(self) -> None:
+        """Release every unit, and wait until no peer reads the shards: they may change then."""
+        self.model.release_all()
+        self.model.deferred.wait()
+        self._axes.drain()
 
     def reset_gradients(self) -> None:
         """Discard the gradients of the current step."""

@@ -3,7 +3,8 @@
     initialize()                        prepare(engine)
     engine(batch)                       before_forward(args, kwargs)    after_forward(output)    explain(error)
     engine.backward(loss), scale(loss)  before_backward(loss)
-    engine.step(), at a boundary        before_step()                   at_step(was_applied)     after_step()
+    engine.step(), at a boundary        at_reduction(status)            before_step()
+                                        at_step(was_applied)            after_step()
     save_checkpoint(), load_checkpoint  state()                         load_state(saved)
     memory_report()                     saved_nbytes()
     destroy()                           before_destroy()                after_destroy()
@@ -65,6 +66,16 @@ class Part:
             loss: one number with a graph, not scaled yet.
         """
 
+    def at_reduction(self, status: Any) -> Any:
+        """The gradients of a step are summed over the ranks; also in ``clip_grad_norm_()`` before the step.
+
+        Args:
+            status: a ``GlobalStatus`` of them.
+
+        Returns: the status of the gradients as they are now. Every rank returns the same.
+        """
+        return status
+
     def before_step(self) -> bool | None:
         """The gradients of a step are reduced, and its mean loss is known; clipping and the optimizer follow.
 
@@ -108,6 +119,7 @@ class PartCalls:
         self.after_forward: _Calls = _overriding(parts, Part.after_forward)
         self.explain: _Calls = _overriding(parts, Part.explain)
         self.before_backward: _Calls = _overriding(parts, Part.before_backward)
+        self.at_reduction: _Calls = _overriding(parts, Part.at_reduction)
         self.before_step: _Calls = _overriding(parts, Part.before_step)
         self.at_step: _Calls = _overriding(parts, Part.at_step)
         self.after_step: _Calls = _overriding(parts, Part.after_step)

@@ -46,6 +46,28 @@ class Stream(IterableDataset[int]):
         return iter(range(self.num))
 
 
+def test_samples_that_a_rank_which_is_gone_has_taken_are_taken_again_and_the_epoch_ends_with_them() -> None:
+    loaders = [Loader(Numbers(24), 2, rank=rank, world_size=3, seed=5) for rank in range(3)]
+    for loader in loaders:
+        loader.start_step()
+    iterators = [iter(loader) for loader in loaders]
+    used = [index for iterator in iterators for _ in range(3) for index in next(iterator).tolist()]
+    for loader in loaders:  # a step of one batch, in which rank 1 is lost
+        loader.start_step()
+    used += [index for rank in (0, 2) for index in next(iterators[rank]).tolist()]
+    assert next(iterators[1]).numel() == 2
+    state = loaders[0].step_state()
+    loaders[0].divide(0, 2, [1])
+    loaders[2].divide(1, 2, [1])
+    assert len(loaders[0].state_dict()["returned"]) == 2 and loaders[0].state_dict() == loaders[2].state_dict()
+    used += [index for rank in (0, 2) for batch in iterators[rank] for index in batch.tolist()]
+    assert sorted(used) == list(range(24)) and loaders[0].epoch == 1
+    joined = Loader(Numbers(24), 2)
+    joined.adopt_step(state)
+    joined.divide(0, 1, [1])
+    assert [index for batch in joined for index in batch.tolist()] == used[-2:]
+
+
 def read(loaders: list[Loader], num_batches: int) -> list[int]:
     """What all ranks take together in so many steps, over epochs' ends."""
     repeating = [RepeatingLoader(loader) for loader in loaders]

@@ -1,0 +1,262 @@
+"""Replicas that are jobs of their own: forked processes, a quorum server in a thread, and what each step has used."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shoal
+from shoal.comm.quorum import QuorumServer
+from shoal.data.loading import SamplePosition
+from shoal.engine.parts.fault_tolerance import FaultTolerance
+
+NUM_SAMPLES, ROWS, SEED = 2000, 2, 1
+_PRELOADED = ["torch._dynamo", "shoal.engine.entry", "shoal.optim.build", "shoal.engine.peer_state", __name__]
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """Random rows, each with its index."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.randn(6, generator=torch.Generator().manual_seed(index)), index
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def loss_of(outputs: torch.Tensor) -> torch.Tensor:
+    return (outputs - 1).square().mean()
+
+
+def settings(stage: int, **sections: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 40, "warmup_max_lr": 1e-2}},
+        "gradient_clipping": 0.05,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "data": {"seed": SEED},
+        "log_level": "error",
+        **sections,
+    }
+
+
+def digest(engine: shoal.Engine) -> list[int]:
+    """Sums of the bits of parameters, and of optimizer state, on this rank."""
+    sums = [0, 0]
+    shards = engine.sharding.local_shards()
+    for number, kind in enumerate((shards.model(), shards.optimizer())):
+        for shard in kind:
+            for part in shard.part(shard.begin, shard.end):
+                bits = part.detach().contiguous().view(torch.int32).long()
+                sums[number] += int((bits * torch.arange(1, len(bits) + 1)).sum())
+    return sums
+
+
+def _run_replica(rank: int, size: int, out: str, port: int, config: dict[str, Any], seed: int, fate: str) -> None:
+    torch.set_num_threads(1)
+    if size > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
+        dist.init_process_group("gloo", init_method=f"file://{out}-store", rank=rank, world_size=size)
+    config = {**config, "fault_tolerance": {"quorum": f"127.0.0.1:{port}"}}
+    engine, _, loader, _ = shoal.initialize(model=model_of(seed), config=config, training_data=Samples())
+    replicas = engine.part(FaultTolerance)
+    assert replicas is not None and loader is not None
+    stop, dtype = Path(out).with_name("stop"), next(engine.module.parameters()).dtype
+    with open(f"{out}-{rank}.jsonl", "a", buffering=1) as record:
+
+        def die(place: str, step: int) -> None:
+            if fate == f"{place} {step}":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        ask, mean = replicas._ask, replicas._mean
+        replicas._ask = lambda op, **more: (die(op, engine.global_steps), ask(op, **more))[1]  # type: ignore[assignment]
+        replicas._mean = lambda *args, **more: (die("mean", engine.global_steps), mean(*args, **more))[1]  # type: ignore[assignment]
+        taken: list[int] = []
+        for inputs, indices in loader:
+            if stop.exists() and engine.global_steps >= int(stop.read_text()):
+                break
+            die("forward", engine.global_steps)
+            taken += indices.tolist()
+            engine.backward(loss_of(engine(inputs.to(dtype))))
+            is_last, serial = engine.is_gradient_accumulation_boundary(), replicas._link.serial
+            if is_last:
+                print(json.dumps({"taken": taken, "serial": serial, "step": engine.global_steps}), file=record)
+                taken = []
+            engine.step()
+            if is_last:
+                done = {
+                    "step": engine.global_steps,
+                    "contributors": replicas._commit["contributors"],
+                    "digest": digest(engine),
+                    "loss": engine.accumulation.step_loss,
+                    "counters": [engine.global_samples, engine.micro_steps, *engine.get_lr()],
+                }
+                print(json.dumps(done), file=record)
+                die("after", engine.global_steps)
+                time.sleep(0.01)
+    engine.destroy()
+    os._exit(0)
+
+
+class Run:
+    """A run under way.
+
+    Args:
+        size: ranks of one replica.
+    """
+
+    def __init__(self, folder: Path, num_replicas: int, config: dict[str, Any], size: int = 1) -> None:
+        self._folder, self._config, self._size = folder, config, size
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOADED)
+        self.server = QuorumServer(0, num_replicas=num_replicas, timeout_seconds=30)
+        self._thread = threading.Thread(target=self.server.serve, daemon=True)
+        self._thread.start()
+        self.processes: list[list[Any]] = []
+
+    def start(self, fate: str = "") -> int:
+        """Start a replica, whose last rank kills itself as ``fate`` says ("forward 3"). Returns: its number."""
+        number = len(self.processes)
+        out = str(self._folder / f"replica-{number}")
+        fates = [""] * (self._size - 1) + [fate]
+        self.processes.append(
+            [
+                self._context.Process(
+                    target=_run_replica,
+                    # Another seed: what a replica starts from is replaced.
+                    args=(rank, self._size, out, self.server.port, self._config, number, fates[rank]),
+                )
+                for rank in range(self._size)
+            ]
+        )
+        for process in self.processes[number]:
+            process.start()
+        return number
+
+    def wait_for(self, what: Callable[[], bool], seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < deadline, f"not within {seconds} s: {self.steps(0)[-1:]}"
+            time.sleep(0.02)
+
+    def wait_until_dead(self, number: int) -> None:
+        """One rank has killed itself. The launcher of a replica ends the others."""
+        processes = self.processes[number]
+        self.wait_for(lambda: any(process.exitcode is not None for process in processes))
+        for process in processes:
+            process.kill()
+            process.join()
+
+    def _lines(self, number: int, rank: int = 0) -> list[dict[str, Any]]:
+        path = self._folder / f"replica-{number}-{rank}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def steps(self, number: int, rank: int = 0) -> list[dict[str, Any]]:
+        """The steps that a replica has taken."""
+        return [line for line in self._lines(number, rank) if "digest" in line]
+
+    def taken(self) -> dict[tuple[int, int, int], list[int]]:
+        """The samples by the number of the step, by the serial of the replica, by rank."""
+        return {
+            (line["step"], line["serial"], rank): line["taken"]
+            for number in range(len(self.processes))
+            for rank in range(self._size)
+            for line in self._lines(number, rank)
+            if "taken" in line
+        }
+
+    def stop(self, numbers: list[int]) -> None:
+        """Let all stop some steps after the present one."""
+        last = max(self.steps(number)[-1]["step"] for number in numbers)
+        path = self._folder / "stop"
+        path.with_suffix(".new").write_text(str(last + 8))
+        path.with_suffix(".new").replace(path)
+        for number in numbers:
+            for process in self.processes[number]:
+                process.join(30)
+                assert process.exitcode == 0, (number, process.exitcode)
+
+    def close(self) -> None:
+        for process in [process for replica in self.processes for process in replica]:
+            process.kill()
+            process.join()
+        self.server.close()
+        self._thread.join()
+
+    # what must hold
+
+    def used(self, number: int = 0) -> list[list[int]]:
+        """Of each step, what its contributors took, in order."""
+        taken = self.taken()
+        return [
+            [
+                index
+                for serial in line["contributors"]
+                for rank in range(self._size)
+                for index in taken[line["step"] - 1, serial, rank]
+            ]
+            for line in self.steps(number)
+        ]
+
+    def seed(self) -> int:
+        """Of the replica that connected first, from whose parameters all start."""
+        first = self.steps(0)[0]["contributors"][0]
+        serials = {number: self._lines(number)[0]["serial"] for number in range(len(self.processes))}
+        return next(number for number, serial in serials.items() if serial == first)
+
+    def check_samples(self) -> None:
+        """No sample is lost, and none is used twice."""
+        used = [index for of_step in self.used() for index in of_step]
+        order = SamplePosition(NUM_SAMPLES, SEED, True).order()
+        assert sorted(used) == sorted(order[: len(used)])
+
+    def check_alike(self, numbers: list[int]) -> None:
+        """Replicas have the same bits after each step, and the same counters and schedule."""
+        for rank in range(self._size):
+            first = {line["step"]: line for line in self.steps(0, rank)}
+            for number in numbers:
+                for line in self.steps(number, rank):
+                    assert line == first[line["step"]], (number, rank)
+
+
+@contextmanager
+def running(folder: Path, num_replicas: int, config: dict[str, Any], size: int = 1) -> Iterator[Run]:
+    run = Run(folder, num_replicas, config, size)
+    try:
+        yield run
+    finally:
+        run.close()
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+def trained_alone(run: Run, stage: int) -> list[tuple[list[int], float]]:
+    """Of each step of one rank that uses the samples of a run: the digest, and the loss."""
+    engine, *_ = shoal.initialize(model=model_of(run.seed()), config=settings(stage))
+    data, results = Samples(), []
+    for indices in run.used():
+        engine.set_train_batch_size(len(indices))
+        for start in range(0, len(indices), ROWS):
+            engine.backward(loss_of(engine(torch.stack([data[index][0] for index in indices[start : start + ROWS]]))))
+            engine.step()
+        results.append((digest(engine), engine.accumulation.step_loss or 0.0))
+    engine.destroy()
+    return results

@@ -1,0 +1,75 @@
+"""Replicas that are killed at each place of a step, in each layout; two at once; and all but a new one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.replicas import running, settings, trained_alone
+
+BF16 = {"bf16": {"enabled": True}}
+TWO_MICRO_BATCHES = {"gradient_accumulation_steps": 2}
+OFFLOADED: dict[str, Any] = {
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "size", "stage", "sections"),
+    [
+        ("forward", 1, 0, {}),
+        ("arrive", 1, 3, {}),
+        ("mean", 1, 2, TWO_MICRO_BATCHES),
+        ("vote", 1, 1, BF16),
+        ("after", 1, 1, {}),
+        ("mean", 2, 1, {}),
+        ("mean", 2, 3, BF16),
+        ("after", 2, 2, OFFLOADED),
+        ("forward", 2, 0, TWO_MICRO_BATCHES),
+        ("mean", 1, 1, {"fp16": {"enabled": True, "initial_scale_power": 8}}),
+    ],
+)  # fmt: skip
+def test_the_rest_goes_on_alike(place: str, size: int, stage: int, sections: dict[str, Any], tmp_path: Path) -> None:
+    with running(tmp_path, 3, settings(stage, **sections), size) as run:
+        survivors, victim = [run.start(), run.start()], run.start(f"{place} 3")
+        run.wait_until_dead(victim)
+        again = run.start()
+        run.wait_for(lambda: len(run.steps(again)) > 3)
+        run.stop([*survivors, again])
+        run.check_samples()
+        run.check_alike([*survivors, victim, again])
+        counts = [len(line["contributors"]) for line in run.steps(survivors[0])]
+        # A vote comes after the sum: its samples are used, and the step after goes on without it.
+        assert counts[:3] == [3, 3, 3] and min(counts) == 2 and counts[-1] == 3
+        assert (counts[3] == 3) is (place == "vote")
+        if size == 1 and not sections:
+            alone = trained_alone(run, stage)
+            losses = [line["loss"] for line in run.steps(survivors[0])]
+            assert losses == pytest.approx([loss for _, loss in alone], rel=1e-4)
+
+
+def test_two_of_three_are_killed_at_once_and_come_back_one_after_the_other(tmp_path: Path) -> None:
+    with running(tmp_path, 3, settings(2)) as run:
+        first, *victims = run.start(), run.start("mean 4"), run.start("mean 4")
+        for victim in victims:
+            run.wait_until_dead(victim)
+        again = run.start()
+        run.wait_for(lambda: len(run.steps(again)) > 3)
+        last = run.start()
+        run.wait_for(lambda: len(run.steps(last)) > 3)
+        run.stop([first, again, last])
+        run.check_samples()
+        run.check_alike([*victims, again, last])
+
+
+def test_a_replica_that_has_just_joined_goes_on_alone(tmp_path: Path) -> None:
+    with running(tmp_path, 1, settings(1)) as run:
+        first = run.start("after 200")
+        run.wait_for(lambda: len(run.steps(first)) > 3)
+        second = run.start()
+        run.wait_until_dead(first)
+        run.wait_for(lambda: len(run.steps(second)) > 3 and run.steps(second)[-1]["step"] > 210)
+        run.stop([second])
+        run.check_alike([])

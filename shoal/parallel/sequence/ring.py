@@ -30,6 +30,7 @@ from torch import Tensor
 
 from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator, Message, Work
+from shoal.kernels.use import has_kernels, one_kernel
 from shoal.parallel.sequence.chunks import Chunks, Tile, keys_of, num_positions, of_packed_keys, tiles_of
 from shoal.parallel.sequence.kernels import HeadGroups, accumulated, dense_heads, kernel_for, sum_dtype
 
@@ -455,27 +456,40 @@ class _MergedOutput:
 
     def __init__(self, query: Tensor, value: Tensor) -> None:
         self._shape = *query.shape[:3], value.shape[3]
-        self.out = query.new_empty(0)  # [B, H, L, F], in the dtype of sums
+        self.out = query.new_empty(
+            0
+        )  # [B, H, L, F], in the dtype of sums; of one tile, which has all queries, as it is
         self.lse = query.new_empty(0)  # [B, H, L]
 
     def add(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
         if not self.out.numel():
             if out.shape == self._shape and tile.num_blocks == 1 and not tile.is_reversed:
-                self.out, self.lse = accumulated(out), lse
+                self.out, self.lse = out, lse
                 return
             rows, heads, length, size = self._shape
             # As kernels order it in memory, so that the heads of a position are one view for the output projection.
             self.out = out.new_zeros((rows, length, heads, size), dtype=sum_dtype(out)).transpose(1, 2)
             self.lse = lse.new_full(self._shape[:3], float("-inf"))
-        out, lse = _restored(out, tile), _restored(lse, tile)
+        self.out = accumulated(self.out)
         rows, queries, _ = _indices(tile)
         total, before = self.out[rows, :, queries], self.lse[rows, :, queries]
-        after = torch.logaddexp(before, lse)
-        total.mul_((before - after).exp_().unsqueeze(-1)).addcmul_(accumulated(out), (lse - after).exp_().unsqueeze(-1))
-        before.copy_(after)
+        if total.dtype == torch.float32 and total.numel() and has_kernels(total, out):
+            from shoal.kernels.merge import merge
+
+            merge(total, before, out, lse, tile.num_blocks, tile.is_reversed)
+        else:
+            with one_kernel():
+                _merge(total, before, _restored(out, tile), _restored(lse, tile))
 
     def add_sinks(self, sinks: Tensor) -> None:
         """A key with the value zero: it takes its part of the probability."""
         after = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
         self.out = self.out * (self.lse - after).exp_().unsqueeze(-1)
         self.lse = after
+
+
+def _merge(total: Tensor, before: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Add a tile's output, [B, H, L, F], and its log-sum-exp, [B, H, L], in place."""
+    after = torch.logaddexp(before, lse)
+    total.mul_((before - after).exp_().unsqueeze(-1)).addcmul_(accumulated(out), (lse - after).exp_().unsqueeze(-1))
+    before.copy_(after)

@@ -115,9 +115,11 @@ def listed(names: Iterable[object], most: int = 10) -> str:
 
 def listed_ranks(ranks: Sequence[int]) -> str:
     """
-    >>> listed_ranks([0, 1, 2, 3]), listed_ranks([0, 2]), listed_ranks([0, 2, 3])
-    ('0 to 3', '0 and 2', '0, 2 and 3')
+    >>> listed_ranks([0, 1, 2, 3]), listed_ranks([0, 2]), listed_ranks([0, 2, 3]), listed_ranks([5])
+    ('0 to 3', '0 and 2', '0, 2 and 3', '5')
     """
+    if len(ranks) == 1:
+        return str(ranks[0])
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]} to {ranks[-1]}"
     return f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

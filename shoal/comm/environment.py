@@ -52,6 +52,11 @@ def heartbeat_place() -> HeartbeatPlace | None:
     return HeartbeatPlace(folder, int(local_rank), int(os.environ.get("RANK", local_rank)))
 
 
+def launcher_has_store() -> bool:
+    """True if torchrun's process has the store, at the address that it sets, and not rank 0's."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def warn_on_rank_0(text: str, *, stacklevel: int = 3) -> None:
     """A UserWarning in one process of those that a launcher started, by its variables: no communication is needed.
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import socket
 import sys
-import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
@@ -22,10 +23,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.comm.environment import Launch, check_alone, heartbeat_place, read_launch
+from shoal.comm.environment import Launch, check_alone, heartbeat_place, launcher_has_store, read_launch
 from shoal.comm.failure import ExceptHook
 from shoal.comm.fake import FakeCommunicator, FakeStages, FakeStageTransport, FakeTransport
 from shoal.comm.local_device import (
@@ -41,11 +42,13 @@ from shoal.comm.process_group import CommunicatorGroup, device_mesh
 from shoal.comm.protocol import Backend, Communicator
 from shoal.comm.recorder import Recorder
 from shoal.comm.torch_dist import ProcessTransport
-from shoal.errors import ConfigError, RankFailedError, UsageError
+from shoal.config.source import open_source
+from shoal.errors import CommError, ConfigError, RankFailedError, UsageError
 from shoal.hang import HangGuard
 from shoal.heartbeat import Heartbeat, heartbeat
 from shoal.mesh import Mesh
 from shoal.streams import simulation
+from shoal.text import listed_ranks
 
 TIMEOUT = timedelta(minutes=30)
 DEFAULT_PORT = 29500
@@ -251,11 +254,14 @@ def has_scoped_world() -> bool:
     return _scoped_world.get() is not None
 
 
-def current_world() -> World:
+def current_world(config: Any = None) -> World:
     """The world this code runs in.
 
     The first that applies: the one of ``run_ranks``, ``fake_world`` or ``use_world``; the one that torch.distributed
     was initialised with; the one that a launcher's variables name, initialised now; this rank alone.
+
+    Args:
+        config: as of ``init_distributed``.
 
     Communicates: start-up messages, if torch.distributed is initialised now.
     """
@@ -264,7 +270,7 @@ def current_world() -> World:
         return scoped
     if not _is_initialized():
         if read_launch() is not None:
-            return init_distributed(verbose=False)
+            return init_distributed(verbose=False, config=config)
         check_alone()
         device = device_of(None, None)  # the current one: the script may have set another since
         world = _process.world
@@ -329,13 +335,14 @@ def init_distributed(
         auto_mpi_discovery: also read the ranks from MPI's and Slurm's variables.
         distributed_port: port of the store, if the environment sets none.
         verbose: log a line on rank 0.
-        timeout: without progress, after which a collective gives up; 30 minutes.
+        timeout: without progress, after which a collective gives up, and the start where the config sets no
+            ``timeouts.init``; 30 minutes.
         init_method: as torch's; None: from the environment, or a world of one rank without it.
         dist_init_required: False: only use an existing process group.
-        config: accepted as in DeepSpeed, and not used.
+        config: whose ``timeouts.init`` bounds the start.
 
     Raises: UsageError: no process group and ``dist_init_required=False``. ConfigError: MPI has started ranks on several
-        machines, and the address of rank 0 is not given.
+        machines, and the address of rank 0 is not given. CommError: some ranks have not come in time; it names them.
     """
     timeout = timeout or TIMEOUT
     if _is_initialized():
@@ -365,8 +372,6 @@ def init_distributed(
         arguments["init_method"] = init_method
     elif launch.world_size == 1 and launch.address is None:
         arguments["store"] = HashStore()
-    elif launch.launcher == "env" and launch.address is not None and launch.port is not None:
-        arguments["init_method"] = "env://"
     elif launch.launcher == "mpi" and launch.address is None:
         raise ConfigError(
             f"MPI has started {launch.world_size} ranks on more than one machine, and does not say where rank 0 is.",
@@ -376,11 +381,11 @@ def init_distributed(
             code="launch-environment",
         )
     else:
-        address = launch.address or "127.0.0.1"
-        arguments["init_method"] = f"tcp://{address}:{launch.port or distributed_port}"
-    heartbeat(heartbeat_place()).enter("init", timeout.total_seconds())
-    with _logs_a_long_start(launch):
-        dist.init_process_group(backend, **arguments)
+        seconds = _start_seconds(config, timeout)
+        heartbeat(heartbeat_place()).enter("init", seconds + timeout.total_seconds())
+        address, port = launch.address or "127.0.0.1", launch.port or distributed_port
+        arguments["store"] = _meet(launch, address, port, seconds)
+    dist.init_process_group(backend, **arguments)
     world = _adopt(timeout, owns_group=True)
     world.heartbeat.enter("data", None)
     if verbose and world.rank == 0:
@@ -388,28 +393,68 @@ def init_distributed(
     return world
 
 
-@contextmanager
-def _logs_a_long_start(launch: Launch) -> Iterator[None]:
-    """Log which ranks this one waits for, where the others do not come within some seconds."""
-    if launch.world_size == 1:
-        yield
-        return
-    if launch.rank:
-        others = "rank 0 at"
-    else:
-        others = "rank 1 to join at" if launch.world_size == 2 else f"ranks 1 to {launch.world_size - 1} to join at"
-    source = "RANK and WORLD_SIZE in the environment" if launch.launcher == "env" else f"launcher: {launch.launcher}"
-    message = (
-        f"rank {launch.rank} of {launch.world_size} waits for {others} {launch.address or '127.0.0.1'}:"
-        f"{launch.port or DEFAULT_PORT} ({source}); start the missing ranks, or unset WORLD_SIZE to run alone."
-    )
-    timer = threading.Timer(_SILENT_SECONDS, logger.warning, [message])
-    timer.daemon = True
-    timer.start()
+def _start_seconds(config: Any, timeout: timedelta) -> float:
+    """``timeouts.init`` of a config that sets it; else the time-out. What is wrong in the config is found later."""
+    with suppress(Exception):
+        return float(open_source(config)[0].value["timeouts"]["init"])
+    return timeout.total_seconds()
+
+
+def _meet(launch: Launch, host: str, port: int, seconds: float) -> Store:
+    """The store of rank 0's process, or of torchrun's, once all ranks have connected to it.
+
+    Raises: CommError: after ``seconds`` some ranks have not, which it names.
+    Communicates: four requests to the store, and one more each half second.
+    """
+    began, pause, is_logged = time.monotonic(), 0.01, False
+    is_env = launch.launcher == "env"
+    source = "RANK and WORLD_SIZE in the environment" if is_env else f"launcher: {launch.launcher}"
+    has_store = launch.rank == 0 and not (is_env and launcher_has_store())
+    store: Any = None
+    while True:
+        if store is None and (has_store or _is_reachable(host, port)):
+            limit = timedelta(seconds=seconds)
+            store = TCPStore(host, port, None, has_store, limit, wait_for_workers=False, multi_tenant=True)
+            arrived: Any = PrefixStore(f"shoal/start/{store.add(f'shoal/starts/{launch.rank}', 1)}", store)
+            arrived.append("ranks", f"{launch.rank} ")
+            arrived.add("count", 1)
+        try:
+            if store is not None and arrived.add("count", 0) >= launch.world_size:
+                return PrefixStore("default_pg", store)  # as torch names it
+        except RuntimeError as error:
+            raise CommError(
+                f"the store at {host}:{port} has ended while rank {launch.rank} waited for others",
+                do="look at the output of rank 0.",
+                code="comm-connection",
+            ) from error
+        waited = time.monotonic() - began
+        if waited >= (seconds if is_logged else min(_SILENT_SECONDS, seconds)):
+            others = range(1, launch.world_size) if store is None else map(int, arrived.get("ranks").split())
+            missing = sorted({*range(launch.world_size)} - {*others})
+            ranks = f"rank{'s' if len(missing) > 1 else ''} {listed_ranks(missing)}"
+            what = f"{ranks} at {host}:{port} ({source})"
+            if waited >= seconds:
+                if has_store:
+                    time.sleep(1.0)  # for others to read who is missing
+                raise CommError(
+                    f"rank {launch.rank} of {launch.world_size} has waited {seconds:g} s for {what}",
+                    do=f"look at the output of {ranks}; start the missing ranks, or unset WORLD_SIZE to run alone."
+                    " timeouts.init in the config, or init_distributed(timeout=...), sets the time.",
+                    code="init-timeout",
+                )
+            logger.warning("rank %d of %d waits for %s", launch.rank, launch.world_size, what)
+            is_logged = True
+        time.sleep(min(pause, max(0.0, seconds - waited)))
+        pause = min(2 * pause, 0.5)
+
+
+def _is_reachable(host: str, port: int) -> bool:
+    """True if a process listens there. A store's client would log each try with a stack."""
     try:
-        yield
-    finally:
-        timer.cancel()
+        socket.create_connection((host, port), 2.0).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

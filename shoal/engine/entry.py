@@ -146,8 +146,8 @@ def start(
         assert model is not None
         check_parts(parts)
         if port is not None:
-            init_distributed(distributed_port=port)
-        world = current_world()
+            init_distributed(distributed_port=port, config=config)
+        world = current_world(config)
         if config is None and not any(getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")):
             raise ConfigError(
                 "no config was given.",

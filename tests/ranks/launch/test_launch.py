@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.comm.world import init_distributed
-from shoal.errors import UsageError
+from shoal.errors import CommError, UsageError
 from shoal.launch.local import LocalJob, Place, run_local
 
 START = "import sys; from shoal.launch import *; o = run_local(LocalJob((sys.executable, *sys.argv[2:]), \
@@ -174,18 +174,53 @@ def test_a_rank_that_is_started_alone_says_whom_it_waits_for(
 ) -> None:
     monkeypatch.setattr("shoal.comm.world._SILENT_SECONDS", 0.05)
 
-    def join(*_: object, **__: object) -> None:
-        assert wait_until(lambda: f"rank {os.environ['RANK']} of 4 waits" in caplog.text, 30)
-
-    monkeypatch.setattr("torch.distributed.init_process_group", join)
-    monkeypatch.setattr("shoal.comm.world._adopt", lambda *_, **__: None)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    for rank, said in ((0, "rank 0 of 4 waits for ranks 1 to 3 to join at"), (2, "rank 2 of 4 waits for rank 0 at")):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank, others in ((2, "rank 0"), (0, "ranks 1 to 3")):
         monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", "4")
-        init_distributed(verbose=False)
-        assert f"{said} 127.0.0.1:29500 (RANK and WORLD_SIZE in the environment)" in caplog.text
+        with pytest.raises(CommError, match=rf"\[init-timeout\] rank {rank} of 4 has waited 0.3 s for {others} at"):
+            init_distributed(verbose=False, config={"timeouts": {"init": 0.3}})
+        source = "(RANK and WORLD_SIZE in the environment)"
+        assert f"rank {rank} of 4 waits for {others} at 127.0.0.1:{port} {source}" in caplog.text
+
+
+def test_ranks_that_have_come_name_the_one_that_is_missing(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+import shoal, torch
+if rank == 2:
+    time.sleep(60)
+config = {"train_micro_batch_size_per_gpu": 1, "timeouts": {"init": 2}}
+shoal.initialize(model=torch.nn.Linear(1, 1), config=config, optimizer=None)
+""",
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        variables = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **variables, "RANK": rank},
+        )
+        for rank in "012"
+    ]
+    try:
+        errors = [job.communicate(timeout=50)[1] for job in jobs[:2]]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()
+    for rank, error in enumerate(errors):
+        assert f"[init-timeout] rank {rank} of 3 has waited 2 s for rank 2 at" in error, error
+        assert "look at the output of rank 2" in error
+        assert len(error.splitlines()) < 25, error
 
 
 def test_no_ranks_and_more_ranks_than_visible_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

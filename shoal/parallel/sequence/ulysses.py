@@ -198,7 +198,7 @@ class HeadExchange:
             received, sent = ([numel // width * coded.nbytes for numel in each] for each in (received, sent))
             self._exchange(of_all.view(-1), message.view(-1), received, sent, label)
             coded.decode(of_all, out.view(-1, width))
-        for view, place in _views(out, places):
+        for view, place in _views(out, places, may_overlap=accumulate):
             if accumulate:
                 place.add_(view)
             else:
@@ -212,11 +212,39 @@ class HeadExchange:
         work.drain()
 
 
-def _views(buffer: Tensor, parts: list[list[Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """The parts' places in ``buffer``, one after the other, each with its part."""
+def _views(buffer: Tensor, parts: list[list[Tensor]], *, may_overlap: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """The parts' places in ``buffer``, one after the other, each with its part; of equal parts of a tensor all as one.
+
+    Args:
+        parts: by rank and tensor.
+        may_overlap: ranks may have the same elements, which one kernel could not add up.
+    """
     every = [part for some in parts for part in some]
-    places = buffer.split([part.numel() for part in every])
-    return [(place.view(part.shape), part) for place, part in zip(places, every, strict=True)]
+    places = [
+        place.view(part.shape)
+        for place, part in zip(buffer.split([part.numel() for part in every]), every, strict=True)
+    ]
+    pairs: list[tuple[Tensor, Tensor]] = []
+    num_tensors = len(parts[0])
+    for at in range(num_tensors):
+        of_buffer, of_tensor = places[at::num_tensors], every[at::num_tensors]
+        place, part = _as_one(of_buffer), _as_one(of_tensor)
+        if place is None or part is None or may_overlap:
+            pairs += zip(of_buffer, of_tensor, strict=True)
+        else:
+            pairs.append((place, part))
+    return pairs
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Parts of one tensor as one view of it, shape [ranks, ...]; None: they do not lie at equal distances."""
+    first = parts[0]
+    starts = [part.storage_offset() for part in parts]
+    distance = starts[-1] - starts[-2] if len(parts) > 1 else 1
+    is_regular = distance > 0 and starts == list(range(starts[0], starts[-1] + 1, distance))
+    if not is_regular or len({(part.shape, part.stride()) for part in parts}) > 1:
+        return None
+    return first.as_strided((len(parts), *first.shape), (distance, *first.stride()), starts[0])
 
 
 class _HeadExchange(torch.autograd.Function):

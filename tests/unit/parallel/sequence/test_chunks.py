@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.comm.fake import FakeCommunicator
+from shoal.comm.protocol import Communicator
+from shoal.comm.recorder import Recorder
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import Chunks, Documents, Tile, chunks_of, keys_of, of_packed_keys, tiles_of
 from shoal.parallel.sequence.kernels import (
@@ -23,12 +27,46 @@ from shoal.parallel.sequence.kernels import (
     UnevenGroups,
     kernel_for,
 )
+from shoal.parallel.sequence.ulysses import HeadExchange, split_heads
 
 
 @pytest.mark.parametrize("module", ["chunks", "ulysses"])
 def test_the_examples_hold(module: str) -> None:
     results = doctest.testmod(importlib.import_module(f"shoal.parallel.sequence.{module}"))
     assert (results.failed, results.attempted > 0) == (0, True)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies, which are one kernel each on an accelerator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten.copy_.default
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "to_heads", "to_positions"),
+    [
+        (16, 8, 3 + 3, 1 + 1),
+        (8, 2, (1 + 8 + 8) + 3, 1 + 1),  # four ranks get the same head of keys
+        (9, 9, 3 * 8 + 3, 1 + 8),  # this rank has two heads, the others one
+    ],
+)
+def test_equal_parts_of_ranks_are_copied_as_one(heads: int, key_heads: int, to_heads: int, to_positions: int) -> None:
+    comm = Communicator(FakeCommunicator("sp", 0, 8), Recorder())
+    split = split_heads(heads, key_heads, 8)
+    exchange = HeadExchange(comm, (4,) * 8)
+    query, key = torch.ones(2, heads, 4, 3), torch.ones(2, key_heads, 4, 3)
+    with Copies() as copies:
+        moved = exchange.to_heads((query, key, key), (split.queries, split.keys, split.keys), "heads")
+    assert copies.number == to_heads + 1  # this rank's part, by the communicator
+    with Copies() as copies:
+        assert exchange.to_positions(moved[0], split.queries, "positions").shape == query.shape
+    assert copies.number == to_positions + 1
 
 
 def positions(chunks: Chunks) -> list[int]:

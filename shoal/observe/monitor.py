@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from shoal.errors import UsageError
+from shoal.observe.metrics import metric
 
 if TYPE_CHECKING:
     from shoal.config import Config
@@ -271,7 +272,9 @@ class PrometheusWriter:
 
     def _gauge(self, name: str) -> Any:
         if name not in self._gauges:
-            self._gauges[name] = self._client.Gauge(gauge_name(name), name, registry=self._registry)
+            unit, meaning = metric(name) or ("", "")
+            text = ": ".join(filter(None, (name, f"{meaning} ({unit})" if unit else meaning)))
+            self._gauges[name] = self._client.Gauge(gauge_name(name), text, registry=self._registry)
         return self._gauges[name]
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from shoal.errors import UsageError
 from shoal.observe.chart import Chart, Line, card, draw, short, table
 from shoal.observe.expert_load import PREFIX, load_section
 from shoal.observe.goodput import GOODPUT_FILE, RunTime, read_goodput
+from shoal.observe.metrics import metric
 from shoal.observe.monitor import read_json_lines
 from shoal.observe.rank_page import ranks_section, starts_section
 from shoal.text import counted, format_bytes, format_count
@@ -168,7 +169,7 @@ def charts(series: Series) -> list[Chart]:
         ),
     ]
     unknown = [name for name in sorted(series) if name not in named and not name.startswith(PREFIX)]
-    others = [Chart(name, "", line(name, name, 1)) for name in unknown]
+    others = [Chart(name, (metric(name) or ("",))[0], line(name, name, 1)) for name in unknown]
     return [chart for chart in known + others if chart.lines]
 
 

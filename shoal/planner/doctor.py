@@ -10,6 +10,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -26,7 +27,6 @@ from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.planner.closed_forms import USABLE
 from shoal.planner.dry_model import PlannedStep, dry_run_model
 from shoal.planner.goodput import GPU_MTBF, checkpoint_interval, waste
-from shoal.planner.search import Progress
 from shoal.planner.trial import attend_by_ranks, quiet
 from shoal.simulation.machines import GpuNode, machine_of, nearest_machine
 from shoal.simulation.times import COPY, UPDATE
@@ -99,7 +99,7 @@ class Diagnosis:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-def diagnose(run: Path, machine: str | Path | GpuNode | None = None, progress: Progress | None = None) -> Diagnosis:
+def diagnose(run: Path, machine: str | Path | GpuNode | None = None) -> Diagnosis:
     """Read a run's folder, run changes of its configuration dry, and write ``doctor.json`` into the folder.
 
     Args:
@@ -123,7 +123,7 @@ def diagnose(run: Path, machine: str | Path | GpuNode | None = None, progress: P
     elif not {each.name for each in fields(GPTConfig)} <= set(record.model):
         notes.append("no change was predicted: the run does not say its model.")
     else:
-        step, changes = _predict(record, machine_of(node), shares, progress)
+        step, changes = _predict(record, machine_of(node), shares)
         if seconds is not None and not 1 / _DOUBTED < step.seconds / seconds < _DOUBTED:
             notes.append(
                 f"the prediction is {step.seconds / seconds:.2g} times what was measured, so gains may be off too:"
@@ -150,9 +150,7 @@ def diagnose(run: Path, machine: str | Path | GpuNode | None = None, progress: P
 # changes
 
 
-def _predict(
-    record: RunRecord, node: GpuNode, shares: Mapping[str, float], progress: Progress | None
-) -> tuple[PlannedStep, Sequence[Change]]:
+def _predict(record: RunRecord, node: GpuNode, shares: Mapping[str, float]) -> tuple[PlannedStep, Sequence[Change]]:
     """The step as it is, and what would make it faster.
 
     Raises: what loading the configuration and its dry run do.
@@ -174,11 +172,8 @@ def _predict(
             return dry_run_model(build, _with(config, keys), num_ranks, machine=node, sequence=shape.sequence_length)
 
     step = run({})
-    trials = list(_trials(settings, int(record.model["parameters"]), step, shares))
     best: dict[str, Change] = {}
-    for number, (keys, why) in enumerate(trials):
-        if progress is not None:
-            progress(f"running {', '.join(keys)}", number, len(trials))
+    for keys, why in _trials(settings, int(record.model["parameters"]), step, shares):
         try:
             changed = run(keys)
         except ShoalError:
@@ -190,7 +185,7 @@ def _predict(
         fits = node.gpu_nbytes is None or nbytes <= USABLE * node.gpu_nbytes
         if fits and gain > max(_WORTH, best[first].gain if first in best else 0.0):
             old_and_new = {
-                path: (None if value is None else _at(settings, path), value) for path, value in keys.items()
+                path: (None if value is None else attrgetter(path)(settings), value) for path, value in keys.items()
             }
             best[first] = Change(gain, old_and_new, why)
     return step, sorted(best.values(), key=lambda change: -change.gain)[:_MOST]
@@ -258,13 +253,6 @@ def _with(config: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
         else:
             section[name] = value
     return made
-
-
-def _at(settings: Config, path: str) -> Any:
-    value: Any = settings
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _changed(path: str, old: Any, new: Any) -> str:

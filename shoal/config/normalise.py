@@ -20,7 +20,7 @@ from shoal.config.base import Key, Section, below, keys_of, members, names_of, w
 from shoal.config.optimizer import OPTIMIZERS, SCHEDULERS
 from shoal.config.problems import HIDDEN, Problem, shown
 from shoal.config.schema import Schema
-from shoal.config.support import SUPPORT, SWITCHES
+from shoal.config.support import DEEPCOMPILE, SUPPORT, SWITCHES
 from shoal.config.zero import OLD_KEYS, rewrite_old_keys
 from shoal.text import nearest
 
@@ -126,6 +126,7 @@ def normalise(raw: Mapping[str, Any], lines: Mapping[tuple[str | int, ...], int]
     reading = Normalised(lines, is_strict=strict not in ("warn", False))
     top = {name: value for name, value in raw.items() if name != "$schema"}  # which editors read
     _old_zero(top, reading)
+    _deepcompile(top, reading)
     reading.values = _section(top, Schema, At(), reading)
     return reading
 
@@ -151,6 +152,25 @@ def _old_zero(top: dict[str, Any], reading: Normalised) -> None:
             if OLD_KEYS[old] in copy:
                 reading.origins[f"zero_optimization.{OLD_KEYS[old]}.device"] = "deprecated alias"
         top["zero_optimization"] = copy
+
+
+def _deepcompile(top: dict[str, Any], reading: Normalised) -> None:
+    """Writes what ``compile.deepcompile`` stands for into Shoal's keys, in a copy."""
+    asked = top.get("compile")
+    if not isinstance(asked, Mapping) or coerce(asked.get("deepcompile"), bool) is not True:
+        return
+    targets = {path: ("device", "cpu") for name, path in DEEPCOMPILE.items() if coerce(asked.get(name), bool) is True}
+    for path, (name, value) in {"compile": ("enabled", True), **targets}.items():
+        inner, *below = path.split(".")
+        section = top[inner] = dict(top.get(inner) or {})
+        if below:
+            section[below[0]] = section = dict(section.get(below[0]) or {})
+        if name not in section:
+            section[name] = value
+            reading.origins[f"{path}.{name}"] = "derived"
+        elif section[name] in (False, None, "none"):
+            what = f"{shown(section[name])}, but compile.deepcompile asks for it."
+            reading.problem(f"{path}.{name}", what, "leave one of them out.")
 
 
 def _section(raw: Mapping[Any, Any], model: type[Section], at: At, reading: Normalised) -> dict[str, Any]:

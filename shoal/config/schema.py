@@ -203,6 +203,14 @@ class Compile(Section):
         "compile the blocks, which share their graphs, instead of the whole model; a model without a list of equal"
         " blocks is compiled whole (Shoal's own key)",
     )
+    deepcompile: bool = key(
+        False, "compile the blocks (enabled), which run in the recorded order of ZeRO's gathers and reductions"
+    )
+    offload_activation: bool = key(False, "with deepcompile: `offload_activation.device` is cpu")
+    offload_opt_states: bool = key(
+        False, "with deepcompile: `zero_optimization.offload_optimizer.device` is cpu, where the update is computed too"
+    )
+    offload_parameters: bool = key(False, "with deepcompile: `zero_optimization.offload_param.device` is cpu")
 
 
 class Tensorboard(Section):

@@ -54,6 +54,12 @@ def no_effect(reason: str) -> Support:
 
 
 OFFLOAD = "zero_optimization.offload_optimizer"
+# Keys of DeepSpeed's DeepCompile, and the sections that are moved to the host.
+DEEPCOMPILE = {
+    "offload_activation": "offload_activation",
+    "offload_opt_states": OFFLOAD,
+    "offload_parameters": "zero_optimization.offload_param",
+}
 
 
 def _of_table() -> Iterator[tuple[str, Support]]:
@@ -90,6 +96,9 @@ SUPPORT: dict[str, Support] = {
     "expert_parallel.hot_experts": Support("supported", stands_alone=True),
     "expert_parallel.gather_if_used": Support("supported", stands_alone=True),
     "expert_parallel.expert_tensor_parallel_size": Support("supported", stands_alone=True),
+    # What deepcompile stands for, as normalise rewrites it.
+    "compile.deepcompile": Support("supported", stands_alone=True),
+    **{f"compile.{name}": Support("supported", switch="compile.deepcompile") for name in DEEPCOMPILE},
     "elasticity.min_time": no_effect("the job's scheduler decides when the number of ranks changes"),
     "elasticity.model_parallel_size": Support("not built", "elastic runs with model-parallel ranks", harmless=(1,)),
 }

@@ -10,6 +10,7 @@ from shoal.config.normalise import Given, Normalised
 from shoal.config.problems import Problem, shown
 from shoal.config.schema import Schema
 from shoal.config.support import (
+    DEEPCOMPILE,
     PARAMS,
     SUPPORTED,
     SWITCHES,
@@ -214,6 +215,7 @@ def unused_reasons(config: Schema) -> dict[str, str]:
             config.pipeline.split_points == "auto",
             "pipeline.split_points names the boundaries",
         ),
+        f"compile: {' '.join(DEEPCOMPILE)}": (config.compile.deepcompile, "compile.deepcompile is not set"),
         "checkpoint: keep_every": (
             config.checkpoint.keep_last > 0,
             "checkpoint.keep_last is 0, so no checkpoint is removed",

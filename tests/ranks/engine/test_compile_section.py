@@ -86,13 +86,17 @@ def test_without_the_section_nothing_is_compiled() -> None:
     engine.destroy()
 
 
-CASES: dict[str, tuple[int, int, dict[str, str]]] = {  # stage, graphs of each rank, axes
-    "stage 0": (0, 1, {}),
-    "stage 1 and tp": (1, 1, {"tp": "2"}),
-    "stage 2 and sp": (2, 1, {"sp": "2"}),
-    "tp that splits the sequence": (3, 1, {"tp": "2 split"}),
-    "cp": (3, 1, {"cp": "2"}),
-    "tp in bf16": (3, 1, {"tp": "2", "precision": "autocast"}),
+Job = tuple[list[tuple[str, str, int]], torch.Tensor, Values]
+DEEP = {"deepcompile": True, "offload_opt_states": True, "offload_parameters": True}
+CASES: dict[str, tuple[int, dict[str, str], dict[str, Any]]] = {  # stage, axes, section
+    "stage 0": (0, {}, {"enabled": True}),
+    "stage 1 and tp": (1, {"tp": "2"}, {"enabled": True}),
+    "stage 2 and sp": (2, {"sp": "2"}, {"enabled": True}),
+    "tp that splits the sequence": (3, {"tp": "2 split"}, {"enabled": True}),
+    "cp": (3, {"cp": "2"}, {"enabled": True}),
+    "tp in bf16": (3, {"tp": "2", "precision": "autocast"}, {"enabled": True}),
+    "recomputed": (3, {"recompute": "blocks"}, {"enabled": True}),
+    "DeepCompile": (3, {"state": "host", "parameters": "host"}, DEEP),
 }
 
 
@@ -100,25 +104,28 @@ CASES: dict[str, tuple[int, int, dict[str, str]]] = {  # stage, graphs of each r
 def test_blocks_over_ranks_are_one_graph_and_end_to_the_bit_as_uncompiled(
     case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    stage, num_graphs, axes = CASES[case]
+    stage, axes, section = CASES[case]
     plain_axes = {name: next(iter(values)) for name, values in AXES.items()}
     settings, run = settings_of({**plain_axes, "ranks": "1", "stage": str(stage), **axes})
     run = replace(run, steps=2, blocks=5)
     backend, compile_ = CountsGraphs("aot_eager"), torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda f, *, mode: compile_(f, backend=backend, dynamic=False, fullgraph=True)
-    )
+    how = {"backend": backend, "dynamic": False, "fullgraph": True}
+    monkeypatch.setattr(torch, "compile", lambda function, *, mode: compile_(function, **how))
 
-    def job(section: dict[str, Any]) -> tuple[list[tuple[str, str, int]], torch.Tensor, Values]:
+    def job(settings: dict[str, Any]) -> Job:
         torch.set_autocast_cache_enabled(False)
         with current_world().recorder.recording() as entries:
-            losses, parameters = Trainer({**settings, "compile": section}, run, tmp_path, backend).train()
+            losses, parameters = Trainer(settings, run, tmp_path, backend).train()
         return sorted((entry.op, entry.label, entry.nbytes) for entry in entries), losses, parameters
 
+    asked = {**settings, "compile": section}
+    if section is DEEP:  # it stands for the sections that the uncompiled run names
+        kept = settings["zero_optimization"].items()
+        asked["zero_optimization"] = {name: value for name, value in kept if not name.startswith("offload_")}
     with compiling():
-        compiled = run_ranks(run.world_size, lambda: job({"enabled": True}))
-    uncompiled = run_ranks(run.world_size, lambda: job({"enabled": False}))
-    assert 1 <= backend.num_graphs <= num_graphs * run.world_size  # not one for each of the five blocks
+        compiled = run_ranks(run.world_size, lambda: job(asked))
+    uncompiled = run_ranks(run.world_size, lambda: job(settings))
+    assert 1 <= backend.num_graphs <= run.world_size  # not one for each of the five blocks
     for mine, plain_run in zip(compiled, uncompiled, strict=True):
         assert mine[0] == plain_run[0]
         assert torch.equal(mine[1], plain_run[1])

@@ -311,7 +311,7 @@ def test_secrets_are_never_printed() -> None:
 @pytest.mark.parametrize(
     ("source", "path"),
     [
-        ({"compile": {"deepcompile": True, "free_activation": True}}, "compile.deepcompile"),
+        ({"compile": {"deepcompile": True, "symmetric_memory": True}}, "compile.symmetric_memory"),
         ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp.enabled"),
         ({"weight_quantization": {"num_bits": 4}}, "weight_quantization"),
         ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, "data_efficiency.enabled"),
@@ -360,3 +360,30 @@ def test_an_empty_section_asks_for_a_part_that_is_off_when_it_is_left_out() -> N
     with pytest.raises(ConfigError, match=r"zero_optimization\.zenflow: \{\} asks for a part that is not built yet"):
         load({"train_batch_size": 1, "zero_optimization": {"stage": 2, "zenflow": {}}})
     load({"train_batch_size": 1, "zero_optimization": {"stage": 2, "zenflow": None, "offload_param": {}}})
+
+
+def test_deepcompile_and_what_it_offloads_are_written_into_our_keys() -> None:
+    asked = ("offload_activation", "offload_opt_states", "offload_parameters")
+    compiled = load({"zero_optimization": {"stage": 3}, "compile": {"deepcompile": True, **dict.fromkeys(asked, True)}})
+    zero = compiled.zero_optimization
+    devices = [section.device for section in (compiled.offload_activation, zero.offload_optimizer, zero.offload_param)]
+    assert compiled.compile.enabled
+    assert devices == ["cpu"] * 3
+    some = load({"compile": {"deepcompile": True, "offload_opt_states": True}, "zero_optimization": {
+        "stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}})  # fmt: skip
+    assert some.zero_optimization.offload_optimizer.device == "nvme"
+    assert some.offload_activation.device == "none"
+    off = load({"compile": {"enabled": True, **dict.fromkeys(asked, True)}})  # as in DeepSpeed, with deepcompile alone
+    assert off.zero_optimization.offload_optimizer.device == "none"
+    assert all(any(f"compile.{name} = true: no effect here" in note for note in off.notes()) for name in asked)
+
+
+def test_every_key_of_deepcompile_acts_or_says_what_to_write() -> None:
+    asked = {"passes": ["z3", "autosp"], "debug_log": True, "symmetric_memory": True}
+    for name, value in asked.items():
+        assert [f"compile.{name}"] == list(problems({"compile": {"deepcompile": True, name: value}}))
+        load({"compile": {name: value}})
+    assert list(problems({"compile": {"deepcompile": True, "enabled": False}})) == ["compile.enabled"]
+    unused = {"free_activation": True, "double_buffer": False, "autoep_non_moe": True, "sync_after_reduce": True}
+    notes = " ".join(load({"compile": {"deepcompile": True, **unused}}).notes())
+    assert all(f"compile.{name}" in notes for name in unused), notes

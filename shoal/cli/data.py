@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from shoal.cli.usage import UsageCommand
-
-if TYPE_CHECKING:
-    from shoal.data.sources.megatron import MegatronFile
-    from shoal.data.sources.token_file import TokenFile
 
 app = typer.Typer(
     name="data",
@@ -27,13 +23,12 @@ def build(
         list[str],
         typer.Argument(help="Text (.jsonl, .parquet, .tar, hf:NAME[:SPLIT], files, folders), or files of tokens."),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to make; with --megatron a prefix.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to make. Megatron reads its file `tokens`.")],
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", help="A tokenizer.json, a folder, or hf:NAME.", show_default="bytes")
     ] = None,
     field: Annotated[str, typer.Option("--field", help="Field of lines and rows with text or messages.")] = "text",
     workers: Annotated[int, typer.Option("--workers", min=1, help="Processes that tokenise.")] = 1,
-    megatron: Annotated[bool, typer.Option("--megatron", help="Write Megatron's .idx and .bin.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --out names.")] = False,
 ) -> None:
     """Tokenise text, or convert and join files of tokens.
@@ -45,17 +40,15 @@ def build(
 
     from shoal.data.sources import build as building
     from shoal.data.sources.documents import read_documents
-    from shoal.data.sources.megatron import MegatronWriter
-    from shoal.data.sources.opening import default_cache, tokens_at
-    from shoal.data.sources.token_file import TokenFileWriter
+    from shoal.data.sources.opening import default_cache, is_tokens
+    from shoal.data.sources.token_file import TokenFile, TokenFileWriter
     from shoal.data.tokenizers import load_tokenizer
     from shoal.errors import UsageError
     from shoal.text import format_count
 
-    opened = {name: tokens_at(name) for name in sources}
-    files = [file for file in opened.values() if file is not None]
-    if files and len(files) < len(opened):
-        names = ", ".join(name for name, file in opened.items() if file is None)
+    files = [TokenFile(name) for name in sources if is_tokens(name)]
+    if files and len(files) < len(sources):
+        names = ", ".join(name for name in sources if not is_tokens(name))
         raise UsageError(f"{names}: text, while other sources are tokens.", do="build the text first.")
     if files and tokenizer is None:  # they keep theirs, where all have the same
         is_one = len({file.tokenizer_hash for file in files}) == 1 and files[0].tokenizer_path
@@ -63,11 +56,7 @@ def build(
     else:
         loaded = load_tokenizer(tokenizer)
     vocab_size = loaded.vocab_size if loaded else max(file.largest_token for file in files) + 1
-    writer = (
-        MegatronWriter(out, vocab_size=vocab_size, overwrite=overwrite)
-        if megatron
-        else TokenFileWriter(out, tokenizer=loaded, vocab_size=vocab_size, overwrite=overwrite)
-    )
+    writer = TokenFileWriter(out, tokenizer=loaded, vocab_size=vocab_size, overwrite=overwrite)
     console = Console(stderr=True)
     columns = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress, writer:
@@ -97,13 +86,13 @@ def show(
     from shoal.data.tokenizers import load_tokenizer
     from shoal.errors import UsageError
 
-    file = _opened(path)
+    file = TokenFile(path)
     if document is None:
         lengths = sorted(file.lengths.tolist())
         median = lengths[len(file) // 2]
         print(f"documents    {len(file):,}, of {lengths[0]:,} to {lengths[-1]:,} tokens, median {median:,}")
         print(f"tokens       {sum(lengths):,}, {file.tokens(0).dtype}")
-        if isinstance(file, TokenFile):
+        if file.header is not None:
             print(f"vocabulary   {file.header.vocab_size:,}, largest token {file.largest_token:,}")
             print(f"tokenizer    {file.header.tokenizer or 'unknown'} {file.tokenizer_hash}")
         print(f"fingerprint  {file.fingerprint}")
@@ -128,10 +117,3 @@ def check(
     sources, _ = open_sources(paths, vocab_size=vocab_size, max_length=max_length, verify=True)
     for source in sources:
         print(f"{source.name}: {counted(len(source), 'document')}, {int(source.lengths.sum()):,} tokens, no problem")
-
-
-def _opened(path: str) -> TokenFile | MegatronFile:
-    from shoal.data.sources.opening import tokens_at
-    from shoal.data.sources.token_file import TokenFile
-
-    return tokens_at(path) or TokenFile(path)  # which says that there is none

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from shoal.data.loading import Loader, RepeatingLoader, SamplePosition
 from shoal.data.order import shuffled
-from shoal.data.sources.megatron import MegatronFile, MegatronWriter
 from shoal.data.sources.opening import open_source, open_sources
 from shoal.data.sources.source import InMemorySource, TokenSource
 from shoal.data.sources.token_file import TokenFile, TokenFileWriter
@@ -22,8 +21,6 @@ __all__ = [
     "FileTokenizer",
     "InMemorySource",
     "Loader",
-    "MegatronFile",
-    "MegatronWriter",
     "PackedTokens",
     "RepeatingLoader",
     "SamplePosition",

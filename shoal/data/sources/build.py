@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from shoal.data.sources.documents import Document
 from shoal.data.sources.source import TokenSource
+from shoal.data.sources.token_file import TokenFileWriter
 from shoal.data.tokenizers import Tokenizer, load_tokenizer
 from shoal.errors import UsageError
 
@@ -25,16 +26,10 @@ _COPIED_TOKENS = 1 << 20
 Tokens = tuple[NDArray[Any], NDArray[np.int64]]  # of some documents, and the length of each
 
 
-class DocumentWriter(Protocol):
-    """A token file, or an indexed dataset of Megatron's, that is being written."""
-
-    def write(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> None: ...
-
-
 def build(
     documents: Iterable[Document],
     tokenizer: str | None,
-    writer: DocumentWriter,
+    writer: TokenFileWriter,
     *,
     num_workers: int = 1,
     on_batch: Callable[[], None] = lambda: None,
@@ -53,7 +48,7 @@ def build(
         on_batch()
 
 
-def copy(source: TokenSource, writer: DocumentWriter, *, on_batch: Callable[[], None] = lambda: None) -> None:
+def copy(source: TokenSource, writer: TokenFileWriter, *, on_batch: Callable[[], None] = lambda: None) -> None:
     """Write the documents of a source, as they are."""
     ends = np.cumsum(source.lengths)
     first = 0

@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.data.sources.build import build
 from shoal.data.sources.documents import identity, read_documents
-from shoal.data.sources.megatron import MegatronFile, index_of
-from shoal.data.sources.source import TokenSource
+from shoal.data.sources.indexed import data_of, index_of
 from shoal.data.sources.token_file import HEADER, TokenFile, TokenFileWriter
 from shoal.data.tokenizers import load_tokenizer
 from shoal.errors import UsageError
@@ -75,7 +74,7 @@ def open_source(
     cache: str | Path | None = None,
     num_workers: int = 1,
     verify: bool = False,
-) -> TokenSource:
+) -> TokenFile:
     """Open one source; text is tokenised first, unless that has been done.
 
     Args:
@@ -87,9 +86,8 @@ def open_source(
     Raises: UsageError: there is no such source, it is empty or damaged.
     """
     spec = spec if isinstance(spec, SourceSpec) else SourceSpec(path=str(spec))
-    source = tokens_at(spec.path, verify=verify)
-    if source is not None:
-        return source
+    if is_tokens(spec.path):
+        return TokenFile(spec.path, verify=verify)
     folder = default_cache() if cache is None else Path(cache)
     loaded = load_tokenizer(tokenizer)
     key = json.dumps([_VERSION, identity(spec.path), spec.field, loaded.fingerprint])
@@ -104,14 +102,11 @@ def open_source(
     return TokenFile(path, verify=verify)
 
 
-def tokens_at(name: str, *, verify: bool = False) -> TokenFile | MegatronFile | None:
-    """The file of tokens of this name; None: it names text."""
+def is_tokens(name: str) -> bool:
+    """True if the name is of a file of tokens, whole or damaged; False: of text."""
     path = Path(name)
-    if (path / HEADER).is_file():
-        return TokenFile(path, verify=verify)
-    if path.suffix in (".idx", ".bin") or index_of(path).is_file():
-        return MegatronFile(path)
-    return None
+    is_prefix = index_of(path).is_file() or (data_of(path).is_file() and not path.exists())
+    return is_prefix or path.suffix in (".idx", ".bin") or (path / HEADER).is_file()
 
 
 def open_sources(
@@ -121,7 +116,7 @@ def open_sources(
     max_length: int | None = None,
     verify: bool = False,
     **options: Any,
-) -> tuple[list[TokenSource], list[SourceSpec]]:
+) -> tuple[list[TokenFile], list[SourceSpec]]:
     """Open all sources and check them against the model.
 
     Args:
@@ -134,7 +129,7 @@ def open_sources(
     Raises: UsageError: all problems of all sources.
     """
     specs = parse_sources(names)
-    sources: list[TokenSource] = []
+    sources: list[TokenFile] = []
     problems: list[str] = []
     for spec in specs:
         try:
@@ -147,11 +142,10 @@ def open_sources(
     return sources, specs
 
 
-def _misfits(source: TokenSource, vocab_size: int | None, max_length: int | None, *, verify: bool) -> list[str]:
+def _misfits(source: TokenFile, vocab_size: int | None, max_length: int | None, *, verify: bool) -> list[str]:
     """What a model with these limits cannot read of a source."""
     problems = []
-    is_read = isinstance(source, TokenFile) or (verify and isinstance(source, MegatronFile))
-    largest: int = source.largest_token if is_read else -1  # type: ignore[attr-defined]  # of these two
+    largest = source.largest_token if verify or source.header is not None else -1
     if vocab_size is not None and largest >= vocab_size:
         problems.append(f"{source.name} has the token {largest}; the model's are 0 to {vocab_size - 1}.")
     longest = int(source.lengths.argmax())

@@ -1,13 +1,13 @@
-"""Token files: a folder that is memory-mapped, so that a part of a document is read without the rest.
+"""Files of tokens, memory-mapped, so that a part of a document is read without the rest.
 
-    header.json      dtype, numbers, the tokenizer's name and hash, the largest token
-    documents.bin    int64 [documents + 1]: where each document begins, in tokens, and the end
-    tokens.bin       dtype [tokens]: all documents, one after the other
+    header.json      the tokenizer's name and hash, the largest token, checksums of the index and of checksums.bin
+    tokens.bin       all documents, one after the other; little-endian
+    tokens.idx       where they are, as Megatron writes it (``indexed.py``): Megatron reads PATH/tokens as its own
     checksums.bin    uint64 [chunks]: xxh64 of every MiB of tokens.bin
     tokenizer/       the tokenizer's files, where it has any
 
-All numbers are little-endian. The same documents give the same bytes. A folder is written under a temporary name,
-flushed, and renamed, so it is there whole or not at all.
+The same documents give the same bytes. A folder is written under a temporary name, flushed, and renamed, so it is there
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
-from shoal.data.sources.mapped import MappedArray
+from shoal.data.sources.indexed import MappedArray, data_of, index_of, read_index, write_index
 from shoal.data.tokenizers import Tokenizer
 from shoal.errors import UsageError
 
 HEADER = "header.json"
-_DOCUMENTS, _TOKENS, _CHECKSUMS, _TOKENIZER = "documents.bin", "tokens.bin", "checksums.bin", "tokenizer"
+_PREFIX, _CHECKSUMS, _TOKENIZER = "tokens", "checksums.bin", "tokenizer"
 _CHUNK_NBYTES = 1 << 20
 _NUM_SAMPLED = 8  # chunks that opening a file verifies, the first and the last among them
-_REPAIR = "copy the whole folder again from where it was built, or build it again with shoal data build --overwrite."
+_REPAIR = "name a whole file of tokens: copy it again, or build it with shoal data build (--overwrite)."
 
 
 class TokenFileHeader(BaseModel):
@@ -44,65 +44,23 @@ class TokenFileHeader(BaseModel):
 
     format: Literal["shoal-tokens"] = "shoal-tokens"
     version: Literal[1] = 1
-    dtype: Literal["<u1", "<u2", "<i4"]
-    num_documents: PositiveInt
     num_tokens: PositiveInt
     largest_token: NonNegativeInt
     vocab_size: PositiveInt
     end_of_text: int | None
     tokenizer: str  # its name; empty where the tokens came without one
     tokenizer_hash: str
-    documents_checksum: str
+    index_checksum: str
     checksums_checksum: str
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest dtype of a token file that represents a vocabulary."""
-    return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<i4")
-
-
-def sampled_chunks(num_chunks: int) -> list[int]:
-    """Some chunks of a file, spread evenly: the first and the last among them."""
-    return sorted({int(at) for at in np.linspace(0, num_chunks - 1, min(num_chunks, _NUM_SAMPLED))})
-
-
-def temporary_name(path: Path) -> Path:
-    """A name in the same folder, from which a rename to ``path`` is atomic."""
-    return path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
-
-
-def flush(path: Path) -> None:
-    """Return once a file's bytes, or a folder's names, would survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def check_tokens(
-    tokens: NDArray[Any], lengths: NDArray[np.int64], vocab_size: int, where: str, first_document: int
-) -> None:
-    """Raises: UsageError: a token that is not in the vocabulary; documents that are not all of the tokens."""
-    if lengths.sum() != len(tokens):
-        raise UsageError(f"{len(tokens)} tokens for documents of {lengths.sum()}.", where=where)
-    wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-    if len(wrong):
-        document = first_document + int(np.searchsorted(np.cumsum(lengths), wrong[0], side="right"))
-        raise UsageError(
-            f"token {tokens[wrong[0]]} in document {document} is outside of the vocabulary, 0 to {vocab_size - 1}.",
-            where=where,
-            do="use the tokenizer that the tokens were made with, or give its vocabulary size.",
-        )
-
-
 class TokenFileWriter:
-    """Writes a token file; ``with`` makes it appear at the end, or removes it at an exception.
+    """Writes a file of tokens; ``with`` makes it appear at the end, or removes it at an exception.
 
     Args:
         path: the folder to make.
         tokenizer: what the tokens were made by. Its files are copied into the folder.
-        vocab_size: in place of a tokenizer.
+        vocab_size: in place of a tokenizer. It decides the dtype: 8 bits up to 256 tokens, 16 up to 65,536, else 32.
         overwrite: replace what is at ``path``.
 
     Raises: UsageError: something is at ``path``; a token outside of the vocabulary; no documents.
@@ -123,21 +81,19 @@ class TokenFileWriter:
             raise UsageError(f"{path} exists.", where="TokenFileWriter", do="choose another path, or overwrite it.")
         self._tokenizer = tokenizer
         self._vocab_size: int = vocab_size or tokenizer.vocab_size  # type: ignore[union-attr]  # one is given
-        self._dtype = token_dtype(self._vocab_size)
-        self._folder = temporary_name(self.path)
+        self._dtype = np.dtype("<u1" if self._vocab_size <= 2**8 else "<u2" if self._vocab_size <= 2**16 else "<i4")
+        self._folder = self._temporary_name()
+        self._lengths: list[NDArray[np.int64]] = []
         self._checksums: list[int] = []
         self._chunk = xxhash.xxh64()
         self._chunk_nbytes = 0
-        self._documents_digest = xxhash.xxh64()
         self.num_documents = 0
         self.num_tokens = 0
         self._largest = 0
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True)
-        self._tokens = open(self._folder / _TOKENS, "xb")
-        self._documents = open(self._folder / _DOCUMENTS, "xb")
-        self._add_offsets(np.zeros(1, np.int64))
+        self._data = open(data_of(self._folder / _PREFIX), "xb")
         return self
 
     def write(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> None:
@@ -149,8 +105,18 @@ class TokenFileWriter:
         """
         values = np.asarray(tokens)
         sizes = np.array([len(values)] if lengths is None else lengths, dtype=np.int64)
-        check_tokens(values, sizes, self._vocab_size, str(self.path), self.num_documents)
-        self._add_offsets(self.num_tokens + np.cumsum(sizes))
+        if sizes.sum() != len(values):
+            raise UsageError(f"{len(values)} tokens for documents of {sizes.sum()}.", where=str(self.path))
+        wrong = np.flatnonzero((values < 0) | (values >= self._vocab_size))
+        if len(wrong):
+            document = self.num_documents + int(np.searchsorted(np.cumsum(sizes), wrong[0], side="right"))
+            raise UsageError(
+                f"token {values[wrong[0]]} in document {document} is outside of the vocabulary,"
+                f" 0 to {self._vocab_size - 1}.",
+                where=str(self.path),
+                do="use the tokenizer that the tokens were made with, or give its vocabulary size.",
+            )
+        self._lengths.append(sizes)
         self.num_documents += len(sizes)
         self.num_tokens += len(values)
         if len(values):
@@ -160,23 +126,17 @@ class TokenFileWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tokens.close()
-        self._documents.close()
+        self._data.close()
         try:
             if error is None:
                 self._commit()
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _add_offsets(self, offsets: NDArray[np.int64]) -> None:
-        data = offsets.astype("<i8").tobytes()
-        self._documents_digest.update(data)
-        self._documents.write(data)
-
     def _add_bytes(self, data: memoryview) -> None:
         while data:
             part, data = data[: _CHUNK_NBYTES - self._chunk_nbytes], data[_CHUNK_NBYTES - self._chunk_nbytes :]
-            self._tokens.write(part)
+            self._data.write(part)
             self._chunk.update(part)
             self._chunk_nbytes += len(part)
             if self._chunk_nbytes == _CHUNK_NBYTES:
@@ -193,138 +153,161 @@ class TokenFileWriter:
             self._end_chunk()
         checksums = np.array(self._checksums, dtype="<u8").tobytes()
         (self._folder / _CHECKSUMS).write_bytes(checksums)
-        if self._tokenizer is not None:
-            self._tokenizer.save(self._folder / _TOKENIZER)
+        tokenizer = self._tokenizer
+        if tokenizer is not None:
+            tokenizer.save(self._folder / _TOKENIZER)
         header = TokenFileHeader(
-            dtype=self._dtype.newbyteorder("<").str.replace("|", "<"),  # type: ignore[arg-type]  # one of the three
-            num_documents=self.num_documents,
             num_tokens=self.num_tokens,
             largest_token=self._largest,
             vocab_size=self._vocab_size,
-            end_of_text=None if self._tokenizer is None else self._tokenizer.end_of_text,
-            tokenizer="" if self._tokenizer is None else self._tokenizer.name,
-            tokenizer_hash="" if self._tokenizer is None else self._tokenizer.fingerprint,
-            documents_checksum=self._documents_digest.hexdigest(),
+            end_of_text=None if tokenizer is None else tokenizer.end_of_text,
+            tokenizer="" if tokenizer is None else tokenizer.name,
+            tokenizer_hash="" if tokenizer is None else tokenizer.fingerprint,
+            index_checksum=write_index(index_of(self._folder / _PREFIX), self._dtype, np.concatenate(self._lengths)),
             checksums_checksum=xxhash.xxh64_hexdigest(checksums),
         )
         (self._folder / HEADER).write_text(header.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        for path in sorted(self._folder.rglob("*"), reverse=True):
-            flush(path)
-        flush(self._folder)
+        for path in (*self._folder.rglob("*"), self._folder):
+            _flush(path)
+        old = self._temporary_name()
         if self.path.exists():
-            old = temporary_name(self.path)
             self.path.rename(old)
-            self._folder.rename(self.path)
-            shutil.rmtree(old)
-        else:
-            self._folder.rename(self.path)
-        flush(self.path.parent)
+        self._folder.rename(self.path)
+        _flush(self.path.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _temporary_name(self) -> Path:
+        """A name in the same folder, from which a rename is atomic."""
+        return self.path.with_name(f".{self.path.name}.tmp-{secrets.token_hex(4)}")
+
+
+def _flush(path: Path) -> None:
+    """Return once a file's bytes, or a folder's names, would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class TokenFile:
-    """Documents in a folder that ``TokenFileWriter`` or ``shoal data build`` wrote.
+    """Documents in a folder that ``TokenFileWriter`` or ``shoal data build`` wrote, or in an .idx and a .bin file.
 
-    Opening compares the sizes of the files with the header, and verifies the offsets of all documents and 8 chunks of
-    tokens.
+    Opening reads the index and compares it with the sizes of the files. In a folder it verifies checksums, of the index
+    and of 8 chunks of the tokens. Megatron's files have none: changed tokens only change the fingerprint.
 
     Args:
-        verify: verify every chunk: the whole file is read.
+        path: the folder; or the prefix of both files of Megatron's, or one of them.
+        verify: read the whole file: verify every chunk, or that no token is negative.
 
-    Raises: UsageError: there is no token file, or it is damaged; the file and its chunks are named.
+    Raises: UsageError: there is no such file, or it is damaged; the file and its chunks are named.
     """
 
     def __init__(self, path: str | Path, *, verify: bool = False) -> None:
         self.path = Path(path)
         self.name = str(path)
-        try:
-            self.header = TokenFileHeader.model_validate_json((self.path / HEADER).read_bytes())
-        except OSError as error:
-            raise UsageError(
-                f"no token file at {path}: {error}.",
-                where=self.name,
-                do="name a folder that shoal data build has made.",
-            ) from error
-        except ValidationError as error:
-            faults = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            raise UsageError(f"{self.path / HEADER} is damaged: {faults}.", where=self.name, do=_REPAIR) from error
-        self._offsets = self._map(_DOCUMENTS, "<i8", self.header.num_documents + 1).array
-        self._mapped = self._map(_TOKENS, self.header.dtype, self.header.num_tokens)
+        self.header = self._read_header() if (self.path / HEADER).is_file() else None
+        prefix = self.path.with_suffix("") if self.path.suffix in (".idx", ".bin") else self.path
+        prefix = prefix if self.header is None else self.path / _PREFIX
+        self._index = read_index(prefix, _REPAIR)
+        self._file = data_of(prefix)
+        nbytes = self._file.stat().st_size
+        self._mapped = MappedArray(self._file, self._index.dtype, nbytes // np.dtype(self._index.dtype).itemsize)
         self._tokens = self._mapped.array
         self.num_chunks = -(-self._tokens.nbytes // _CHUNK_NBYTES)
-        self._checksums = self._map(_CHECKSUMS, "<u8", self.num_chunks).array
-        for file, array, checksum in (
-            (_DOCUMENTS, self._offsets, self.header.documents_checksum),
-            (_CHECKSUMS, self._checksums, self.header.checksums_checksum),
-        ):
-            if xxhash.xxh64_hexdigest(array.data) != checksum:
-                raise UsageError(f"{self.path / file} has changed: its checksum differs.", where=self.name, do=_REPAIR)
-        self.check(range(self.num_chunks) if verify else sampled_chunks(self.num_chunks))
+        chunks = range(self.num_chunks)
+        self._sampled = sorted({int(at) for at in np.linspace(0, self.num_chunks - 1, _NUM_SAMPLED)})
+        if self.header is not None:
+            self._checksums = self._read_checksums(self.header)
+            self.check(chunks if verify else self._sampled)
+        elif verify and self._tokens.min() < 0:
+            raise UsageError(f"{self._file} has the token {self._tokens.min()}.", where=self.name, do=_REPAIR)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenFile, (self.path,)  # the mapping would be copied into another process as data
+        return TokenFile, (self.path,)  # another process maps the file again
 
     def __len__(self) -> int:
-        return self.header.num_documents
+        return len(self._index.lengths)
 
-    @cached_property
+    @property
     def lengths(self) -> NDArray[np.int64]:
-        return np.diff(self._offsets).astype(np.int64, copy=False)
+        return self._index.lengths
 
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
-        begin, end = self._offsets[index : index + 2].tolist()
-        start, stop, _ = slice(start, stop).indices(end - begin)
+        begin = int(self._index.begins[index])
+        start, stop, _ = slice(start, stop).indices(int(self.lengths[index]))
         return self._mapped.part(begin + start, begin + max(start, stop))
 
     def place(self, index: int) -> tuple[str, int]:
-        return str(self.path / _TOKENS), int(self._offsets[index]) * self._tokens.itemsize
+        return str(self._file), int(self._index.begins[index]) * self._tokens.itemsize
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        header = self.header
-        parts = f"{header.dtype} {header.documents_checksum} {header.checksums_checksum}"
-        return xxhash.xxh64_hexdigest(parts.encode())
+        digest = xxhash.xxh64(f"{self._index.checksum} {self._tokens.nbytes}".encode())
+        for chunk in self._sampled:
+            digest.update(self._chunk(chunk).data)
+        if self.header is not None:
+            digest.update(self.header.checksums_checksum.encode())
+        return digest.hexdigest()
 
-    @property
+    @cached_property
     def largest_token(self) -> int:
-        return self.header.largest_token
+        """Reads the whole file where there is no header."""
+        return int(self._tokens.max()) if self.header is None else self.header.largest_token
 
     @property
     def tokenizer_hash(self) -> str:
-        return self.header.tokenizer_hash
+        return "" if self.header is None else self.header.tokenizer_hash
 
     @property
     def tokenizer_path(self) -> str:
         """What ``load_tokenizer`` reads the tokenizer from; empty where the tokens came without one."""
         folder = self.path / _TOKENIZER
-        return str(folder) if folder.is_dir() else self.header.tokenizer
+        return str(folder) if folder.is_dir() else "" if self.header is None else self.header.tokenizer
 
     def check(self, chunks: Iterable[int]) -> None:
         """Compare chunks of the tokens with their checksums.
 
         Raises: UsageError: chunks that have changed, by number and bytes.
         """
-        damaged = [chunk for chunk in chunks if self._checksum(chunk) != int(self._checksums[chunk])]
+        damaged = [
+            chunk for chunk in chunks if xxhash.xxh64_intdigest(self._chunk(chunk).data) != self._checksums[chunk]
+        ]
         if damaged:
-            places = ", ".join(
-                f"{chunk} (bytes {chunk * _CHUNK_NBYTES:,} to"
-                f" {min((chunk + 1) * _CHUNK_NBYTES, self._tokens.nbytes):,})"
-                for chunk in damaged[:8]
+            ranges = (
+                (at, at * _CHUNK_NBYTES, min((at + 1) * _CHUNK_NBYTES, self._tokens.nbytes)) for at in damaged[:8]
             )
+            places = ", ".join(f"{chunk} (bytes {first:,} to {last:,})" for chunk, first, last in ranges)
             more = f" and {len(damaged) - 8} more" if len(damaged) > 8 else ""
             raise UsageError(
-                f"{self.path / _TOKENS} has changed in {'chunk' if len(damaged) == 1 else 'chunks'} {places}{more}.",
+                f"{self._file} has changed in {'chunk' if len(damaged) == 1 else 'chunks'} {places}{more}.",
                 where=self.name,
                 do=_REPAIR,
             )
 
-    def _checksum(self, chunk: int) -> int:
+    def _chunk(self, chunk: int) -> NDArray[Any]:
         num = _CHUNK_NBYTES // self._tokens.itemsize
-        return xxhash.xxh64_intdigest(self._mapped.part(chunk * num, min((chunk + 1) * num, len(self._tokens))).data)
+        return self._mapped.part(chunk * num, min((chunk + 1) * num, len(self._tokens)))
 
-    def _map(self, name: str, dtype: str, num: int) -> MappedArray:
-        path, nbytes = self.path / name, num * np.dtype(dtype).itemsize
-        actual = path.stat().st_size if path.is_file() else None
-        if actual != nbytes:
-            state = "is missing" if actual is None else f"has {actual:,} bytes in place of {nbytes:,}"
-            raise UsageError(f"{path} {state}.", where=self.name, do=_REPAIR)
-        return MappedArray(path, dtype, num)
+    def _read_header(self) -> TokenFileHeader:
+        try:
+            return TokenFileHeader.model_validate_json((self.path / HEADER).read_bytes())
+        except ValidationError as error:
+            faults = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            raise UsageError(f"{self.path / HEADER} is damaged: {faults}.", where=self.name, do=_REPAIR) from error
+
+    def _read_checksums(self, header: TokenFileHeader) -> list[int]:
+        """Of the chunks. Raises: UsageError: a file is not the one that the header is of."""
+        path = self.path / _CHECKSUMS
+        content = path.read_bytes() if path.is_file() else b""
+        problem = ""
+        if self._file.stat().st_size != header.num_tokens * self._tokens.itemsize:
+            nbytes = header.num_tokens * self._tokens.itemsize
+            problem = f"{self._file} has {self._file.stat().st_size:,} bytes in place of {nbytes:,}"
+        elif self._index.checksum != header.index_checksum:
+            problem = f"{self.path / _PREFIX}.idx has changed: its checksum differs"
+        elif xxhash.xxh64_hexdigest(content) != header.checksums_checksum:
+            problem = f"{path} {'has changed: its checksum differs' if content else 'is missing or empty'}"
+        if problem:
+            raise UsageError(f"{problem}.", where=self.name, do=_REPAIR)
+        return [int(each) for each in np.frombuffer(content, "<u8")]

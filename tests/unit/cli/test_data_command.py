@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.cli.app import app
-from shoal.data import MegatronFile, TokenFile
+from shoal.data import TokenFile
 from shoal.errors import UsageError
 
 
@@ -49,22 +49,19 @@ def test_text_is_built_shown_and_checked(tmp_path: Path, lines: Path) -> None:
     assert TokenFile(out).tokens(1).tobytes() == b"SHOAL\0"
 
 
-def test_files_of_tokens_are_converted_and_joined(tmp_path: Path, lines: Path) -> None:
+def test_files_of_tokens_are_joined(tmp_path: Path, lines: Path) -> None:
     run("build", lines, "--out", tmp_path / "a")
-    run("build", tmp_path / "a", "--out", tmp_path / "m", "--megatron")
-    assert [MegatronFile(tmp_path / "m").tokens(index).tolist() for index in range(2)] == [
-        [*b"fish", 0],
-        [*b"shoal", 0],
-    ]
-    assert "fingerprint" in run("show", tmp_path / "m.idx")
-    assert run("show", tmp_path / "m", "--document", 0) == f"{tmp_path}/m.bin, byte 0\n{[*b'fish', 0]}\n"
-    run("build", tmp_path / "m", tmp_path / "a", "--out", tmp_path / "b")
-    assert TokenFile(tmp_path / "b").header.vocab_size == 116  # the largest token's, for want of a tokenizer
-    assert len(TokenFile(tmp_path / "b")) == 4
-    run("build", tmp_path / "m", "--out", tmp_path / "c", "--tokenizer", "bytes")
-    assert (tmp_path / "c" / "header.json").read_bytes() == (tmp_path / "a" / "header.json").read_bytes()
-    run("build", tmp_path / "a", "--out", tmp_path / "d")
-    assert (tmp_path / "d" / "header.json").read_bytes() == (tmp_path / "a" / "header.json").read_bytes()
+    megatron = tmp_path / "a" / "tokens"
+    assert "fingerprint" in run("show", f"{megatron}.idx")
+    assert run("show", megatron, "--document", 0) == f"{megatron}.bin, byte 0\n{[*b'fish', 0]}\n"
+    run("build", megatron, tmp_path / "a", "--out", tmp_path / "b")
+    joined = TokenFile(tmp_path / "b")
+    assert joined.header is not None
+    assert joined.header.vocab_size == 116  # the largest token's, for want of a tokenizer
+    assert len(joined) == 4
+    for source, *options in ([megatron, "--tokenizer", "bytes"], [tmp_path / "a"]):
+        run("build", source, "--out", tmp_path / "c", "--overwrite", *options)
+        assert (tmp_path / "c" / "header.json").read_bytes() == (tmp_path / "a" / "header.json").read_bytes()
 
 
 def test_text_and_tokens_are_not_joined(tmp_path: Path, lines: Path) -> None:
@@ -72,5 +69,5 @@ def test_text_and_tokens_are_not_joined(tmp_path: Path, lines: Path) -> None:
     with pytest.raises(UsageError, match=r"lines.jsonl: text, while other sources are tokens"):
         run("build", lines, tmp_path / "a", "--out", tmp_path / "b")
     assert not (tmp_path / "b").exists()
-    with pytest.raises(UsageError, match="no token file at"):
+    with pytest.raises(UsageError, match=r"lines.jsonl.idx is missing"):
         run("show", lines)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.data import ByteTokenizer, InMemorySource, MegatronFile, MegatronWriter, TokenFile, TokenFileWriter
+from shoal.data import ByteTokenizer, InMemorySource, TokenFile, TokenFileWriter
 from shoal.data.sources.build import build, copy, tokens_of
 from shoal.errors import UsageError
 
@@ -75,12 +75,10 @@ def test_a_conversation_needs_a_chat_template() -> None:
     assert bytes(tokens.tolist()) == b"<user>hi\0"
 
 
-def test_files_are_converted_both_ways(tmp_path: Path) -> None:
+def test_documents_of_a_source_are_copied(tmp_path: Path) -> None:
     documents = [[1, 2], [], [3] * 2_000_000, [4], [5]]
-    with MegatronWriter(tmp_path / "m", vocab_size=100) as megatron:
-        copy(InMemorySource(documents), megatron)
     with TokenFileWriter(tmp_path / "t", vocab_size=100) as writer:
-        copy(MegatronFile(tmp_path / "m"), writer)
+        copy(InMemorySource(documents), writer)
     source = TokenFile(tmp_path / "t")
     assert source.lengths.tolist() == [2, 0, 2_000_000, 1, 1]
     for index in range(5):

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.data import MegatronFile, MegatronWriter, TokenSource
+from shoal.data import TokenFile, TokenFileWriter, TokenSource
+from shoal.data.sources.indexed import write_index
 from shoal.errors import UsageError
 
 # Three documents: [1, 2, 3 | 4], [], [5 | 6, 7]; 16-bit tokens.
@@ -35,13 +36,13 @@ def by_hand(folder: Path, index: bytes = INDEX, data: bytes = DATA) -> Path:
 
 @pytest.mark.parametrize("suffix", ["", ".idx", ".bin"])
 def test_documents_are_their_sequences(tmp_path: Path, suffix: str) -> None:
-    source: TokenSource = MegatronFile(f"{by_hand(tmp_path)}{suffix}")
+    source: TokenSource = TokenFile(f"{by_hand(tmp_path)}{suffix}")
     assert [source.tokens(index).tolist() for index in range(len(source))] == [[1, 2, 3, 4], [], [5, 6, 7]]
     assert source.lengths.tolist() == [4, 0, 3]
     assert source.tokens(2, 1, 2).tolist() == [6]
     assert source.tokens(0, 1).tolist() == [2, 3, 4]
     assert source.place(2) == (str(tmp_path / "c.bin"), 8)
-    assert source.name == str(tmp_path / "c")
+    assert source.name == f"{tmp_path}/c{suffix}"
     assert copy.copy(source).tokens(2).tolist() == [5, 6, 7]
 
 
@@ -49,13 +50,13 @@ def test_a_prefix_with_a_dot_and_modes_are_read(tmp_path: Path) -> None:
     by_hand(tmp_path, INDEX + bytes(4))
     for name in ("c.idx", "c.bin"):
         (tmp_path / name).rename(tmp_path / f"v1.5_{name}")
-    assert MegatronFile(tmp_path / "v1.5_c").lengths.tolist() == [4, 0, 3]
+    assert TokenFile(tmp_path / "v1.5_c").lengths.tolist() == [4, 0, 3]
 
 
 def test_documents_in_another_order_than_their_data(tmp_path: Path) -> None:
     at = 9 + 8 + 1 + 16 + 16
     index = INDEX[:at] + struct.pack("<4q", 6, 12, 0, 2) + INDEX[at + 32 :]
-    source = MegatronFile(by_hand(tmp_path, index))
+    source = TokenFile(by_hand(tmp_path, index))
     assert [source.tokens(each).tolist() for each in range(3)] == [[4, 5, 6, 7], [], [1, 2, 3]]
 
 
@@ -63,29 +64,31 @@ def test_documents_in_another_order_than_their_data(tmp_path: Path) -> None:
 def test_every_integer_dtype_has_its_code(tmp_path: Path, code: int, dtype: str) -> None:
     tokens = np.array([1, 2, 3, 100], dtype)
     index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, 1, 2) + struct.pack("<iqqq", 4, 0, 0, 1)
-    source = MegatronFile(by_hand(tmp_path, index, tokens.tobytes()))
+    source = TokenFile(by_hand(tmp_path, index, tokens.tobytes()))
     assert source.tokens(0).tolist() == [1, 2, 3, 100]
     assert source.tokens(0).dtype == np.dtype(dtype)
     assert source.largest_token == 100
 
 
-@pytest.mark.parametrize(("vocab_size", "code"), [(65_499, 8), (65_500, 4)])
+@pytest.mark.parametrize(("vocab_size", "code"), [(256, 1), (65_536, 8), (65_537, 4)])
 def test_what_is_written_has_the_bytes_of_the_format(tmp_path: Path, vocab_size: int, code: int) -> None:
-    with MegatronWriter(tmp_path / "w", vocab_size=vocab_size) as writer:
+    with TokenFileWriter(tmp_path / "w", vocab_size=vocab_size) as writer:
         writer.write([1, 2, 3, 4])
         writer.write([5, 6, 7], [0, 3])
-    size = 2 if code == 8 else 4
-    assert (tmp_path / "w.idx").read_bytes() == (
+    size = {1: 1, 8: 2, 4: 4}[code]
+    assert (tmp_path / "w" / "tokens.idx").read_bytes() == (
         b"MMIDIDX\0\0"
         + struct.pack("<QBQQ", 1, code, 3, 4)
         + struct.pack("<3i", 4, 0, 3)
         + struct.pack("<3q", 0, 4 * size, 4 * size)
         + struct.pack("<4q", 0, 1, 2, 3)
     )
-    assert (tmp_path / "w.bin").read_bytes() == struct.pack("<7H" if code == 8 else "<7i", 1, 2, 3, 4, 5, 6, 7)
-    source = MegatronFile(tmp_path / "w")
-    assert [source.tokens(index).tolist() for index in range(3)] == [[1, 2, 3, 4], [], [5, 6, 7]]
-    assert sorted(os.listdir(tmp_path)) == ["w.bin", "w.idx"]
+    assert (tmp_path / "w" / "tokens.bin").read_bytes() == struct.pack(f"<7{' BH i'[size]}", 1, 2, 3, 4, 5, 6, 7)
+    for path in ("w", "w/tokens", "w/tokens.idx", "w/tokens.bin"):  # the last three without checksums, as Megatron's
+        source = TokenFile(tmp_path / path, verify=True)
+        assert [source.tokens(index).tolist() for index in range(3)] == [[1, 2, 3, 4], [], [5, 6, 7]]
+        assert (source.header is None) == (path != "w")
+        assert source.largest_token == 7
 
 
 def broken_index(**change: int) -> bytes:
@@ -98,7 +101,7 @@ def broken_index(**change: int) -> bytes:
     [
         (b"", DATA, r"c.idx is not an index of Megatron's"),
         (INDEX[:20], DATA, r"c.idx is not an index of Megatron's"),
-        (b"TNTIDX\0\0" + bytes(60), DATA, r"c.idx has the format before MMIDIDX"),
+        (b"TNTIDX\0\0" + bytes(60), DATA, r"c.idx is not an index of Megatron's"),
         (broken_index(version=2), DATA, r"version 2 and dtype code 8"),
         (broken_index(code=7), DATA, r"version 1 and dtype code 7"),
         (broken_index(code=77), DATA, r"version 1 and dtype code 77"),
@@ -114,7 +117,7 @@ def broken_index(**change: int) -> bytes:
 )
 def test_a_damaged_file_is_named(tmp_path: Path, index: bytes, data: bytes, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        MegatronFile(by_hand(tmp_path, index, data))
+        TokenFile(by_hand(tmp_path, index, data))
 
 
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
@@ -122,32 +125,23 @@ def test_a_missing_file_is_named(tmp_path: Path, suffix: str) -> None:
     path = by_hand(tmp_path)
     os.unlink(f"{path}{suffix}")
     with pytest.raises(UsageError, match=rf"c\{suffix} is missing"):
-        MegatronFile(path)
+        TokenFile(path)
 
 
 def test_changed_tokens_change_the_fingerprint(tmp_path: Path) -> None:
-    before = MegatronFile(by_hand(tmp_path)).fingerprint
-    assert MegatronFile(by_hand(tmp_path)).fingerprint == before
-    assert MegatronFile(by_hand(tmp_path, data=DATA[:-1] + b"\1")).fingerprint != before
+    before = TokenFile(by_hand(tmp_path)).fingerprint
+    assert TokenFile(by_hand(tmp_path)).fingerprint == before
+    assert TokenFile(by_hand(tmp_path, data=DATA[:-1] + b"\1")).fingerprint != before
 
 
-def test_an_exception_or_bad_tokens_leave_no_file(tmp_path: Path) -> None:
-    def broken() -> None:
-        with MegatronWriter(tmp_path / "w", vocab_size=9) as writer:
-            writer.write([3])
-            writer.write([3, 4, 9, 5], [1, 3])
-
-    with pytest.raises(UsageError, match="token 9 in document 2 is outside of the vocabulary, 0 to 8"):
-        broken()
-    with pytest.raises(UsageError, match="no documents"), MegatronWriter(tmp_path / "w", vocab_size=9):
-        pass
-    assert os.listdir(tmp_path) == []
+def test_negative_tokens_are_named_when_the_file_is_read_whole(tmp_path: Path) -> None:
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 1, 2) + struct.pack("<iqqq", 2, 0, 0, 1)
+    path = by_hand(tmp_path, index, struct.pack("<2i", 3, -5))
+    TokenFile(path)
+    with pytest.raises(UsageError, match=r"c.bin has the token -5"):
+        TokenFile(path, verify=True)
 
 
-def test_files_are_replaced_only_when_asked_for(tmp_path: Path) -> None:
-    by_hand(tmp_path)
-    with pytest.raises(UsageError, match=r"c.bin exists"):
-        MegatronWriter(tmp_path / "c", vocab_size=9)
-    with MegatronWriter(tmp_path / "c", vocab_size=9, overwrite=True) as writer:
-        writer.write([3])
-    assert MegatronFile(tmp_path / "c").tokens(0).tolist() == [3]
+def test_a_document_that_is_too_long_for_the_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a document of 2,147,483,648 tokens, more than 2,147,483,647"):
+        write_index(tmp_path / "c.idx", np.dtype("<u2"), np.array([1, 2**31]))

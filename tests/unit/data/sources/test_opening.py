@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shoal.data import MegatronWriter, TokenFile, TokenFileWriter, open_source, open_sources
+from shoal.data import TokenFile, TokenFileWriter, open_source, open_sources
 from shoal.data.sources.opening import SourceSpec, parse_sources
 from shoal.errors import UsageError
 
@@ -97,11 +97,8 @@ def test_all_problems_of_blends_are_named(tmp_path: Path) -> None:
 
 def test_files_of_tokens_are_opened_by_their_names(tmp_path: Path) -> None:
     token_file(tmp_path / "t", [[1, 2]])
-    with MegatronWriter(tmp_path / "m", vocab_size=9) as writer:
-        writer.write([3])
-    assert open_source(tmp_path / "t").tokens(0).tolist() == [1, 2]
-    for name in ("m", "m.idx", "m.bin"):
-        assert open_source(str(tmp_path / name)).tokens(0).tolist() == [3]
+    for name in ("t", "t/tokens", "t/tokens.idx", "t/tokens.bin"):
+        assert open_source(str(tmp_path / name)).tokens(0).tolist() == [1, 2]
 
 
 def test_text_is_tokenised_once_and_again_when_it_changes(tmp_path: Path) -> None:
@@ -155,7 +152,7 @@ def test_all_problems_of_all_sources_are_named(tmp_path: Path) -> None:
     for words in (
         "long has the token 900; the model's are 0 to 499",
         "long has 2 documents of more than 10 tokens; document 2 has 12",
-        "tokens.bin has 0 bytes in place of 2",
+        "tokens.bin has 0 bytes, and its index names 2",
         "empty.jsonl: no documents, or all of them empty",
         "missing: no text file at",
     ):
@@ -166,8 +163,7 @@ def test_all_problems_of_all_sources_are_named(tmp_path: Path) -> None:
 
 
 def test_tokens_of_megatron_are_compared_with_the_vocabulary_when_they_are_read_whole(tmp_path: Path) -> None:
-    with MegatronWriter(tmp_path / "m", vocab_size=1000) as writer:
-        writer.write([900])
-    open_sources([tmp_path / "m"], vocab_size=500)
-    with pytest.raises(UsageError, match="m has the token 900"):
-        open_sources([tmp_path / "m"], vocab_size=500, verify=True)
+    path = token_file(tmp_path / "t", [[900]]) / "tokens"
+    open_sources([path], vocab_size=500)
+    with pytest.raises(UsageError, match="tokens has the token 900"):
+        open_sources([path], vocab_size=500, verify=True)

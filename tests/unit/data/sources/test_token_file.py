@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data import ByteTokenizer, MegatronFile, MegatronWriter, TokenFile, TokenFileWriter, TokenSource
-from shoal.data.sources.build import copy as copy_source
+from shoal.data import ByteTokenizer, TokenFile, TokenFileWriter, TokenSource
 from shoal.errors import UsageError
 
 MIB = 1 << 20
@@ -57,7 +56,7 @@ def test_any_documents_are_read_back(documents: list[list[int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = written(Path(folder) / "t", documents, 70_001)
         assert [source.tokens(index).tolist() for index in range(len(documents))] == documents
-        assert source.header.largest_token == max(map(max, filter(None, documents)))
+        assert source.largest_token == max(map(max, filter(None, documents)))
 
 
 def test_documents_written_together_and_one_by_one_give_the_same_bytes(tmp_path: Path) -> None:
@@ -106,22 +105,26 @@ def test_a_file_without_tokens_is_refused(tmp_path: Path, documents: list[list[i
         written(tmp_path / "t", documents)
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "checksums.bin"])
-def test_a_truncated_or_missing_file_is_named_at_open(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "checksums.bin"])
+def test_a_truncated_longer_or_missing_file_is_named_at_open(tmp_path: Path, name: str) -> None:
     file = large(tmp_path / "t") / name
     size = file.stat().st_size
+    words = rf"{name} has (changed|{size - 1:,} bytes)"
     os.truncate(file, size - 1)
-    with pytest.raises(UsageError, match=rf"{name} has {size - 1:,} bytes in place of {size:,}") as caught:
+    with pytest.raises(UsageError, match=words) as caught:
         TokenFile(tmp_path / "t")
     assert "shoal data build" in str(caught.value)
+    os.truncate(file, size + 1)
+    with pytest.raises(UsageError, match=rf"{name} has (changed|{size + 1:,} bytes in place of {size:,})"):
+        TokenFile(tmp_path / "t")
     file.unlink()
-    with pytest.raises(UsageError, match=f"{name} is missing"):
+    with pytest.raises(UsageError, match=rf"{name} is missing"):
         TokenFile(tmp_path / "t")
 
 
-@pytest.mark.parametrize("name", ["documents.bin", "checksums.bin"])
+@pytest.mark.parametrize("name", ["tokens.idx", "checksums.bin"])
 def test_changed_offsets_and_checksums_are_named_at_open(tmp_path: Path, name: str) -> None:
-    flip(large(tmp_path / "t") / name, 9)
+    flip(large(tmp_path / "t") / name, 9 if name == "checksums.bin" else 40)
     with pytest.raises(UsageError, match=f"{name} has changed"):
         TokenFile(tmp_path / "t")
 
@@ -156,7 +159,7 @@ def test_all_changed_chunks_are_named_by_a_full_check_where_the_sample_misses_th
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"version": 2}, "version"), ({"dtype": "<f4"}, "dtype"), ({"more": 1}, "more"), (None, "Invalid JSON")],
+    [({"version": 2}, "version"), ({"num_tokens": 0}, "num_tokens"), ({"more": 1}, "more"), (None, "Invalid JSON")],
 )
 def test_a_damaged_header_is_named(tmp_path: Path, change: dict[str, object] | None, words: str) -> None:
     header = written(tmp_path / "t", [[1, 2]]).path / "header.json"
@@ -167,7 +170,7 @@ def test_a_damaged_header_is_named(tmp_path: Path, change: dict[str, object] | N
 
 
 def test_no_token_file(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"(?s)no token file at .*shoal data build"):
+    with pytest.raises(UsageError, match=r"(?s)\.idx is missing.*shoal data build"):
         TokenFile(tmp_path)
 
 
@@ -175,6 +178,7 @@ def test_the_tokenizer_is_named_and_a_copy_in_another_process_maps_the_file(tmp_
     with TokenFileWriter(tmp_path / "t", tokenizer=ByteTokenizer()) as writer:
         writer.write(list(b"fish") + [0])
     source = TokenFile(tmp_path / "t")
+    assert source.header is not None
     assert (source.header.tokenizer, source.header.end_of_text, source.tokenizer_path) == ("bytes", 0, "bytes")
     assert source.__reduce__() == (TokenFile, (tmp_path / "t",))
     assert copy.copy(source).tokens(0).tobytes() == b"fish\0"
@@ -192,19 +196,12 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
             ranges.append((start, start + length))
             super().madvise(option, start, length)
 
-    monkeypatch.setattr("shoal.data.sources.mapped.mmap.mmap", Recorded)
+    monkeypatch.setattr("shoal.data.sources.indexed.mmap.mmap", Recorded)
     return ranges
 
 
-@pytest.mark.parametrize("is_megatron", [False, True])
-def test_a_part_of_a_document_reads_the_pages_that_it_is_in(
-    tmp_path: Path, asked_for: list[tuple[int, int]], is_megatron: bool
-) -> None:
-    source: TokenSource = TokenFile(large(tmp_path / "t"))
-    if is_megatron:
-        with MegatronWriter(tmp_path / "m", vocab_size=50_000) as writer:
-            copy_source(source, writer)
-        source = MegatronFile(tmp_path / "m")
+def test_a_part_of_a_document_reads_the_pages_that_it_is_in(tmp_path: Path, asked_for: list[tuple[int, int]]) -> None:
+    source = TokenFile(large(tmp_path / "t"))
     asked_for.clear()
     part = source.tokens(100, 40, 900)  # bytes 200,080 to 201,800; pages of 4 KiB begin at 196,608 and 200,704
     assert part.tolist() == [(100_000 + at) % 50_000 for at in range(40, 900)]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -148,6 +149,10 @@ class Device:
     def set_generator_states(self, states: dict[str, torch.Tensor]) -> None:
         if self.is_cuda and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], self.torch_device)
+
+    def allocator_segments(self) -> list[dict[str, Any]]:
+        """The segments of this process's allocator, with their blocks; none on a CPU."""
+        return list(torch.cuda.memory_snapshot()) if self.is_cuda else []
 
     @staticmethod
     def is_out_of_memory(error: BaseException) -> bool:

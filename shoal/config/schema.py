@@ -426,6 +426,9 @@ class Debug(Section):
         False,
         "simulate an accelerator on the CPU from initialize to destroy, and check that its streams wait for each other",
     )
+    out_of_memory_folder: str | None = key(
+        None, "folder into which a rank without memory left writes what uses it, as JSON; null: nothing is written"
+    )
     replica_check_steps: int | None = key(
         None, "steps between two comparisons of what several ranks hold alike, bit by bit; null: none", ge=1
     )

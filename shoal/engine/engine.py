@@ -496,9 +496,10 @@ class Engine(PartShortcuts):
                 self.sharding.failure = error
             if in_backward():
                 raise  # recomputed activations: the backward pass that asked for them reports it
+            snapshot = self._write_memory_snapshot(error, phase)
             self.sharding.recover()
             self.accumulation.reset()
-            self._explain_out_of_memory(error, phase)
+            self._explain_out_of_memory(error, phase, snapshot)
             explain_mismatch(error, self.sharded.sharded)
             if phase == "forward":
                 explain_mixed_formats(error, self.module, self.plan.precision.parameter, inputs)

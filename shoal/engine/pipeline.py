@@ -359,11 +359,12 @@ class PipelineEngine(Engine):
             None if error is None or failure is None else [failure.action, type(error).__name__, str(error)],
             label="pipeline failure",
         )
+        snapshot = "" if error is None else self._write_memory_snapshot(error, "train_batch()")
         self._runner.forget()
         self.sharding.recover()
         self.accumulation.reset()
         if error is not None:
-            self._explain_out_of_memory(error, "train_batch()")
+            self._explain_out_of_memory(error, "train_batch()", snapshot)
             raise error
         first = next((rank for rank, text in enumerate(texts) if text is not None), 0)
         action, kind, message = texts[first] or ("?", "Exception", "")

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from shoal.engine.sharding import Sharding
 from shoal.engine.weights import Weights
 from shoal.errors import OutOfMemoryError, UsageError
 from shoal.observe.flops_profiler import FlopsProfiler
-from shoal.observe.ledger import Ledger
+from shoal.observe.ledger import Ledger, write_snapshot
 from shoal.observe.monitor import Monitor
 from shoal.observe.timers import StepTimers
 from shoal.running.optimizer import ShardedOptimizer
@@ -438,14 +439,29 @@ class EngineState(nn.Module):
         if call is not None:
             self.offloaded.require(call)
 
-    def _explain_out_of_memory(self, error: Exception, phase: str) -> None:
+    def _explain_out_of_memory(self, error: Exception, phase: str, snapshot: str = "") -> None:
         """Raises: OutOfMemoryError: with the ledger, where ``error`` is the allocator's."""
         if isinstance(error, OutOfMemoryError) or not self.properties.device.is_out_of_memory(error):
             return
         ledger = self.memory_report()
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        changes = ledger.changes(self.properties.stage, self.dp_world_size, self.accumulation.micro_batch)[:3]
         raise OutOfMemoryError(
-            f"no memory left in {phase}: {first_line}\n{ledger}",
+            f"no memory left in {phase}: {first_line}\n{ledger}{snapshot}",
             where=f"{self.properties.where(self.global_steps)}, micro-step {self.micro_steps}",
-            do=ledger.advice(self.properties.stage, self.dp_world_size, self.accumulation.micro_batch),
+            do=" Or ".join(changes),
         ) from error
+
+    def _write_memory_snapshot(self, error: Exception, phase: str) -> str:
+        """Write what uses the memory, before what the failed pass uses is freed. Returns: a line that says where; empty
+        if nothing was to be written.
+        """
+        folder = self.properties.config.debug.out_of_memory_folder
+        if folder is None or not self.properties.device.is_out_of_memory(error):
+            return ""
+        notes = {"error": str(error), "phase": phase, "step": self.global_steps, "micro_step": self.micro_steps}
+        try:
+            path = write_snapshot(Path(folder), self.memory_report(), self.world.rank, self.properties.device, notes)
+        except OSError as failure:
+            return f"\nwhat used it could not be written into {folder}: {failure}"
+        return f"\nwhat used it: {path}"

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
 
 from shoal.comm.protocol import Communicator
 from shoal.device import Device, MemoryReading
@@ -17,6 +23,7 @@ from shoal.sharding.placement import Tier
 from shoal.text import format_bytes
 from shoal.text import table as text_table
 
+_NUM_TENSORS = 50
 KINDS = (
     "parameter",
     "gradient",
@@ -112,8 +119,8 @@ class Ledger:
             + f" ({self.reading.source})"
         )
 
-    def advice(self, stage: int, num_ranks: int, micro_batch: int) -> str:
-        """The change of the config that would save most memory."""
+    def changes(self, stage: int, num_ranks: int, micro_batch: int) -> list[str]:
+        """Changes of the config that would save memory, with the bytes on this rank; the largest is the first."""
         kinds = self.by_kind()
         shardable = {
             1: kinds["master"] + kinds["optimizer state"],
@@ -126,24 +133,70 @@ class Ledger:
             if target > stage
         }
         other = max(self.reading.peak - self.held, 0)
-        target, saved = max(savings.items(), key=lambda item: item[1], default=(stage, 0))
-        sharding = f'set "zero_optimization": {{"stage": {target}}}: it would save {format_bytes(saved)} on this rank.'
-        movable = self._on_accelerator("master", "optimizer state") if stage else 0
-        if movable > max(other // 2, saved):
-            return (
-                f'set "zero_optimization": {{"offload_optimizer": {{"device": "cpu"}}}}: it would move'
-                f" {format_bytes(movable)} of this rank to host memory."
-            )
-        if saved > other // 2:
-            return sharding
+        candidates = []
         if micro_batch > 1:
-            return (
+            text = (
                 f'halve "train_micro_batch_size_per_gpu" ({micro_batch}) and double "gradient_accumulation_steps":'
                 f" activations and what else is not in the ledger take {format_bytes(other)}."
             )
+            candidates.append((other // 2, text))
         if savings:
-            return sharding
-        return "train on more ranks, or recompute activations (torch.utils.checkpoint): all state is sharded already."
+            target, saved = max(savings.items(), key=lambda item: item[1])
+            text = f'set "zero_optimization": {{"stage": {target}}}: it would save {format_bytes(saved)} on this rank.'
+            candidates.append((saved, text))
+        if stage and (movable := self._on_accelerator("master", "optimizer state")):
+            text = (
+                f'set "zero_optimization": {{"offload_optimizer": {{"device": "cpu"}}}}: it would move'
+                f" {format_bytes(movable)} of this rank to host memory."
+            )
+            candidates.append((movable, text))
+        if candidates and other:
+            text = (
+                'set "activation_checkpointing": {"modules": ["<the class of a block>"]}: of the'
+                f" {format_bytes(other)} that are not in the ledger, activations inside of blocks are recomputed."
+            )
+            candidates.append((other // 4, text))
+        candidates.sort(key=lambda each: -each[0])
+        all_sharded = (
+            "train on more ranks, or recompute activations (torch.utils.checkpoint): all state is sharded already."
+        )
+        return [text for _, text in candidates] or [all_sharded]
+
+    def advice(self, stage: int, num_ranks: int, micro_batch: int) -> str:
+        """The change of the config that would save most memory."""
+        return self.changes(stage, num_ranks, micro_batch)[0]
+
+
+def write_snapshot(folder: Path, ledger: Ledger, rank: int, device: Device, notes: Mapping[str, object]) -> Path:
+    """Write what uses this rank's memory as ``out-of-memory-rank<N>.json``.
+
+    Its keys: ``notes``; ``ledger`` and its ``entries``, the largest first; ``tensors``: the largest that Python knows,
+    one of each storage, with shape, dtype, device and bytes; ``allocator``: the segments of the accelerator's.
+
+    Raises: OSError.
+    """
+    tensors: dict[int, tuple[int, torch.Tensor]] = {}
+    for each in gc.get_objects():
+        with suppress(Exception):  # an object that is half made, or a tensor without storage
+            if isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                tensors[storage._cdata] = storage.nbytes(), each
+    largest = sorted(tensors.values(), key=lambda item: -item[0])[:_NUM_TENSORS]
+    content = {
+        **notes,
+        "ledger": ledger.as_dict(),
+        "entries": [asdict(entry) for entry in sorted(ledger.entries, key=lambda entry: -entry.nbytes)],
+        "tensors": [
+            {"bytes": nbytes, "shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": str(tensor.device),
+             "is_parameter": isinstance(tensor, torch.nn.Parameter)}
+            for nbytes, tensor in largest
+        ],
+        "allocator": device.allocator_segments(),
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"out-of-memory-rank{rank}.json"
+    path.write_text(json.dumps(content, default=str), encoding="utf-8")
+    return path
 
 
 def account(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +143,31 @@ def test_an_out_of_memory_error_comes_with_the_ledger_and_the_change_that_saves_
         assert isinstance(error.__cause__, RuntimeError)
         # On CPU everything in the process counts, so for a model this small other memory saves most.
         assert 'halve "train_micro_batch_size_per_gpu" (2)' in error.do
+
+
+def test_what_uses_the_memory_is_written_and_the_error_names_three_changes(tmp_path: Path) -> None:
+    def job() -> OutOfMemoryError:
+        engine = start(TooLarge, {**config(1), "debug": {"out_of_memory_folder": str(tmp_path)}})
+        run_steps(engine, 1)
+        engine.module.is_too_large = True
+        with pytest.raises(OutOfMemoryError) as caught:
+            engine(*batch(1, 0, 1))
+        engine.destroy()
+        return caught.value
+
+    for rank, error in enumerate(run_ranks(2, job)):
+        path = tmp_path / f"out-of-memory-rank{rank}.json"
+        assert f"what used it: {path}" in error.what
+        content = json.loads(path.read_text())
+        assert content["phase"] == "forward" and content["step"] == 1
+        assert "DefaultCPUAllocator" in content["error"]
+        assert content["ledger"]["held"] == sum(entry["nbytes"] for entry in content["entries"]) > 0
+        sizes = [entry["nbytes"] for entry in content["entries"]]
+        assert sizes == sorted(sizes, reverse=True)
+        assert content["tensors"][0]["bytes"] >= max(sizes)  # the flat buffers are among them
+        assert error.do.count(" Or ") == 2
+        for key in ("train_micro_batch_size_per_gpu", '{"stage": 3}: it would save', "activation_checkpointing"):
+            assert key in error.do
 
 
 def test_a_destroyed_engine_gives_the_model_back_whole_and_without_hooks() -> None:

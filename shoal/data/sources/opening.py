@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shoal.data.sources.build import build
 from shoal.data.sources.documents import identity, read_documents
 from shoal.data.sources.indexed import data_of, index_of
-from shoal.data.sources.token_file import HEADER, TokenFile, TokenFileWriter
+from shoal.data.sources.token_file import TokenFile, TokenFileWriter, is_folder_of_tokens
 from shoal.data.tokenizers import load_tokenizer
 from shoal.errors import UsageError
 
@@ -106,7 +106,7 @@ def is_tokens(name: str) -> bool:
     """True if the name is of a file of tokens, whole or damaged; False: of text."""
     path = Path(name)
     is_prefix = index_of(path).is_file() or (data_of(path).is_file() and not path.exists())
-    return is_prefix or path.suffix in (".idx", ".bin") or (path / HEADER).is_file()
+    return is_prefix or path.suffix in (".idx", ".bin") or is_folder_of_tokens(path)
 
 
 def open_sources(

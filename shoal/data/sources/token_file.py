@@ -30,8 +30,7 @@ from shoal.data.sources.indexed import MappedArray, data_of, index_of, read_inde
 from shoal.data.tokenizers import Tokenizer
 from shoal.errors import UsageError
 
-HEADER = "header.json"
-_PREFIX, _CHECKSUMS, _TOKENIZER = "tokens", "checksums.bin", "tokenizer"
+_HEADER, _PREFIX, _CHECKSUMS, _TOKENIZER = "header.json", "tokens", "checksums.bin", "tokenizer"
 _CHUNK_NBYTES = 1 << 20
 _NUM_SAMPLED = 8  # chunks that opening a file verifies, the first and the last among them
 _REPAIR = "name a whole file of tokens: copy it again, or build it with shoal data build (--overwrite)."
@@ -166,7 +165,7 @@ class TokenFileWriter:
             index_checksum=write_index(index_of(self._folder / _PREFIX), self._dtype, np.concatenate(self._lengths)),
             checksums_checksum=xxhash.xxh64_hexdigest(checksums),
         )
-        (self._folder / HEADER).write_text(header.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        (self._folder / _HEADER).write_text(header.model_dump_json(indent=2) + "\n", encoding="utf-8")
         for path in (*self._folder.rglob("*"), self._folder):
             _flush(path)
         old = self._temporary_name()
@@ -190,6 +189,11 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def is_folder_of_tokens(path: Path) -> bool:
+    """True if ``TokenFileWriter`` wrote the folder; it may be damaged."""
+    return (path / _HEADER).is_file() or index_of(path / _PREFIX).is_file()
+
+
 class TokenFile:
     """Documents in a folder that ``TokenFileWriter`` or ``shoal data build`` wrote, or in an .idx and a .bin file.
 
@@ -206,7 +210,7 @@ class TokenFile:
     def __init__(self, path: str | Path, *, verify: bool = False) -> None:
         self.path = Path(path)
         self.name = str(path)
-        self.header = self._read_header() if (self.path / HEADER).is_file() else None
+        self.header = self._read_header() if is_folder_of_tokens(self.path) else None
         prefix = self.path.with_suffix("") if self.path.suffix in (".idx", ".bin") else self.path
         prefix = prefix if self.header is None else self.path / _PREFIX
         self._index = read_index(prefix, _REPAIR)
@@ -290,11 +294,13 @@ class TokenFile:
         return self._mapped.part(chunk * num, min((chunk + 1) * num, len(self._tokens)))
 
     def _read_header(self) -> TokenFileHeader:
+        if not (self.path / _HEADER).is_file():
+            raise UsageError(f"{self.path / _HEADER} is missing.", where=self.name, do=_REPAIR)
         try:
-            return TokenFileHeader.model_validate_json((self.path / HEADER).read_bytes())
+            return TokenFileHeader.model_validate_json((self.path / _HEADER).read_bytes())
         except ValidationError as error:
             faults = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            raise UsageError(f"{self.path / HEADER} is damaged: {faults}.", where=self.name, do=_REPAIR) from error
+            raise UsageError(f"{self.path / _HEADER} is damaged: {faults}.", where=self.name, do=_REPAIR) from error
 
     def _read_checksums(self, header: TokenFileHeader) -> list[int]:
         """Of the chunks. Raises: UsageError: a file is not the one that the header is of."""

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data import ByteTokenizer, TokenFile, TokenFileWriter, TokenSource
+from shoal.data import ByteTokenizer, TokenFile, TokenFileWriter, TokenSource, open_source
 from shoal.errors import UsageError
 
 MIB = 1 << 20
@@ -167,6 +167,13 @@ def test_a_damaged_header_is_named(tmp_path: Path, change: dict[str, object] | N
     header.write_text(json.dumps(text | change) if change else header.read_text()[:-9])
     with pytest.raises(UsageError, match=f"header.json is damaged: .*{words}"):
         TokenFile(tmp_path / "t")
+
+
+def test_a_missing_header_is_named(tmp_path: Path) -> None:
+    (large(tmp_path / "t") / "header.json").unlink()
+    for opened in (TokenFile, open_source):
+        with pytest.raises(UsageError, match=r"header.json is missing"):
+            opened(tmp_path / "t")
 
 
 def test_no_token_file(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from shoal.source import is_users_file, place_of
 from shoal.text import listed_ranks
 
 _TAIL_LINES = 20
+_SCREEN_LINES = 22  # of a traceback; its head and an empty line come before it
 # Errors of a rank whose peer ended; it is not the rank that failed first.
 _MARKS_OF_A_LOST_PEER = (
     "[rank-failed]",
@@ -144,7 +145,7 @@ def describe(ended: Sequence[EndedRank], *, whole: bool = False) -> tuple[int, s
 
     Args:
         ended: in the order in which they were found to have ended.
-        whole: with the tracebacks of Shoal's own errors.
+        whole: with the tracebacks of Shoal's own errors, and all frames.
     """
     errors = {
         each.rank: read_error(each.stderr.read_text(errors="replace")) if each.stderr is not None else RankError()
@@ -175,7 +176,20 @@ def _details(first: EndedRank, error: RankError, *, whole: bool) -> Sequence[str
     if error.is_own and not whole:
         message = [_OWN_ERROR.sub("", error.error[0]), *error.error[1:]]
         return [*message, *place, "  SHOAL_TRACEBACK=1 in the environment shows the traceback."]
-    return [*error.error, *place] if first.shown == "lines and traceback" else error.traceback
+    if first.shown == "lines and traceback":
+        return [*error.error, *place]
+    return error.traceback if whole else _on_a_screen(error.traceback)
+
+
+def _on_a_screen(traceback: Sequence[str]) -> Sequence[str]:
+    """A long traceback without the frames in its middle."""
+    frames = [at for at, line in enumerate(traceback) if _FRAME.match(line)]
+    if len(traceback) <= _SCREEN_LINES or len(frames) < 3:
+        return traceback
+    first, most = frames[1], _SCREEN_LINES - frames[1] - 1
+    last = next((at for at in frames[2:] if len(traceback) - at <= most), frames[-1])
+    left_out = f"  ... {frames.index(last) - 1} frames; SHOAL_TRACEBACK=1 in the environment shows them ..."
+    return [*traceback[:first], left_out, *traceback[last:]]
 
 
 def _first_failed(ended: Sequence[EndedRank], errors: dict[int, RankError]) -> EndedRank:

@@ -93,6 +93,22 @@ def test_nothing_is_repeated_that_the_terminal_has_already(tmp_path: Path) -> No
     assert report.splitlines()[1:] == ["usage: train.py [-h]"]
 
 
+def test_a_long_traceback_fits_a_screen_and_is_whole_on_request(tmp_path: Path) -> None:
+    frames = [f'  File "/x/layer{at}.py", line {at}, in forward\n    return inner(x)\n' for at in range(40)]
+    crash = "Traceback (most recent call last):\n" + "".join(frames) + "ValueError: bad\n"
+    _, report = describe([ended(tmp_path, 0, crash)])
+    lines = report.splitlines()
+    assert len(lines) <= 24
+    assert [line for line in lines if "File" in line] == [
+        '  File "/x/layer0.py", line 0, in forward',
+        *(f'  File "/x/layer{at}.py", line {at}, in forward' for at in range(32, 40)),
+    ]
+    assert lines[4] == "  ... 31 frames; SHOAL_TRACEBACK=1 in the environment shows them ..."
+    assert lines[-1] == "ValueError: bad"
+    _, report = describe([ended(tmp_path, 0, crash)], whole=True)
+    assert report.count("File") == 40
+
+
 def test_a_killed_rank_says_so(tmp_path: Path) -> None:
     code, report = describe([EndedRank(1, 1, -9, None, "lines"), ended(tmp_path, 0, "", code=-15)])
     assert code == 128 + 9

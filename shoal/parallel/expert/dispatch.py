@@ -166,7 +166,7 @@ def _run_divided(
     if meanwhile is not None:
         meanwhile()
     returned = []
-    with held.using([chunk.route.counts for chunk in chunks], hidden):
+    with held.using([chunk.route.counts for chunk in chunks]):
         for chunk, ticket in zip(chunks, sent, strict=True):
             rows, arrived = _Arrive.apply(chunk, ticket)
             returned.append(_Return.apply(chunk, arrived, compute(rows, chunk.route.counts)))

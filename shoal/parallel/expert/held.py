@@ -157,21 +157,16 @@ class ExpertUsage:
         return self._used is not None
 
     @contextmanager
-    def of(self, counts: Sequence[int], device: torch.device) -> Iterator[None]:
+    def of(self, counts: Sequence[int]) -> Iterator[None]:
         """Run the experts inside the block.
 
         Args:
             counts: this rank's rows of each expert.
-            device: of the rows.
 
-        Communicates: along ``comm``, an exchange of 8 bytes an expert. Order: it blocks the host.
+        Communicates: along ``comm``, an exchange of 8 bytes an expert, between hosts.
         """
-        used = tuple(count > 0 for count in counts)
-        if self._comm.size > 1:
-            mine = torch.tensor(list(counts), dtype=torch.int64, device=device)
-            of_all = self._comm.exchange(mine, label="used experts").wait()
-            used = tuple(total > 0 for total in read_vector(of_all.sum(0), when_fake=1.0))
-        before, self._used = self._used, used
+        of_all = self._comm.exchange_on_host(counts, label="used experts")
+        before, self._used = self._used, tuple(any(of_expert) for of_expert in zip(*of_all, strict=True))
         try:
             yield
         finally:
@@ -272,7 +267,7 @@ class ExpertsHeld:
         owner = {expert: rank for rank, ids in enumerate(placement) for expert in ids}
         self.owners = tuple(owner[expert] for expert in range(self.num_experts))
 
-    def using(self, counts: Sequence[Sequence[int]], rows: Tensor) -> AbstractContextManager[None]:
+    def using(self, counts: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
         """Inside the block the experts run, on several parts of the rows one after the other.
 
         Args:
@@ -282,7 +277,7 @@ class ExpertsHeld:
         """
         if self.usage is None or self.usage.is_running:
             return nullcontext()
-        return self.usage.of([sum(of_expert) for of_expert in zip(*counts, strict=True)], rows.device)
+        return self.usage.of([sum(of_expert) for of_expert in zip(*counts, strict=True)])
 
     def enter(self, rows: Tensor) -> Tensor:
         """The rows before the first matrices of stacked experts. Communicates: in backward, an all-reduce of them."""
@@ -309,7 +304,7 @@ class ListedExperts(nn.ModuleList):
             counts: the rows of each local expert.
         """
         parts = rows.split(list(counts), dim)
-        with self.experts_held.using([counts], rows):
+        with self.experts_held.using([counts]):
             outputs = [expert(part) for expert, part in zip(self, parts, strict=True)]
         return torch.cat([each[0] if isinstance(each, tuple) else each for each in outputs], dim)
 

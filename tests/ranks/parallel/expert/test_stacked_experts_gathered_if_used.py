@@ -337,9 +337,13 @@ def test_the_streams_of_experts_gathered_if_used_wait_where_they_must(
             engine = start_with(make(model), settings, adamw)
             assert any(unit.if_used is not None for unit in engine.sharded.units)
             for step in range(STEPS):
+                before = check.host_reads
                 engine.backward(engine(*batch(step, mine, size), by_rank_and_step(step, mine)))
+                after = check.host_reads
                 engine.step()
             engine.destroy()
+        # The host reads the rows of each expert, and tells the other hosts which experts have some.
+        assert sum(number for number in (after - before).values()) == NUM_BLOCKS
         return check
 
     assert [str(finding) for check in ranks(size, rank) for finding in check.findings] == []

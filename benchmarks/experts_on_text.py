@@ -24,12 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from benchmarks.arena import machine, table
 from benchmarks.experts import Sizes, step_of
 from benchmarks.parallel import Pair, measure
-from shoal.data.text import PackedTokens, default_texts, load_tokenizer, tokenize
+from shoal.data import ByteTokenizer, Loader, RepeatingLoader, default_texts, split, tokenize
 from shoal.host_heap import keep_freed
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.expert.layer import MoE
@@ -94,22 +93,16 @@ def train(sizes: Sizes, layers: int, steps: int, every: int, rounds: int) -> lis
         "steps_per_print": 10**9,
     }
     engine, *_ = shoal.initialize(model=model, config=config)
-    samples = PackedTokens(tokenize(default_texts(), load_tokenizer(None)), LENGTH)
-    generator = torch.Generator().manual_seed(1 + rank)
-    loader = DataLoader(samples, sizes.tokens // LENGTH, shuffle=True, generator=generator, drop_last=True)
+    training, _ = split(tokenize(default_texts(), ByteTokenizer()), 0.01, LENGTH, seed=1 + rank)
+    batches = RepeatingLoader(Loader(training, sizes.tokens // LENGTH))
 
     library.init_distributed("gloo")
     theirs, ours = build_layer(Theirs, sizes, num_ranks), build_layer(MoE, sizes, num_ranks)
     theirs.set_deepspeed_parallelism()
     ours.set_deepspeed_parallelism()
     rows: list[dict[str, Any]] = []
-    batches = iter(loader)
     for step in range(steps + 1):
-        try:
-            tokens, targets = next(batches)
-        except StopIteration:
-            batches = iter(loader)
-            tokens, targets = next(batches)
+        tokens, targets = next(batches)
         is_measured = step % every == 0
         for module in found:
             module.keeps = is_measured

@@ -6,7 +6,6 @@ shoal run --ranks 2 examples/text.py
 from __future__ import annotations
 
 import torch
-from torch.utils.data import default_collate
 
 import shoal
 from shoal.data import ByteTokenizer, RepeatingLoader, default_texts, split, tokenize
@@ -32,8 +31,7 @@ def main() -> None:
 
     def validate() -> float:
         engine.eval()
-        samples = default_collate([validation[index] for index in range(16)])
-        tokens, targets = (part.to(engine.device) for part in samples)
+        tokens, targets = (part.to(engine.device) for part in validation.batch(range(16)))
         with torch.no_grad():
             loss = engine(tokens, targets).item()
         engine.train()

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.utils.data import default_collate
 
 import shoal
 from shoal.cli.job import (
@@ -134,7 +133,7 @@ class _Run:
         self.progress.say(f"reading {'Python documentation' if not job.text else ', '.join(job.text)} ...")
         texts = read_texts(job.text) if job.text else default_texts()
         self.training, self.validation = split(
-            tokenize(texts, self.tokenizer), _VALIDATION_FRACTION, self.shape.sequence_length
+            tokenize(texts, self.tokenizer), _VALIDATION_FRACTION, self.shape.sequence_length, seed=self.seed
         )
         self.config, self.messages = effective_config(
             job, read_config(job), self.shape.num_active_parameters(), has_accelerator=world.device.type != "cpu"
@@ -205,7 +204,7 @@ class _Run:
             with shoal.zero.Init(config_dict_or_path=self.config, enabled=is_sharded):
                 model = GPT(self.shape, experts=ExpertFeedForward)
         model.attend_by(shoal.attention)
-        model.pipeline_sample = default_collate([self.training[0]])  # what "partition": "time" runs blocks on
+        model.pipeline_sample = cast(Any, self.training.batch([0]))  # what "partition": "time" runs blocks on
         own_schedule = None
         if "scheduler" not in self.config:
 
@@ -355,7 +354,7 @@ class _Run:
         return total / num_batches
 
     def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next micro-batch: whole sequences, [B, L]. The last one of an epoch may have fewer sequences."""
+        """The next micro-batch: whole sequences, [B, L]."""
         tokens, targets = next(self.batches)
         self.num_tokens += tokens.numel()
         return tokens, targets
@@ -419,10 +418,9 @@ class _Run:
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         with torch.no_grad():
             for start in range(0, len(indices), batch):
-                samples = [self.validation[index] for index in indices[start : start + batch]]
-                tokens, targets = (torch.stack(part) for part in zip(*samples, strict=True))
-                loss, _, share = self._loss(tokens, targets)
-                total += loss.double() * len(samples) * share
+                together = indices[start : start + batch]
+                loss, _, share = self._loss(*self.validation.batch(together)[:2])
+                total += loss.double() * len(together) * share
         self.engine.train()
         self.validated_step, self.validated_fraction = step, self.budget.fraction(step)
         self.last_validation, *_ = self._agree(total / len(indices), 0.0)
@@ -444,7 +442,7 @@ class _Run:
         if prompt:
             given = torch.tensor(list(self.tokenizer.encode(prompt)), dtype=torch.int64)
         else:
-            given = self.validation[0][0][:_PROMPT_TOKENS]
+            given = self.validation.batch([0])[0][0, :_PROMPT_TOKENS]
         self.progress.say(f"generating a sample of {self.sample_tokens} tokens ...")
         generator = torch.Generator(self.engine.device).manual_seed(self.seed)
         model = cast(GPT, self.engine.module)

@@ -1,14 +1,16 @@
 """Samples of one length out of documents of any length, decided ahead from the lengths alone.
 
-    sequence length 8, documents of 5, 7, 2, 9 and 3 tokens: a b c d e
+    sequence length 8, documents of 6, 8, 3, 10 and 4 tokens: a b c d e
 
-    concatenate   aaaaabbb  bbbbccdd  ddddddde  ee        back to back, cut at the length
+    concatenate   aaaaaabb  bbbbbbcc  cddddddd  dddeeee.            back to back, cut at the length
     greedy        aaaaa...  bbbbbbb.  cc......  dddddddd  deee....  in order, a new sample where the next does not fit
-    first_fit     dddddddd  aaaaaeee  bbbbbbbd  cc        longest first, each into the fullest sample that has room
+    first_fit     dddddddd  aaaaaeee  bbbbbbbd  cc......            longest first, each where least room would be left
     none          aaaaa...  bbbbbbb.  cc......  dddddddd  eee.....  one document a sample
 
 A sample is a list of pieces, parts of a document. Documents longer than a sample are several pieces (``none`` keeps the
-first and counts the rest). The number of samples is known before one is read, and each is found in O(1).
+first and counts the rest). Every token but a document's first is the target of the one before it, once. The last token
+of a document has no target: only ``concatenate`` gives it a position. The number of samples is known before one is
+read, and each is found in O(1).
 
 Source: best-fit decreasing over a histogram of lengths: Krell et al., "Efficient sequence packing without
 cross-contamination" (arXiv:2107.02027).
@@ -49,7 +51,7 @@ class PackedIndex:
     document: Indices  # [pieces]
     start: Indices  # [pieces]
     stop: Indices  # [pieces]
-    num_left_out: int = 0  # tokens that are in no sample
+    num_left_out: int = 0  # tokens that are no sample's targets
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -73,7 +75,7 @@ class PackedIndex:
 def pack(lengths: Indices, sequence_length: int, packing: Packing, order: Indices) -> PackedIndex:
     """Pack documents.
 
-    >>> index = pack(np.array([5, 7, 2, 9, 3]), 8, "first_fit", np.arange(5))
+    >>> index = pack(np.array([6, 8, 3, 10, 4]), 8, "first_fit", np.arange(5))
     >>> [[tuple(piece) for piece in index.pieces(sample)] for sample in range(len(index))]
     [[(3, 0, 8)], [(0, 0, 5), (4, 0, 3)], [(1, 0, 7), (3, 8, 9)], [(2, 0, 2)]]
 
@@ -81,12 +83,14 @@ def pack(lengths: Indices, sequence_length: int, packing: Packing, order: Indice
         lengths: tokens of each document, [documents].
         order: of the documents, [documents].
     """
-    order = order[lengths[order] > 0]
+    order = order[lengths[order] > 1]
     sizes = lengths[order]
     if packing == "concatenate":
         document, start, stop, sample = _cut(order, sizes, np.cumsum(sizes) - sizes, sequence_length)
-        first = np.searchsorted(sample, np.arange(-(-int(sizes.sum()) // sequence_length) + 1))
+        num_samples = -(-max(int(sizes.sum()) - 1, 0) // sequence_length)  # none of the last token alone
+        first = np.searchsorted(sample, np.arange(num_samples + 1))
         return PackedIndex(sequence_length, first, document, start, stop)
+    sizes = sizes - 1
     if packing == "none":
         start, stop = np.zeros_like(sizes), np.minimum(sizes, sequence_length)
         first = np.arange(len(order) + 1)

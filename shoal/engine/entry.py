@@ -18,7 +18,7 @@ from shoal.access.init import suspended
 from shoal.comm.world import World, current_world, init_distributed
 from shoal.config.config import keys_to_plan
 from shoal.config.source import open_source
-from shoal.data import Loader
+from shoal.data import Loader, TokenStream
 from shoal.engine.engine import Engine
 from shoal.engine.initialize import initialize as initialize_engine
 from shoal.engine.parts.fault_tolerance import FaultTolerance
@@ -244,6 +244,8 @@ def loader_of(engine: Engine, dataset: Any, batch_size: int, *, shuffle: bool = 
         shuffle=shuffle,
         drop_last=settings.dataloader_drop_last,
         fills_last=settings.elasticity.enabled,
+        num_micro=engine.gradient_accumulation_steps,
+        device=engine.device if isinstance(dataset, TokenStream) else None,
         **options,
     )
 

@@ -67,6 +67,8 @@ class RunState:
     def begin_step(self) -> None:
         """Remember where the step begins: another layout cannot go on in its middle."""
         loader = self.training_dataloader
+        if isinstance(loader, Loader):
+            loader.begin_step(self._accumulation.counters.global_steps)
         self._step_start = {
             "counters": asdict(self._accumulation.counters),
             "taken": loader.position if isinstance(loader, Loader) else None,
@@ -158,11 +160,8 @@ class RunState:
                 else f"the checkpoint has no schedule; {mine} starts at its beginning."
             )
         data, loader = saved.get("data"), self.training_dataloader
-        if data is not None and hasattr(loader, "load_state_dict"):
-            here = loader.state_dict().get("num_samples")
-            if here != data.get("num_samples"):
-                num_samples = data.get("num_samples")
-                problems.append(f"its data set has {num_samples} samples, this run's has {here}")
+        if data is not None and isinstance(loader, Loader):
+            problems += loader.problems(data)
         if "by_step" in saved:
             notes += self.curriculum.changes(saved["by_step"] or {})
         if lost := sorted(set(saved.get("parts") or {}) - set(self._parts)):

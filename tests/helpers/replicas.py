@@ -20,7 +20,7 @@ from torch import nn
 
 import shoal
 from shoal.comm.quorum import QuorumServer
-from shoal.data.loading import SamplePosition
+from shoal.data import shuffled
 from shoal.engine.parts.fault_tolerance import FaultTolerance
 
 NUM_SAMPLES, ROWS, SEED = 2000, 2, 1
@@ -226,7 +226,7 @@ class Run:
     def check_samples(self) -> None:
         """No sample is lost, and none is used twice."""
         used = [index for of_step in self.used() for index in of_step]
-        order = SamplePosition(NUM_SAMPLES, SEED, True).order()
+        order = shuffled(range(NUM_SAMPLES), NUM_SAMPLES, SEED, 0).tolist()
         assert sorted(used) == sorted(order[: len(used)])
 
     def check_alike(self, numbers: list[int]) -> None:

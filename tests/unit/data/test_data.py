@@ -15,12 +15,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from shoal.data import (
     ByteTokenizer,
     Loader,
-    PackedTokens,
     RepeatingLoader,
-    SamplePosition,
     default_texts,
     load_tokenizer,
     read_texts,
+    shuffled,
     split,
     tokenize,
 )
@@ -152,7 +151,7 @@ def test_runs_of_any_world_sizes_one_after_another_read_each_epoch_in_order_and_
         assert all(other == states[0] for other in states)
         state = states[0]
     for epoch, samples in taken.items():
-        order = SamplePosition(num, 3, True, taken=epoch * num).order()
+        order = shuffled(range(num), num, 3, epoch).tolist()
         distinct = list(dict.fromkeys(samples))  # an epoch's short batch may repeat some to give each rank its part
         is_over = epoch < max(taken)
         assert distinct == (order if is_over else order[: len(distinct)])
@@ -196,22 +195,14 @@ def test_a_loader_that_yields_nothing_is_an_error_not_a_hang() -> None:
         next(RepeatingLoader([]))
 
 
-def test_targets_are_the_next_tokens() -> None:
-    samples = PackedTokens(torch.arange(10, dtype=torch.uint8), 4)
-    assert len(samples) == 2
-    tokens, targets = samples[1]
-    assert tokens.tolist() == [4, 5, 6, 7]
-    assert targets.tolist() == [5, 6, 7, 8]
-    assert tokens.dtype is torch.int64
-    with pytest.raises(IndexError):
-        samples[2]
-
-
 def test_validation_is_the_tail_and_shares_no_token_with_training() -> None:
     training, validation = split(torch.arange(100), 0.2, 9)
     assert len(training) == 8  # 80 tokens, the last of which is a target only
     assert len(validation) == 2
-    assert validation[0][0].tolist() == [80, 81, 82, 83, 84, 85, 86, 87, 88]
+    tokens, targets = validation.batch([0])
+    assert tokens.tolist() == [[80, 81, 82, 83, 84, 85, 86, 87, 88]]
+    assert targets.tolist() == [[81, 82, 83, 84, 85, 86, 87, 88, 89]]
+    assert tokens.dtype is torch.int64
 
 
 def test_too_short_a_text_is_refused() -> None:

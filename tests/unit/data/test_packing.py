@@ -24,14 +24,14 @@ def test_the_examples_of_the_module_are_true() -> None:
 
 
 def test_the_picture_of_the_module_is_true() -> None:
-    lengths, order = np.array([5, 7, 2, 9, 3]), np.arange(5)
+    lengths, order = np.array([6, 8, 3, 10, 4]), np.arange(5)
     drawn = {
         packing: ["".join("abcde"[d] * (stop - start) for d, start, stop in each) for each in samples(index)]
         for packing in ALL
         for index in [pack(lengths, 8, packing, order)]
     }
     assert drawn == {
-        "concatenate": ["aaaaabbb", "bbbbccdd", "ddddddde", "ee"],
+        "concatenate": ["aaaaaabb", "bbbbbbcc", "cddddddd", "dddeeee"],
         "greedy": ["aaaaa", "bbbbbbb", "cc", "dddddddd", "deee"],
         "first_fit": ["dddddddd", "aaaaaeee", "bbbbbbbd", "cc"],
         "none": ["aaaaa", "bbbbbbb", "cc", "dddddddd", "eee"],
@@ -45,25 +45,27 @@ def test_the_picture_of_the_module_is_true() -> None:
     packing=st.sampled_from(ALL),
     seed=st.integers(0, 5),
 )
-def test_every_token_is_in_one_sample_and_no_sample_is_too_long(
+def test_every_token_is_a_target_once_and_no_sample_is_too_long_or_without_one(
     lengths: list[int], room: int, packing: Packing, seed: int
 ) -> None:
     order = np.random.default_rng(seed).permutation(len(lengths))
     index = pack(np.array(lengths, dtype=np.int64), room, packing, order)
     packed = samples(index)
     assert all(0 < sum(stop - start for _, start, stop in sample) <= room for sample in packed)
-    tokens = [(d, token) for sample in packed for d, start, stop in sample for token in range(start, stop)]
-    expected = {(d, token) for d, length in enumerate(lengths) for token in range(length)}
-    assert len(set(tokens)) == len(tokens)
-    assert len(expected) - len(tokens) == index.num_left_out
-    assert set(tokens) <= expected
+    inputs = [(d, token) for sample in packed for d, start, stop in sample for token in range(start, stop)]
+    assert len(set(inputs)) == len(inputs)
+    targets = [(d, token + 1) for d, token in inputs if token + 1 < lengths[d]]
+    expected = {(d, token) for d, length in enumerate(lengths) for token in range(1, length)}
+    assert set(targets) <= expected
+    assert len(expected) - len(targets) == index.num_left_out
     assert packing == "none" or index.num_left_out == 0
+    assert all(any(stop < lengths[d] or stop > start + 1 for d, start, stop in sample) for sample in packed)
+    documents = [d for d in order.tolist() if lengths[d] > 1]
     if packing == "concatenate":
-        assert len(packed) == -(-len(expected) // room)
-        documents = [d for d, token in tokens if token == 0]
-        assert documents == [d for d in order.tolist() if lengths[d]]
+        assert len(packed) == max(-(-(sum(lengths[d] for d in documents) - 1) // room), 0)
+        assert [d for d, token in inputs if token == 0] == documents
     if packing == "none":
-        assert [sample[0][0] for sample in packed] == [d for d in order.tolist() if lengths[d]]
+        assert [sample[0][0] for sample in packed] == documents
 
 
 def chat_lengths(num: int) -> np.ndarray:

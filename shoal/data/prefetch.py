@@ -1,0 +1,53 @@
+"""Batches that are copied to an accelerator while the one before is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shoal.comm.side_stream import SideStream
+from shoal.streams import host_memory, keep_for_current_stream, streams_of
+
+T = TypeVar("T")
+
+
+def ahead_on(device: torch.device | None, batches: Iterator[T]) -> Iterator[T]:
+    """Batches with their tensors on ``device``; each is read and copied before the one ahead of it is handed out.
+
+    Args:
+        device: None, or a CPU: batches are handed out as they are.
+
+    Memory: one batch more on the device, and one in pinned memory.
+    Order: copies are in a stream next to the current one, which waits for a batch when it is handed out.
+    """
+    if device is None or streams_of(device) is None:
+        yield from batches
+        return
+    side = SideStream(device)
+    waiting: tuple[Any, Any, Any] | None = None  # a batch, its copy's end, and its source, which exists until then
+    for batch in batches:
+        pinned = tree_map_only(torch.Tensor, lambda tensor: _pinned(tensor, device), batch)
+        with side.queued() as copied:
+            moved = tree_map_only(torch.Tensor, lambda tensor: _copy(tensor, device), pinned)
+        if waiting is not None:
+            yield _handed_out(*waiting)
+        waiting = moved, copied, pinned
+    if waiting is not None:
+        yield _handed_out(*waiting)
+
+
+def _handed_out(batch: Any, copied: Any, _: Any) -> Any:
+    copied.wait()
+    tree_map_only(torch.Tensor, keep_for_current_stream, batch)
+    return batch
+
+
+def _pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return host_memory(tensor, is_pinned=True) if device.type == "cpu" else tensor.pin_memory()
+
+
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor, non_blocking=True)

@@ -1,9 +1,9 @@
 """The kernels that only a GPU has, each beside a plain path: the largest difference, and the time of both.
 
 Attention by flash and memory-efficient kernels with the log-sum-exp that ring attention merges, torch's grouped
-product for experts (also where experts have no rows), rows of experts gathered and summed and tiles of attention
-merged (in Triton kernels), the loss in chunks (in a Triton kernel), the fused optimizer, and AdamW in one Triton kernel
-with the casts around it. Shoal has no fp8 kernels of its own.
+product for experts (also where experts have no rows), rows of experts gathered and summed, tiles of attention merged
+and the gated activation (in Triton kernels), the loss in chunks (in a Triton kernel), the fused optimizer, and AdamW in
+one Triton kernel with the casts around it. Shoal has no fp8 kernels of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from shoal.parallel.sequence import ring
 from shoal.parallel.sequence.attention import attention
 from shoal.parallel.sequence.chunks import Tile
 from shoal.parallel.sequence.kernels import PlainKernel, kernel_for
+from shoal.parallel.swiglu import swiglu
 
 Kernel = Callable[[], Sequence[Tensor]]
 
@@ -40,6 +41,7 @@ def check(setting: Setting) -> Iterable[Finding]:
         yield attempt(what, lambda c=counts, w=what: _grouped(setting, c, w))  # type: ignore[misc]
     yield attempt("rows of experts", lambda: _rows_of_experts(setting))
     yield attempt("merged tiles of attention", lambda: _merged_tiles(setting))
+    yield attempt("gated activation", lambda: _gated(setting))
     yield attempt("loss in chunks", lambda: _loss(setting))
     yield attempt("fused AdamW", lambda: _adamw(setting))
     yield attempt("AdamW in one kernel", lambda: _adamw_in_one_kernel(setting))
@@ -135,6 +137,26 @@ def _merged_tiles(setting: Setting) -> Finding:
         return [total, lse]
 
     return _compare("merged tiles of attention", by_kernel, by_operators, 1e-5, setting)
+
+
+def _gated(setting: Setting) -> Finding:
+    """16 bytes an element of 16 bits in forward and backward. On an H100 of 3.35 TB/s: 0.3 ms, and 0.7 by operators."""
+    rows, width = (32, 16) if setting.is_tiny else (16_384, 4096)
+    gate_up = torch.randn(rows, 2 * width, device=setting.device, dtype=torch.bfloat16).requires_grad_()
+    gradient = torch.randn(rows, width, device=setting.device, dtype=torch.bfloat16)
+
+    def by(function: Callable[[Tensor], Tensor]) -> Kernel:
+        def run() -> Sequence[Tensor]:
+            out = function(gate_up)
+            return [out.detach(), *torch.autograd.grad(out, gate_up, gradient)]
+
+        return run
+
+    def by_operators(tensor: Tensor) -> Tensor:
+        gate, up = tensor.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    return _compare("gated activation", by(swiglu), by(by_operators), 2e-2, setting)
 
 
 def _loss(setting: Setting) -> Finding:

@@ -26,6 +26,7 @@ from shoal.errors import NotBuiltError
 from shoal.parallel.expert.dispatch import Compute
 from shoal.parallel.expert.grouped import feed_forward, grouped_linear
 from shoal.parallel.expert.held import ExpertsHeld, ListedExperts, SplitDim, Stack
+from shoal.parallel.swiglu import swiglu
 from shoal.sharding.storage import is_placeholder
 
 _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed")  # set by Transformers' decorator
@@ -96,8 +97,17 @@ def _compute_stack(module: nn.Module, rows: Tensor, counts: Sequence[int]) -> Te
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     biases = [getattr(experts, f"{name}_bias") if experts.has_bias else None for name in (up_name, "down_proj")]
     activation = experts._apply_gate if experts.has_gate else experts.act_fn
+    if experts.has_gate and _is_swiglu(module):
+        activation = swiglu
     out = feed_forward(rows, counts, experts.experts_held, up, down, activation, *biases)
     return experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
+
+
+def _is_swiglu(experts: nn.Module) -> bool:
+    """True if Transformers' own gate, or Llama 4's, activates by silu."""
+    gate: Any = type(experts)._apply_gate  # type: ignore[attr-defined]
+    is_known = gate is Llama4Interface._apply_gate or gate.__name__ == "_default_apply_gate"
+    return is_known and type(experts.act_fn).__name__ in ("SiLUActivation", "SiLU")
 
 
 class Llama4Layer(nn.Module):

@@ -48,7 +48,9 @@ def begin_again(saved: dict[str, Any]) -> str:
     """Set a saved run state to the beginning of its unfinished step. Returns: a warning for the user."""
     first = saved.get("step_start") or {}
     counters = saved["counters"] = {**saved.get("counters", {}), **first.get("counters", {})}
-    if saved.get("data") and first.get("taken") is not None:
+    if saved.get("data") and first.get("data"):
+        saved["data"] = first["data"]
+    elif saved.get("data") and first.get("taken") is not None:
         saved["data"] = {**saved["data"], "taken": first["taken"], "into": 0}
     saved["micro_in_step"] = 0
     done = counted(int(first.get("num_done", 1)), "micro-batch", "micro-batches")

@@ -117,3 +117,37 @@ def check(
     sources, _ = open_sources(paths, vocab_size=vocab_size, max_length=max_length, verify=True)
     for source in sources:
         print(f"{source.name}: {counted(len(source), 'document')}, {int(source.lengths.sum()):,} tokens, no problem")
+
+
+@app.command("analyse", cls=UsageCommand)
+def analyse(
+    source: Annotated[str, typer.Argument(help="A file of tokens, or text, which is tokenised first.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the measures.")],
+    metrics: Annotated[
+        list[str] | None, typer.Option("--metric", help="seqlen or vocabularyrarity; repeat it for both.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="Of text: a tokenizer.json, a folder, or hf:NAME.")
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Processes that read and measure.")] = 1,
+) -> None:
+    """Measure every document, for a curriculum or batches by tokens (data_efficiency in the config)."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from shoal.data.analysis import analyse_source
+    from shoal.data.sources.opening import open_source
+
+    opened = open_source(source, tokenizer=tokenizer, num_workers=workers)
+    chosen = metrics or ["seqlen"]
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("", total=len(opened))
+        analyse_source(
+            opened,
+            chosen,
+            out,
+            workers,
+            lambda name, done: progress.update(task, description=name, completed=done),
+        )
+    print(f"{out}: {', '.join(chosen)} of {len(opened):,} documents")

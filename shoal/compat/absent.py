@@ -21,7 +21,10 @@ _SPARSE = "use torch.nn.attention.flex_attention in the model."
 _COMPRESSION = "use torchao for quantization and pruning, before or after training."
 _PLANNING = "start the script by `shoal deepspeed --autotuning tune` or `shoal run --autotuning tune`."
 _ENCODED = "the engine encodes what it sends: name OneBitAdam, or formats in the section wire of the config."
-_DATA = "use a torch Sampler; engine.deepspeed_io(dataset, data_sampler=...) takes it."
+_DATA = (
+    "initialize(training_data=...) samples as data_efficiency.data_sampling says; shoal.data.metric_files reads files."
+)
+_LTD = "the config section data_efficiency.data_routing.random_ltd wraps the layers that it lists."
 _DISK = "set zero_optimization.offload_optimizer.device to nvme; Shoal's disk tier reads and writes by itself."
 _SAVING = "call engine.save_checkpoint(); checkpoint.async_save in the config saves while training continues."
 _TENSOR = "train with ZeRO stage 3, which needs no change of the model."
@@ -85,8 +88,8 @@ ABSENT: dict[str, tuple[str, str]] = {
     "ops.deepspeed4science": (KERNELS, "DS4Sci_EvoformerAttention"),
     "ops.quantizer": (_COMPRESSION, "ds_quantizer"),
     "ops.fp_quantizer": (_COMPRESSION, "FP_Quantize Quantizer matmul_fp8"),
-    "ops.random_ltd": (_DATA, "gpt_sample_tokens bert_sample_tokens GatherTokens ScatterTokens"),
-    "ops.random_ltd.dropping_utils": (_DATA, "gpt_sample_tokens bert_sample_tokens GatherTokens ScatterTokens"),
+    "ops.random_ltd": (_LTD, "gpt_sample_tokens bert_sample_tokens GatherTokens ScatterTokens"),
+    "ops.random_ltd.dropping_utils": (_LTD, "gpt_sample_tokens bert_sample_tokens GatherTokens ScatterTokens"),
     "ops.gds": (_DISK, ""),
     "ops.adam.zenflow_cpu_adam": (_OFFLOAD, "ZenFlowCPUAdam"),
     "ops.adam.zenflow_torch_adam": (_OFFLOAD, "ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"),
@@ -99,17 +102,9 @@ ABSENT: dict[str, tuple[str, str]] = {
     "autotuning.autotuner": (_PLANNING, "Autotuner"),
     "runtime.comm.nccl": (_ENCODED, "NcclBackend"),
     "runtime.comm.compressed": (_ENCODED, "CompressedBackend"),
-    "runtime.data_pipeline.data_sampling": (_DATA, ""),
-    "runtime.data_pipeline.data_sampling.data_analyzer": (_DATA, "DataAnalyzer DistributedDataAnalyzer"),
     "runtime.data_pipeline.data_sampling.data_sampler": (_DATA, "DeepSpeedDataSampler"),
     "runtime.data_pipeline.data_sampling.indexed_dataset": (_DATA, "MMapIndexedDataset MMapIndexedDatasetBuilder"),
-    "runtime.data_pipeline.data_routing": (_DATA, ""),
-    "runtime.data_pipeline.data_routing.basic_layer": (_DATA, "RandomLayerTokenDrop"),
-    "runtime.data_pipeline.data_routing.helper": (
-        _DATA,
-        "convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict",
-    ),
-    "runtime.data_pipeline.data_routing.scheduler": (_DATA, "RandomLTDScheduler"),
+    "runtime.data_pipeline.data_routing.basic_layer": (_LTD, "RandomLayerTokenDrop"),
     "runtime.checkpoint_engine": (_SAVING, "TorchCheckpointEngine FastCheckpointEngine DecoupledCheckpointEngine"),
     "runtime.checkpoint_engine.checkpoint_engine": (_SAVING, "CheckpointEngine CheckpointCommitInfo"),
     "runtime.checkpoint_engine.torch_checkpoint_engine": (_SAVING, "TorchCheckpointEngine"),

@@ -159,9 +159,6 @@ _INSTEAD = {
         "allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback enable_backward_allreduce"
     ),
     "step() clips by gradient_clipping": "clip_fp32_gradients",
-    "the section data_efficiency is not built yet; feed the batches that you want, or use curriculum_learning": (
-        "set_data_post_process_func random_ltd_initialize random_ltd_scheduler"
-    ),
     "call gc.collect()": "collect_python_gc",
     "print, or call deepspeed.log_dist(), on the ranks that you choose": "log_for_device",
     "steps_per_print prints the throughput": "tput_log",

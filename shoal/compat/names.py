@@ -184,6 +184,15 @@ runtime.constants = shoal.compat.small_functions: OPTIMIZER_PARAMS ROUTE_ENCODE 
         SCHEDULER_PARAMS
 runtime.data_pipeline
 runtime.data_pipeline.curriculum_scheduler = shoal.data.curriculum: CurriculumScheduler
+runtime.data_pipeline.data_routing
+runtime.data_pipeline.data_routing.helper = shoal.compat.data_pipeline: convert_to_random_ltd
+        remove_random_ltd_state_dict save_without_random_ltd
+runtime.data_pipeline.data_routing.scheduler = shoal.data.random_ltd: RandomLTDScheduler
+runtime.data_pipeline.data_sampling
+runtime.data_pipeline.data_sampling.data_analyzer = shoal.compat.data_pipeline: DataAnalyzer DistributedDataAnalyzer
+runtime.data_pipeline.data_sampling.variable_batch_size_and_lr = shoal.data.by_tokens: VariableBatchSizeLR
+        batch_by_seqlens get_dataloader_and_lr_scheduler_for_variable_batch_size
+        get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed scale_lr
 runtime.dataloader = shoal.data: DeepSpeedDataLoader=Loader RepeatingLoader
 runtime.engine = shoal.compat.entry: DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable
     shoal.compat.engine: DeepSpeedEngine

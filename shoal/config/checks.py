@@ -8,11 +8,13 @@ from typing import Any
 
 from shoal.config.autotuning import autotuning_problems
 from shoal.config.batch import MICRO, STEPS, TRAIN
+from shoal.config.data_efficiency import data_efficiency_problems
 from shoal.config.elastic import elastic_problems
 from shoal.config.normalise import Normalised
 from shoal.config.parallel import expert_problems, pipeline_problems
 from shoal.config.problems import Problem, shown
-from shoal.config.schema import Fp8, Schema, schedule_problems
+from shoal.config.schedule import schedule_problems
+from shoal.config.schema import Fp8, Schema
 from shoal.text import parse_bytes
 
 MAX_SCALE_POWER = 127
@@ -106,6 +108,14 @@ def check_together(config: Schema, reading: Normalised) -> Iterator[Problem]:
     if config.curriculum_learning.enabled:
         for name, what, do in schedule_problems(config.curriculum_learning.model_dump()):
             yield Problem(f"curriculum_learning.{name}", what, do)
+    yield from data_efficiency_problems(config.data_efficiency)
+    sampling = config.data_efficiency.data_sampling
+    if config.fault_tolerance.quorum and (sampling.curriculum_learning.enabled or sampling.dynamic_batching.enabled):
+        yield Problem(
+            "data_efficiency.data_sampling.enabled",
+            "true with fault_tolerance, whose replicas divide the samples of each step anew.",
+            "disable one of them.",
+        )
     if config.elasticity.enabled:
         prefix = "elasticity."
         there = [path.removeprefix(prefix) for path in reading.given if path.startswith(prefix)]

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shoal.config.schema import schedule_problems
+from shoal.config.schedule import schedule_problems
 from shoal.errors import AssertedUsageError, UsageError
 
 

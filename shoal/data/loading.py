@@ -238,6 +238,8 @@ class Loader:
 
     def problems(self, state: dict[str, Any]) -> list[str]:
         """Why a saved position is none in this data."""
+        if "sampler" in state:
+            return ["its samples were chosen by a curriculum by measures"]
         if (self._stream is None) != (state.get("stream") is None):
             return ["its data were" + (" no" if self._stream else "") + " TokenStream"]
         if self._stream is not None:

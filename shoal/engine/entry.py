@@ -18,7 +18,13 @@ from shoal.access.init import suspended
 from shoal.comm.world import World, current_world, init_distributed
 from shoal.config.config import keys_to_plan
 from shoal.config.source import open_source
-from shoal.data import Loader, TokenStream
+from shoal.data.by_tokens import (
+    get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed as by_tokens_of_engine,
+)
+from shoal.data.curriculum_loader import CurriculumLoader
+from shoal.data.difficulty import DifficultySampler
+from shoal.data.loading import Loader
+from shoal.data.stream import TokenStream
 from shoal.engine.engine import Engine
 from shoal.engine.initialize import initialize as initialize_engine
 from shoal.engine.parts.fault_tolerance import FaultTolerance
@@ -169,7 +175,12 @@ def start(
             vars(engine)["mpu"] = mpu  # where clients look for it
         if training_data is not None:
             micro_batch = engine.train_micro_batch_size_per_gpu()
-            engine.training_dataloader = loader_of(engine, training_data, micro_batch, collate_fn=collate_fn)
+            if engine.properties.config.data_efficiency.data_sampling.dynamic_batching.enabled:
+                engine.training_dataloader, engine.lr_scheduler, _ = by_tokens_of_engine(
+                    training_data, engine, dataloader_collate_fn=collate_fn
+                )
+            else:
+                engine.training_dataloader = loader_of(engine, training_data, micro_batch, collate_fn=collate_fn)
             if (replicas := engine.part(FaultTolerance)) is not None:
                 replicas.divide_samples()
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -228,13 +239,31 @@ def _check_model(model: Any) -> None:
         )
 
 
-def loader_of(engine: Engine, dataset: Any, batch_size: int, *, shuffle: bool = True, **options: Any) -> Loader:
+def loader_of(
+    engine: Engine, dataset: Any, batch_size: int, *, shuffle: bool = True, **options: Any
+) -> Loader | CurriculumLoader:
     """A loader whose batches are this rank's part of the data, from a position at which any number of ranks can resume.
 
     Args:
+        shuffle: of a training loader, whose samples a curriculum by measures may choose.
         options: of torch's ``DataLoader``.
     """
     settings, ranks = engine.properties.config, engine.axes.batch
+    curriculum, sampling = settings.data_efficiency.curriculum, settings.data_efficiency.data_sampling
+    if curriculum is not None and shuffle:
+        num_micro = engine.gradient_accumulation_steps()
+        sampler = DifficultySampler(
+            curriculum, settings.data_efficiency.seed, len(dataset), batch_size * ranks.size * num_micro
+        )
+        return CurriculumLoader(
+            dataset,
+            batch_size,
+            sampler,
+            rank=ranks.rank,
+            world_size=ranks.size,
+            num_epochs=sampling.num_epochs,
+            **{**options, "num_workers": sampling.num_workers, "pin_memory": sampling.pin_memory},
+        )
     return Loader(
         dataset,
         batch_size,

@@ -52,6 +52,7 @@ from shoal.engine.parts.local_steps import LocalSteps
 from shoal.engine.parts.loss_spike import LossSpike
 from shoal.engine.parts.low_precision import LowPrecision
 from shoal.engine.parts.part import Part
+from shoal.engine.parts.random_ltd import RandomLayerTokenDrop
 from shoal.engine.parts.rank_times import RankTimes
 from shoal.engine.parts.replicas import ReplicaCheck
 from shoal.engine.parts.save_on_signal import SaveOnSignal
@@ -263,10 +264,12 @@ def _start(
             blocks = model.own_blocks if isinstance(model, StageModule) else []
             products = [LowPrecision(model, properties, accumulation.counters)] if settings.fp8.recipe else []
             activations = SavedActivations(model, settings, world, axes, more, blocks)
+            is_dropping = settings.data_efficiency.random_ltd is not None
+            dropping = [RandomLayerTokenDrop(model, properties, accumulation)] if is_dropping else []
             curriculum = Curriculum(sharding, properties, accumulation.counters)
             monitor = make_monitor(settings, world.rank)
             own = _parts(sharding, properties, accumulation, curriculum, monitor)
-            joining = [*checks, *checking_types(), *products, activations, *own, *given_parts]
+            joining = [*checks, *checking_types(), *products, activations, *dropping, *own, *given_parts]
             run = RunState(sharding, properties, accumulation, curriculum, schedule, parts=joining)
             if settings.flops_profiler.enabled:
                 timers: StepTimers = ProfilingTimers(model, properties, accumulation, activations.num_recomputed)
@@ -301,6 +304,7 @@ def _start(
             else "comms_logger: with one rank there are no collectives to time."
         )
     notes += [note for part in products for note in part.notes] + activations.notes
+    notes += [note for part in dropping for note in part.notes]
     if is_apart:
         replicas, every = counted(plan.mesh.dp_replicate, "replica"), settings.local_steps.every
         notes.append(f"local_steps: {replicas}, synchronised every {every} steps.")

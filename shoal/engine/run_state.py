@@ -19,6 +19,7 @@ from shoal.checkpoint import open_gradients
 from shoal.checkpoint.local_shards import buffers_of
 from shoal.checkpoint.manifest import checksum
 from shoal.comm.protocol import Communicator
+from shoal.data.curriculum_loader import CurriculumLoader
 from shoal.data.loading import Loader
 from shoal.device import Device
 from shoal.engine.accumulation import Accumulation
@@ -72,6 +73,7 @@ class RunState:
         self._step_start = {
             "counters": asdict(self._accumulation.counters),
             "taken": loader.position if isinstance(loader, Loader) else None,
+            "data": loader.state_dict() if isinstance(loader, CurriculumLoader) else None,
         }
 
     def step_schedule(self, arguments: dict[str, Any], rank: int) -> None:
@@ -160,7 +162,7 @@ class RunState:
                 else f"the checkpoint has no schedule; {mine} starts at its beginning."
             )
         data, loader = saved.get("data"), self.training_dataloader
-        if data is not None and isinstance(loader, Loader):
+        if data is not None and isinstance(loader, Loader | CurriculumLoader):
             problems += loader.problems(data)
         if "by_step" in saved:
             notes += self.curriculum.changes(saved["by_step"] or {})

@@ -78,12 +78,12 @@ def test_the_code_of_a_page_parses(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_options_that_a_sentence_names_are_options_of_its_command(page: Path) -> None:
-    of_checkpoint = COMMANDS.commands["checkpoint"].commands  # type: ignore[attr-defined]
     unknown = []
     for span in re.findall(r"`(shoal [^`\n]+)`", page.read_text(encoding="utf-8")):
         words = span.split()[1:]
-        is_inner = words[0] == "checkpoint" and len(words) > 1
-        name, commands = (words[1], of_checkpoint) if is_inner else (words[0], COMMANDS.commands)
+        name, commands = words[0], COMMANDS.commands
+        if hasattr(commands.get(name), "commands") and len(words) > 1:
+            name, commands = words[1], commands[name].commands  # type: ignore[attr-defined]
         if name in OWN_PARSER or name not in commands:
             continue
         known = {

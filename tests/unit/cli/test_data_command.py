@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from shoal.cli.app import app
 from shoal.data import TokenFile
+from shoal.data.metric_files import Rows
 from shoal.errors import UsageError
 
 
@@ -71,3 +72,18 @@ def test_text_and_tokens_are_not_joined(tmp_path: Path, lines: Path) -> None:
     assert not (tmp_path / "b").exists()
     with pytest.raises(UsageError, match=r"lines.jsonl.idx is missing"):
         run("show", lines)
+
+
+def test_documents_are_measured(tmp_path: Path, lines: Path) -> None:
+    tokens, out = tmp_path / "tokens", tmp_path / "analysis"
+    run("build", lines, "--out", tokens)
+    assert run("analyse", tokens, "--metric", "seqlen", "--metric", "vocabularyrarity", "-o", out) == (
+        f"{out}: seqlen, vocabularyrarity of 2 documents\n"
+    )
+    lengths = Rows(out / "seqlen" / "seqlen_sample_to_metric").together()
+    assert lengths.tolist() == TokenFile(tokens).lengths.tolist()
+    counts = Rows(out / "total_vocab_freq" / "total_vocab_freq_metric_value").together()
+    assert counts.sum() == 11 and counts[ord("s")] == 2
+    assert len(Rows(out / "vocabularyrarity" / "vocabularyrarity_sample_to_metric")) == 2
+    with pytest.raises(UsageError, match="no metric 'length'"):
+        run("analyse", tokens, "--metric", "length", "-o", out)

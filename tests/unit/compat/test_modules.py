@@ -174,6 +174,17 @@ MODULES = {
         WALL_CLOCK_BREAKDOWN ZERO_ALLOW_UNTESTED_OPTIMIZER ZERO_FORCE_DS_CPU_OPTIMIZER""",
     "runtime.data_pipeline": "",
     "runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
+    "runtime.data_pipeline.data_routing": "",
+    "runtime.data_pipeline.data_routing.helper": (
+        "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd"
+    ),
+    "runtime.data_pipeline.data_routing.scheduler": "RandomLTDScheduler",
+    "runtime.data_pipeline.data_sampling": "",
+    "runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer DistributedDataAnalyzer",
+    "runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": (
+        "VariableBatchSizeLR batch_by_seqlens get_dataloader_and_lr_scheduler_for_variable_batch_size"
+        " get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed scale_lr"
+    ),
     "runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
     "runtime.engine": "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
     "runtime.entry": """

@@ -16,7 +16,6 @@ QUANTIZED = {"weight_quantization": {"shared_parameters": {"enabled": True}, "di
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"elasticity": {**ELASTIC, "num_gpus_per_node": 2}}, r"model_parallel_size: 2 .*model-parallel ranks"),
-    ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, r": data efficiency"),
     ({"hybrid_engine": {"enabled": True}}, r": generation while training"),
     ({"compile": {"deepcompile": True, "symmetric_memory": True}}, ": collectives over symmetric memory"),
     ({"compression_training": QUANTIZED}, r": compression"),

@@ -10,8 +10,9 @@ a killed process, or a member that is behind the others by the time-out, is left
     vote      a member           all members have asked             commit, with the members of the next step; or,
                                                                     if one has failed, who sums again
 
-A member that joined since the last commit contributes nothing to the step. Members that died after a sum which all
-others have stay its contributors. Each set of members has a *generation*: a number that names its connections.
+A member that joined since the last commit contributes nothing to the step, unless it said so when it joined. Members
+that died after a sum which all others have stay its contributors. Each set of members has a *generation*: a number that
+names its connections.
 
 Source: the lighthouse and the manager of torchft (github.com/meta-pytorch/torchft).
 """
@@ -218,6 +219,8 @@ class QuorumServer:
         }
         for replica in old:
             replica.is_new = False
+        for replica in joining:
+            replica.is_new = not replica.request["is_ok"]
         for replica in self._members:
             replica.answer(reply)
         for replica in joining:

@@ -59,7 +59,7 @@ class OuterState:
     kind = "outer state"
 
     def __init__(self, group: ParameterGroup, sgd: OuterSgd, axis: str) -> None:
-        self._group, self._sgd, self._axis = group, sgd, axis
+        self.group, self._sgd, self._axis = group, sgd, axis
         comm = group.axes.replicate
         self._axes = {} if comm is None else {axis: comm.blocking}
         self._num_replicas = 1 if comm is None else comm.size
@@ -71,7 +71,7 @@ class OuterState:
         self._buffers = {kind: self._buffer(anchor if kind is _ANCHOR else torch.zeros_like(anchor)) for kind in kinds}
 
     def _buffer(self, values: torch.Tensor) -> FlatBuffer:
-        group, buffer = self._group, self._group.buffer
+        group, buffer = self.group, self.group.buffer
         is_on_host = group.row.state.tier is not Tier.DEVICE
         stored = group.row.state.on(Tier.HOST if is_on_host else Tier.DEVICE)
         made = FlatBuffer(buffer.label, buffer.layout, values.dtype, values.device, buffer.comm, {}, stored)
@@ -89,9 +89,9 @@ class OuterState:
         """Set 1-D values, in whatever memory, to the mean over the replicas."""
         if not self._axes:
             return
-        buffer = self._group.buffer
+        buffer = self.group.buffer
         sent = values.to(buffer.device, torch.promote_types(values.dtype, torch.float32))
-        range_of_buffer = {self._group.axes.shard: SHARD}
+        range_of_buffer = {self.group.axes.shard: SHARD}
         summed = FlatBuffer(
             buffer.label,
             buffer.layout,
@@ -109,7 +109,7 @@ class OuterState:
 
     def _mean_encoded(self, gradient: torch.Tensor, format: WireFormat) -> None:
         """As ``_mean``, in a format; what it loses is added to the error."""
-        group, numel = self._group, gradient.numel()
+        group, numel = self.group, gradient.numel()
         padding = (0, -numel % self._num_replicas)  # so that each replica sums a part of one size
         sent = torch.nn.functional.pad(gradient.to(group.buffer.device), padding)
         error = self._buffers.get(_ERROR)
@@ -132,20 +132,38 @@ class OuterState:
         Communicates: an all_reduce of the owned range over the replicas, in fp32 or encoded; then as ``publish``.
         Memory: the owned range in fp32, with a format three times, on the device.
         """
-        group, sgd = self._group, self._sgd
-        anchor, momentum = self._values(_ANCHOR), self._values(_MOMENTUM)
+        group, sgd = self.group, self._sgd
         group.buffer.wait_for_peers()
         with group.resident():
-            gradient = anchor - group.main
+            gradient = self._values(_ANCHOR) - group.main
             if sgd.wire is None or not self._axes:
                 self._mean(gradient)
             else:
                 self._mean_encoded(gradient, sgd.wire)
-            momentum.mul_(sgd.momentum).add_(gradient)
-            change = gradient.add_(momentum, alpha=sgd.momentum) if sgd.nesterov else momentum
-            anchor.add_(change, alpha=-sgd.lr)
-            group.main.copy_(anchor)
+            self._step(gradient)
         group.publish()
+
+    def _step(self, gradient: torch.Tensor) -> None:
+        group, sgd = self.group, self._sgd
+        anchor, momentum = self._values(_ANCHOR), self._values(_MOMENTUM)
+        momentum.mul_(sgd.momentum).add_(gradient)
+        change = gradient.add_(momentum, alpha=sgd.momentum) if sgd.nesterov else momentum
+        anchor.add_(change, alpha=-sgd.lr)
+        group.main.copy_(anchor)
+
+    @torch.no_grad()
+    def outer_gradient(self) -> torch.Tensor:
+        """This replica's own. Shape: [owned numel]."""
+        with self.group.resident():
+            return self._values(_ANCHOR) - self.group.main
+
+    @torch.no_grad()
+    def apply(self, gradient: torch.Tensor) -> None:
+        """Take a step of the outer SGD with a mean that was formed elsewhere. Communicates: as ``publish``."""
+        self.group.buffer.wait_for_peers()
+        with self.group.resident():
+            self._step(gradient.to(self._values(_ANCHOR).device))
+        self.group.publish()
 
     # to and from a checkpoint
 
@@ -165,7 +183,7 @@ class OuterState:
         """
         if not self._axes:
             return
-        group = self._group
+        group = self.group
         group.buffer.wait_for_peers()
         with group.resident():
             self._mean(group.main)
@@ -187,7 +205,7 @@ class OuterState:
             may differ; then as ``publish``.
         """
         loaded, self._loaded = self._loaded, frozenset()
-        group = self._group
+        group = self.group
         if _ANCHOR not in loaded:
             with group.resident():
                 main = group.main.to(group.buffer.device)

@@ -105,7 +105,7 @@ def _run_replica(rank: int, size: int, out: str, port: int, config: dict[str, An
             if is_last:
                 done = {
                     "step": engine.global_steps,
-                    "contributors": replicas._commit["contributors"],
+                    "contributors": replicas._commit.get("contributors", []),
                     "digest": digest(engine),
                     "loss": engine.accumulation.step_loss,
                     "counters": [engine.global_samples, engine.micro_steps, *engine.get_lr()],
@@ -156,6 +156,8 @@ class Run:
         deadline = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < deadline, f"not within {seconds} s: {self.steps(0)[-1:]}"
+            codes = {process.exitcode for replica in self.processes for process in replica}
+            assert codes <= {None, 0, -signal.SIGKILL}, codes
             time.sleep(0.02)
 
     def wait_until_dead(self, number: int) -> None:
@@ -204,38 +206,52 @@ class Run:
 
     # what must hold
 
-    def used(self, number: int = 0) -> list[list[int]]:
-        """Of each step, what its contributors took, in order."""
-        taken = self.taken()
+    def used(self, number: int = 0, every: int = 1) -> list[list[int]]:
+        """Of each step, what its contributors took, in order.
+
+        Args:
+            every: steps of a round, all of which a synchronisation at its end uses.
+        """
+        taken, steps = self.taken(), self.steps(number)
+        contributors = {line["step"]: line["contributors"] for line in steps if line["step"] % every == 0}
         return [
             [
                 index
-                for serial in line["contributors"]
+                for serial in contributors[-(-line["step"] // every) * every]
                 for rank in range(self._size)
                 for index in taken[line["step"] - 1, serial, rank]
             ]
-            for line in self.steps(number)
+            for line in steps
+            if line["step"] <= max(contributors)
         ]
 
-    def seed(self) -> int:
-        """Of the replica that connected first, from whose parameters all start."""
-        first = self.steps(0)[0]["contributors"][0]
+    def seed(self, step: int = 0) -> int:
+        """Of the replica that connected first, from whose parameters all start: the first contributor of a step."""
+        first = self.steps(0)[step]["contributors"][0]
         serials = {number: self._lines(number)[0]["serial"] for number in range(len(self.processes))}
         return next(number for number, serial in serials.items() if serial == first)
 
-    def check_samples(self) -> None:
+    def check_samples(self, every: int = 1) -> None:
         """No sample is lost, and none is used twice."""
-        used = [index for of_step in self.used() for index in of_step]
+        used = [index for of_step in self.used(every=every) for index in of_step]
         order = shuffled(range(NUM_SAMPLES), NUM_SAMPLES, SEED, 0).tolist()
         assert sorted(used) == sorted(order[: len(used)])
 
-    def check_alike(self, numbers: list[int]) -> None:
-        """Replicas have the same bits after each step, and the same counters and schedule."""
+    def check_alike(self, numbers: list[int], every: int = 1) -> None:
+        """Replicas have the same bits after each step, and the same counters and schedule.
+
+        Args:
+            every: after so many steps, their parameters alone.
+        """
         for rank in range(self._size):
             first = {line["step"]: line for line in self.steps(0, rank)}
             for number in numbers:
                 for line in self.steps(number, rank):
-                    assert line == first[line["step"]], (number, rank)
+                    if every == 1:
+                        assert line == first[line["step"]], (number, rank)
+                    elif line["step"] % every == 0 and line["step"] in first:
+                        same = first[line["step"]]
+                        assert line["digest"][0] == same["digest"][0] and line["counters"] == same["counters"]
 
 
 @contextmanager

@@ -13,6 +13,9 @@ Until the commit the gradients of this job stay as they are, so that their mean 
 the same rank of the other replicas, over Gloo: the layout inside of a replica is the same everywhere, and free.
 
 A member that dies before its gradient is in the mean has not used its samples: the others take them first.
+
+With ``local_steps`` all this is done at a synchronisation, with outer gradients. A replica joins right after one: its
+first step only receives the state, and it takes the steps of the next round.
 """
 
 from __future__ import annotations
@@ -62,7 +65,10 @@ class FaultTolerance(Part):
         assert properties.config.fault_tolerance.quorum is not None
         self._address = address_of(properties.config.fault_tolerance.quorum)
         self._quorum: Quorum | None = None  # of the first rank
+        self._is_local = properties.config.local_steps.every is not None
         self._commit: Message = {}  # the last one
+        self._is_committed = False  # in this step
+        self._fresh: dict[str, int] | None = None  # counters of the state that this step, which ends no round, received
         self._assigned: list[int] = []  # replicas that took samples of the step under way
         self._merged: dict[str, Any] = {}  # what all replicas know of the step, once it is committed
         self._has_joined = False
@@ -115,32 +121,58 @@ class FaultTolerance(Part):
 
         Raises: UsageError: replicas are at different steps. CommError: the server has ended, or left this replica out.
         """
+        if not self._has_joined:
+            self._join()
+        accumulation = self._accumulation
+        num_done = accumulation.micro_in_step * accumulation.micro_batch * accumulation.num_ranks
+        self._samples = accumulation.counters.global_samples - num_done
+        if self._is_local:
+            return status
         if not self._merged:
-            if not self._has_joined:
-                self._join()
-            accumulation = self._accumulation
-            counted_samples = accumulation.micro_in_step * accumulation.micro_batch * accumulation.num_ranks
-            self._samples = accumulation.counters.global_samples - counted_samples
-            reply, formed = self._ask("arrive", is_ok=not self._link.is_broken), None
-            while not reply.get("is_committed"):
-                formed = self._form(reply, status)
-                reply = self._ask("vote", is_ok=formed is not None)
-            assert formed is not None
-            self._commit = reply
-            self._use(*formed)
-            if reply["sources"]:
-                self._open(reply)
+            values = [(group, group.gradient.owned()) for group in self._sharding.groups]
+            self._use(*self._agree(values, self._about(status)))
         now = self._sharding.synchronize_status(None)
         return replace(status, norm=now.norm, bad_gradient_ranks=now.bad_gradient_ranks, **self._merged)
 
+    @torch.no_grad()
+    def average(self, values: Sequence[tuple[ParameterGroup, torch.Tensor]]) -> list[torch.Tensor] | None:
+        """The means over the replicas, at a synchronisation of local steps. Every rank calls.
+
+        Args:
+            values: of this rank's range of each group.
+
+        Returns: in host memory; None: this step has received the state of after the synchronisation.
+        Raises: as ``at_reduction``.
+        """
+        if self._fresh is not None:
+            return None
+        _, means = self._agree(values, {"step": self._accumulation.counters.global_steps, "loader": None})
+        return [value if mean is None else mean for (_, value), mean in zip(values, means, strict=True)]
+
+    def _agree(
+        self, values: Sequence[tuple[ParameterGroup, torch.Tensor]], about: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], list[torch.Tensor | None]]:
+        """Form means until all members have them. Args, Returns: as ``_form``."""
+        reply, formed = self._ask("arrive", is_ok=not self._link.is_broken), None
+        while not reply.get("is_committed"):
+            formed = self._form(reply, values, about)
+            reply = self._ask("vote", is_ok=formed is not None)
+        assert formed is not None
+        self._commit, self._is_committed = reply, True
+        if reply["sources"]:
+            self._open(reply)
+        return formed
+
     def _join(self) -> None:
         """Receive the state of a member, as it is after its last step."""
-        reply = self._ask("join")
+        reply = self._ask("join", is_ok=self._is_local)
         self._link.open(reply["members"], reply["generation"])
         joining = dict(reply["sources"])
         self._peer.receive(self._link.comm, self._link.members.index(joining[self._link.serial]))
-        self._assigned = [serial for serial in reply["members"] if serial not in joining]
-        self._has_joined = True
+        self._has_joined, self._commit, self._assigned = True, reply, self._takers(reply)
+        if self._is_local:
+            counters = self._accumulation.counters
+            self._fresh = {**vars(counters), "micro_steps": counters.micro_steps - self._accumulation.micro_in_step}
         self._log(f"has joined at step {self._accumulation.counters.global_steps}")
 
     def _open(self, reply: Message) -> bool:
@@ -155,11 +187,20 @@ class FaultTolerance(Part):
         self._link.drop()
         self._log(f"the step is repeated without a replica that has failed ({error.what})")
 
+    def _takers(self, reply: Message) -> list[int]:
+        """The members that take samples after a commit: with local steps also those that join."""
+        joining = dict(reply["sources"])
+        return [serial for serial in reply["members"] if self._is_local or serial not in joining]
+
     def _form(
-        self, reply: Message, status: GlobalStatus
+        self, reply: Message, values: Sequence[tuple[ParameterGroup, torch.Tensor]], about: dict[str, Any]
     ) -> tuple[list[dict[str, Any]], list[torch.Tensor | None]] | None:
-        """Form the mean over the contributors. Returns: what they say of the step, and by group the mean on the host;
-        None: a replica has failed.
+        """Form the means of this rank's values over the contributors.
+
+        Args:
+            about: what this replica says of the step.
+
+        Returns: what the contributors say, and the means on the host (see ``_mean``); None: a replica has failed.
         """
         self.wait_sent()
         if not self._open(reply):
@@ -168,23 +209,26 @@ class FaultTolerance(Part):
         contributes = self._link.serial in contributors
         with_data = contributes and len(contributors) < len(reply["members"])  # a replica joins
         # With tokens the sum is divided by all of them afterwards.
-        scale = 1.0 if self._accumulation.counts_tokens else 1 / max(len(contributors), 1)
+        is_sum = self._accumulation.counts_tokens and not self._is_local
+        scale = 1.0 if is_sum else 1 / max(len(contributors), 1)
         try:
-            said = comm.gather_objects(self._about(status, with_data=with_data), label="replicas: status")
+            loader = self._run.training_dataloader
+            if with_data and isinstance(loader, Loader):
+                about = {**about, "loader": loader.step_state()}
+            said = comm.gather_objects(about, label="replicas: status")
             if len({of_one["step"] for of_one in said}) > 1:
                 raise UsageError(
                     f"replicas are at steps {', '.join(str(of_one['step']) for of_one in said)}.",
                     do="let all of them load the same checkpoint, or none.",
                     code="replicas-steps",
                 )
-            means = [self._mean(group, comm, scale, contributes=contributes) for group in self._sharding.groups]
+            means = [self._mean(*of_group, comm, scale, contributes=contributes) for of_group in values]
         except CommError as error:
             self._drop(error)
             return None
         return [of_one for s, of_one in zip(reply["members"], said, strict=True) if s in contributors], means
 
-    def _about(self, status: GlobalStatus, *, with_data: bool) -> dict[str, Any]:
-        loader = self._run.training_dataloader
+    def _about(self, status: GlobalStatus) -> dict[str, Any]:
         return {
             "step": self._accumulation.counters.global_steps,
             "losses": status.losses,
@@ -192,18 +236,17 @@ class FaultTolerance(Part):
             "num_tokens": status.num_tokens,
             "bad_loss_ranks": status.bad_loss_ranks,
             "has_grad": b"".join(status.has_grad.values()).hex(),
-            "loader": loader.step_state() if with_data and isinstance(loader, Loader) else None,
+            "loader": None,
         }
 
     def _mean(
-        self, group: ParameterGroup, comm: Communicator, scale: float, *, contributes: bool
+        self, group: ParameterGroup, value: torch.Tensor, comm: Communicator, scale: float, *, contributes: bool
     ) -> torch.Tensor | None:
-        """The mean of this rank's range of the gradient, in host memory. None: there is one replica, and it is its own.
+        """The mean of a value of this rank's range, in host memory. None: there is one replica, and it is its own.
 
         Communicates: an all_reduce of the range over the replicas.
         """
-        buffer = group.buffer
-        own = group.gradient.owned().detach()
+        buffer, own = group.buffer, value.detach()
         if self._link.is_alone and contributes:
             return None
         padding = (0, -own.numel() % comm.size)  # so that each replica sums a part of one size
@@ -239,23 +282,30 @@ class FaultTolerance(Part):
         self._adopted = next((of_one["loader"] for of_one in said if of_one["loader"] is not None), None)
 
     def before_step(self) -> bool:
-        """False: the replicas that took samples have all ended before their gradients were summed."""
-        return bool(self._commit["contributors"])
+        """False: the replicas that took samples have all ended before their gradients were summed; or the gradient is
+        of before this step has received its state.
+        """
+        self.wait_sent()
+        return self._fresh is None and (self._is_local or bool(self._commit["contributors"]))
 
     def after_step(self) -> None:
         """Divide the samples of the next step, and begin to send the state to replicas that join."""
         commit, counters = self._commit, self._accumulation.counters
+        if self._fresh is not None:
+            vars(counters).update(self._fresh, global_samples=self._samples)
+            self._fresh = None
+            self._divide_anew([], has_changed=True)
+            return
+        users = self._assigned if self._is_local else commit["contributors"]
+        counters.global_samples = self._samples + (counters.global_samples - self._samples) * len(users)
+        if not self._is_committed:
+            return
         contributors, members = commit["contributors"], commit["members"]
-        own_samples = counters.global_samples - self._samples
-        counters.global_samples = self._samples + own_samples * len(contributors)
-        self._merged = {}
+        self._merged, self._is_committed = {}, False
         joining = dict(commit["sources"])
         lost = [number for number, serial in enumerate(self._assigned) if serial not in contributors]
-        assigned = [serial for serial in members if serial not in joining]
-        has_changed, self._assigned = assigned != self._assigned, assigned
-        if isinstance(self._run.training_dataloader, Loader):
-            self._divide_anew(lost, has_changed=has_changed)
-        self._run.begin_step()
+        before, self._assigned = self._assigned, self._takers(commit)
+        self._divide_anew(lost, has_changed=before != self._assigned)
         receivers = [members.index(serial) for serial, source in joining.items() if source == self._link.serial]
         if receivers and not self._link.is_broken:
             exported = self._peer.export()
@@ -285,7 +335,9 @@ class FaultTolerance(Part):
 
     def _divide_anew(self, lost: Sequence[int], *, has_changed: bool) -> None:
         loader, size = self._run.training_dataloader, self._batch.size
-        if self._adopted is not None and not self._is_among_contributors():
+        if not isinstance(loader, Loader):
+            return
+        if self._adopted is not None and self._link.serial not in self._commit["contributors"]:
             loader.adopt_step(self._adopted)
             has_changed = True
         self._adopted = None
@@ -297,9 +349,7 @@ class FaultTolerance(Part):
                 again = f"; samples of {counted(len(lost), 'replica')} that ended are taken again" if lost else ""
                 self._log(f"number {number} of {counted(count, 'replica')}{again}")
         loader.start_step()
-
-    def _is_among_contributors(self) -> bool:
-        return self._link.serial in self._commit.get("contributors", ())
+        self._run.begin_step()
 
     def before_destroy(self) -> None:
         self.wait_sent()
@@ -311,7 +361,7 @@ class FaultTolerance(Part):
 def _refuse(sharding: Sharding, properties: Properties) -> None:
     """Raises: ConfigError: what is not the same on all replicas after a step, or cannot be sent."""
     config, groups = properties.config, sharding.groups
-    experts = config.expert_parallel
+    experts, is_local = config.expert_parallel, config.local_steps.every is not None
     reasons = {
         "optimizers that sum themselves": any(group.gradient.is_left_partial for group in groups),
         "sparse gradients": any(group.gradient.is_sparse for group in groups),
@@ -322,7 +372,9 @@ def _refuse(sharding: Sharding, properties: Properties) -> None:
         and sharding.step.cpu_optimizer.is_ahead,
         "expert_parallel.rebalance_every": bool(experts.rebalance_every),
         "expert_parallel.load_balance_coeff": experts.load_balance_coeff is not None,
-        "local_steps": config.local_steps.every is not None,
+        "local_steps.fragments and wire": config.local_steps.fragments > 1 or config.local_steps.wire is not None,
+        "local_steps of replicas inside of the job": is_local and properties.plan.mesh.dp_replicate > 1,
+        "local_steps and fp16": is_local and config.fp16.enabled is True,
     }
     for name, is_used in reasons.items():
         if is_used:

@@ -21,6 +21,7 @@ from collections.abc import Collection
 from typing import Any
 
 from shoal.comm.formats import format_named
+from shoal.engine.parts.fault_tolerance import FaultTolerance
 from shoal.engine.parts.part import Part
 from shoal.engine.settings import Properties
 from shoal.engine.sharding import Sharding
@@ -60,6 +61,7 @@ class LocalSteps(Part):
 
     def prepare(self, engine: Any) -> None:
         self._steps = engine.accumulation.counters
+        self._replicas: FaultTolerance | None = engine.part(FaultTolerance)  # that are jobs of their own
 
     def at_step(self, was_applied: bool) -> None:
         steps = self._steps.global_steps
@@ -77,6 +79,10 @@ class LocalSteps(Part):
         if not fragments:
             return
         self._sharding.wait()
-        for number in fragments:
-            for state in self._fragments[number]:
+        states = [state for number in fragments for state in self._fragments[number]]
+        if self._replicas is None:
+            for state in states:
                 state.synchronize()
+        elif (means := self._replicas.average([(state.group, state.outer_gradient()) for state in states])) is not None:
+            for state, mean in zip(states, means, strict=True):
+                state.apply(mean)

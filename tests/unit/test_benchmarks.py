@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attention, checkpoint, experts, parallel, parallel_bytes, pipeline
+from benchmarks import attention, checkpoint, experts, monitoring, parallel, parallel_bytes, pipeline
 from benchmarks.arena import ROOT, Result, compete, table
 from benchmarks.compare_commits import Measured, compare, extract, show, summary
 from benchmarks.contenders import Task
@@ -210,3 +210,15 @@ def test_the_table_of_tensor_parallel_bytes_has_every_kind_that_fits_the_ranks(
     received = {row["kind"]: row["received"] for row in rows if row["ranks"] == 64}
     assert received["3d"] < received["2.5d"] < received["2d"] < received["1d"] < received["1d-sequence"]
     assert "8x8x1" in capsys.readouterr().out
+
+
+def test_what_monitoring_costs_is_measured_in_pairs(tmp_path: Path) -> None:
+    found = monitoring.measure(tmp_path, model="nano", stage=1, micro=1, blocks=3, steps=2)
+    assert found["pairs"] == 3
+    assert 0 < found["least"] <= found["ratio"] <= found["greatest"]
+    assert found["with_ms"] > 0 < found["without_ms"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))  # of one engine: two to warm up, and three times two
+    events = [json.loads(line)["event"] for line in (tmp_path / "goodput.jsonl").read_text().splitlines()]
+    assert events.count("start") == events.count("ranks") == 1
+    assert sum(path.suffix == ".csv" for path in tmp_path.iterdir()) == 5

@@ -124,11 +124,13 @@ class Run:
         size: ranks of one replica.
     """
 
-    def __init__(self, folder: Path, num_replicas: int, config: dict[str, Any], size: int = 1) -> None:
+    def __init__(
+        self, folder: Path, num_replicas: int, config: dict[str, Any], size: int = 1, timeout_seconds: float = 30
+    ) -> None:
         self._folder, self._config, self._size = folder, config, size
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
-        self.server = QuorumServer(0, num_replicas=num_replicas, timeout_seconds=30)
+        self.server = QuorumServer(0, num_replicas=num_replicas, timeout_seconds=timeout_seconds)
         self._thread = threading.Thread(target=self.server.serve, daemon=True)
         self._thread.start()
         self.processes: list[list[Any]] = []
@@ -255,8 +257,8 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, num_replicas: int, config: dict[str, Any], size: int = 1) -> Iterator[Run]:
-    run = Run(folder, num_replicas, config, size)
+def running(folder: Path, num_replicas: int, config: dict[str, Any], size: int = 1, **options: Any) -> Iterator[Run]:
+    run = Run(folder, num_replicas, config, size, **options)
     try:
         yield run
     finally:

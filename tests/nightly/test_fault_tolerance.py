@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +125,19 @@ def test_with_local_steps_the_losses_are_those_of_rounds_without_the_replica_tha
     for engine in engines.values():
         engine.destroy()
     assert [line["loss"] for line in steps] == pytest.approx(losses, rel=1e-4)
+
+
+def test_a_replica_that_is_stopped_is_left_out_after_the_time_out_and_told_so(tmp_path: Path) -> None:
+    with running(tmp_path, 2, settings(1), timeout_seconds=4) as run:
+        first, second = run.start(), run.start()
+        run.wait_for(lambda: len(run.steps(first)) > 3)
+        (stopped,) = run.processes[second]
+        os.kill(stopped.pid, signal.SIGSTOP)
+        num_steps = len(run.steps(first))
+        run.wait_for(lambda: len(run.steps(first)) > num_steps + 5)
+        os.kill(stopped.pid, signal.SIGCONT)
+        stopped.join(30)
+        assert stopped.exitcode == 1  # [quorum-lost]
+        run.stop([first])
+        run.check_alike([second])
+        run.check_samples()

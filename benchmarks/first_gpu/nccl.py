@@ -65,7 +65,7 @@ def _group(setting: Setting) -> Iterator[Communicator]:
         group: Any = new_group([0], setting.device, timeout) if setting.is_gpu else dist.new_group([0], timeout)
         first_error, failures = FirstError(), SimpleNamespace(explain=lambda error, what: error)
         gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout)
-        host = GlooCommunicator("dp", gloo, failures, GlooPending(first_error))  # type: ignore[arg-type]
+        host = GlooCommunicator("dp", gloo, [0], 1, failures, GlooPending(first_error))  # type: ignore[arg-type]
         backend = NcclCommunicator("dp", group, host, failures, first_error)  # type: ignore[arg-type]
         yield Communicator(backend, Recorder())
     finally:

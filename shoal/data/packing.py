@@ -67,9 +67,13 @@ class PackedIndex:
 
         Padding counts as a document.
         """
-        pieces = (np.arange(self.first[sample], self.first[sample + 1]) for sample in samples)
-        lengths = [(self.stop - self.start)[part].astype(np.float64) for part in pieces]
-        return np.array([(each**2).sum() + (self.sequence_length - each.sum()) ** 2 for each in lengths])
+        counts = self.first[samples + 1] - self.first[samples]
+        begins = np.cumsum(counts) - counts
+        pieces = np.repeat(self.first[samples] - begins, counts) + np.arange(int(counts.sum()))
+        lengths = (self.stop[pieces] - self.start[pieces]).astype(np.float64)
+        padding = self.sequence_length - np.add.reduceat(lengths, begins)
+        result: npt.NDArray[np.float64] = np.add.reduceat(lengths**2, begins) + padding**2
+        return result
 
 
 def pack(lengths: Indices, sequence_length: int, packing: Packing, order: Indices) -> PackedIndex:
@@ -81,6 +85,7 @@ def pack(lengths: Indices, sequence_length: int, packing: Packing, order: Indice
 
     Args:
         lengths: tokens of each document, [documents].
+        sequence_length: 2 or more, so that each sample has a target.
         order: of the documents, [documents].
     """
     order = order[lengths[order] > 1]

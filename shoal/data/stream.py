@@ -118,11 +118,11 @@ class TokenStream(Dataset[Any]):
         if empty := [source.name for source in each if not (source.lengths > 1).any()]:
             what = f"{', '.join(empty)}: no document of two tokens or more."
             raise UsageError(what, do="leave this source out.", code="data-empty")
-        if not each or sequence_length < 1:
+        if not each or sequence_length < 2:
             raise UsageError(
                 f"{len(each)} sources, samples of {sequence_length} tokens.",
                 where="TokenStream",
-                do="give at least one source, and a positive sequence_length.",
+                do="give at least one source, and samples of two tokens or more.",
                 code="data-empty",
             )
         self._sequence_length, self._packing, self._seed, self._shuffle = sequence_length, packing, seed, shuffle
@@ -153,9 +153,13 @@ class TokenStream(Dataset[Any]):
 
     def work(self, keys: Sequence[StreamKey]) -> NDArray[np.float64]:
         """What samples differ in: the pairs of positions that attention computes."""
-        if not self._with_documents:
-            return np.zeros(len(keys))
-        return np.array([self._sources[key.source].index.pairs(np.array([key.sample]))[0] for key in keys])
+        work = np.zeros(len(keys))
+        if self._with_documents:
+            source, sample = np.array(keys, dtype=np.int64).reshape(-1, 2).T
+            for number in np.unique(source).tolist():
+                here = source == number
+                work[here] = self._sources[number].index.pairs(sample[here])
+        return work
 
     def __getitem__(self, key: StreamKey | int) -> PackedSample:
         """A sample by its key, or by its position."""

@@ -41,7 +41,7 @@ def test_the_picture_of_the_module_is_true() -> None:
 @settings(deadline=None, max_examples=80)
 @given(
     lengths=st.lists(st.integers(0, 40), max_size=30),
-    room=st.integers(1, 16),
+    room=st.integers(2, 16),
     packing=st.sampled_from(ALL),
     seed=st.integers(0, 5),
 )
@@ -66,6 +66,11 @@ def test_every_token_is_a_target_once_and_no_sample_is_too_long_or_without_one(
         assert [d for d, token in inputs if token == 0] == documents
     if packing == "none":
         assert [sample[0][0] for sample in packed] == documents
+
+
+def test_the_pairs_of_a_sample_are_the_squares_of_its_lengths_and_of_its_padding() -> None:
+    index = pack(np.array([6, 8, 3, 10, 4]), 8, "first_fit", np.arange(5))
+    assert index.pairs(np.array([3, 1, 0])).tolist() == [2**2 + 6**2, 5**2 + 3**2, 8**2]
 
 
 def chat_lengths(num: int) -> np.ndarray:

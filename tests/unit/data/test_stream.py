@@ -282,5 +282,7 @@ def test_data_without_samples_are_refused_by_name() -> None:
         TokenStream([source(1), InMemorySource([[1], [2]], "empty")], 16)
     with pytest.raises(UsageError, match="0 sources"):
         TokenStream([], 16)
+    with pytest.raises(UsageError, match="samples of 1 tokens"):
+        TokenStream(source(1), 1)
     with pytest.raises(UsageError, match="s2: "):
         TokenStream([source(1), source(2)], 16, weights=[1, 5], num_samples=200)

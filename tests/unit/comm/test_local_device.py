@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,8 @@ def test_an_existing_group_sets_the_current_device(machine: Machine, monkeypatch
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
         monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
         monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+        # The other rank is made up: its guard would be waited for.
+        monkeypatch.setattr(world_module, "HangGuard", lambda *args: SimpleNamespace(stop=lambda: None))
         monkeypatch.setattr(world_module, "identity_of", lambda device: f"GPU-{device.index}")
         world = current_world()
         assert (world.local_rank, world.device, chosen) == (1, cuda(1), [1])

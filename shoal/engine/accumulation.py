@@ -268,9 +268,9 @@ class Accumulation:
         return torch.stack([count.to(device) for count in self._tokens]).sum()
 
     def set_step_tokens(self, num_tokens: float | None) -> None:
-        """The step has ``num_tokens`` over all ranks: they divide its gradients from now on."""
+        """The step has ``num_tokens`` over all ranks: they divide its gradients from now on. Counted once a step."""
+        self.counters.global_tokens += int(num_tokens or 0) - int(self._step_tokens or 0)
         self._step_tokens = num_tokens
-        self.counters.global_tokens += int(num_tokens or 0)
 
     def gradient_scale(self) -> float:
         """The factor that turns the accumulated gradients into the gradients of the step.

@@ -171,6 +171,27 @@ def test_16_bit_gradients_keep_the_range_of_means(precision: dict[str, Any]) -> 
     assert run_ranks(2, job) == [expected] * 2
 
 
+def test_tokens_count_once_where_the_norm_is_asked_for_before_the_step() -> None:
+    def job(num_calls: int) -> tuple[list[int], float]:
+        engine, world = start(Logits, config(2, gradient_clipping=CLIP, **TOKEN)), current_world()
+        counted = []
+        for index in range(3):
+            loss, count = mean_loss(engine, *ragged(index, world.rank, world.size))
+            engine.backward(loss, num_tokens=count)
+            for _ in range(num_calls):
+                engine.clip_grad_norm_(CLIP)
+            engine.step()
+            counted.append(engine.accumulation.counters.global_tokens)
+        unit = engine.accumulation._token_unit
+        engine.destroy()
+        return counted, unit
+
+    tokens = [sum(int(count_tokens(ragged(index, rank, 2)[1])) for rank in range(2)) for index in range(3)]
+    counted = [sum(tokens[: index + 1]) for index in range(3)]
+    assert [found for found, _ in run_ranks(2, job, 0)] == [counted] * 2
+    assert run_ranks(2, job, 2) == run_ranks(2, job, 0)
+
+
 def test_before_the_step_gradients_are_those_of_the_sum_over_tokens() -> None:
     def job() -> torch.Tensor:
         engine, world = start(Logits, config(2, **TOKEN)), current_world()

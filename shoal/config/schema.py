@@ -248,6 +248,10 @@ class GoodputSection(Section):
         " `shoal doctor`; in that step the device is waited for, as with wall_clock_breakdown",
         ge=1,
     )
+    slow_rank_factor: float = key(
+        1.3, "a rank is slow whose own work takes longer than so many times the median of the others", gt=1
+    )
+    slow_rank_samples: int = key(3, "measured steps in a row after which a slow rank is named in the log", ge=1)
 
 
 class Wandb(Section):

@@ -268,7 +268,7 @@ def _start(
             dropping = [RandomLayerTokenDrop(model, properties, accumulation)] if is_dropping else []
             curriculum = Curriculum(sharding, properties, accumulation.counters)
             monitor = make_monitor(settings, world.rank)
-            own = _parts(sharding, properties, accumulation, curriculum, monitor)
+            own = _parts(sharding, properties, accumulation, curriculum, monitor, hosts)
             joining = [*checks, *checking_types(), *products, activations, *dropping, *own, *given_parts]
             run = RunState(sharding, properties, accumulation, curriculum, schedule, parts=joining)
             if settings.flops_profiler.enabled:
@@ -320,6 +320,7 @@ def _parts(
     accumulation: Accumulation,
     curriculum: Curriculum,
     monitor: Monitor | None,
+    hosts: Sequence[str],
 ) -> Iterator[Part]:
     """What joins the steps of an engine, as the config and the mesh ask for it."""
     axes = properties.axes
@@ -327,7 +328,7 @@ def _parts(
     if heartbeat.is_read or heartbeat.log is not None:
         yield Sections(heartbeat, properties.config.timeouts)
     if properties.config.goodput.file is not None:
-        yield RankTimes(properties, accumulation.counters, properties.config.goodput.rank_times_every)
+        yield RankTimes(properties, accumulation.counters, hosts)
     if curriculum:
         yield curriculum
     yield FirstInputs(sharding, properties, accumulation, 2 if isinstance(sharding.module, StageModule) else None)

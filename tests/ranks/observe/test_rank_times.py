@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.engine.parts.rank_times import SlowRanks
 
 
 class Slow(nn.Module):
@@ -71,3 +74,93 @@ def test_one_step_in_so_many_is_measured_on_every_rank_and_nothing_of_it_is_logg
         assert waited[0] > 15  # rank 0 waits for rank 1
     assert found[1]["ms"]["data"][0] >= 50 > found[0]["ms"]["data"][0]
     assert not [record for record in caplog.records if record.getMessage().startswith("step ")]
+
+
+class Sleep(torch.autograd.Function):
+    """Sleeps in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+class Sleepy(nn.Module):
+    """A model of two units that are gathered; the first one's forward and backward take so many seconds more."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.seconds = forward, backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        time.sleep(self.seconds[0])
+        return self.out(Sleep.apply(x, self.seconds[1]))
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "data"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_slow_rank_is_named_with_its_phase_and_what_the_others_wait(
+    stage: int, phase: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def rank_main() -> None:
+        seconds = dict.fromkeys(["forward", "backward", "data"], 0.005)
+        if current_world().rank == 1:
+            seconds[phase] = 0.08
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+            "goodput": {
+                "file": str(tmp_path / "log"),
+                "rank_times_every": 1,
+                "slow_rank_factor": 2.0,
+                "slow_rank_samples": 3,
+            },
+        }
+        engine = shoal.initialize(model=Sleepy(seconds["forward"], seconds["backward"]), config=config)[0]
+        for _ in range(4):
+            time.sleep(seconds["data"])
+            engine.backward(engine(torch.ones(2, 8)).sum())
+            engine.step()
+        engine.destroy()
+
+    with caplog.at_level(logging.WARNING, logger="shoal"):
+        run_ranks(3, rank_main)
+    (text,) = [record.getMessage() for record in caplog.records if "slow" in record.getMessage()]
+    assert text.startswith("step ") and f": rank 1 on {socket.gethostname()} is slow, in 3 measured" in text
+    assert f" in a row: {phase} takes " in text
+    _, times = text.split(" takes ")
+    took, usual, waited = [float(word) for word in times.split() if word.replace(".", "", 1).isdigit()][:3]
+    assert took >= 80 > 40 > usual >= 5 and waited > 40
+
+
+def test_a_rank_is_named_once_and_again_when_it_recovers() -> None:
+    judge = SlowRanks(["a", "a", "b", "b"], factor=1.3, num_in_row=2).judge
+
+    def step(backward: float) -> list[str]:
+        return list(judge({"forward": [10.0] * 4, "backward": [20.0, 20.0, 20.0, backward], "data": [1.0] * 4}))
+
+    assert step(35.0) == [] == step(20.0) == step(35.0)  # not in a row
+    (text,) = step(35.0)
+    assert text.startswith(
+        "rank 3 on b is slow, in 2 measured steps in a row: backward takes 35.0 ms of a step, the median of the other"
+        " ranks is 20.0 ms; they wait 15.0 ms of each step for it."
+    )
+    assert step(35.0) == [] == step(20.0) == step(35.0) == step(20.0)
+    assert step(20.0) == ["rank 3 on b is no longer slow: its work takes 31.0 ms of a step, the median is 31.0 ms."]
+    assert step(20.0) == []
+
+
+def test_a_rank_below_the_factor_and_a_rank_alone_are_not_named() -> None:
+    several, alone = SlowRanks(["a"] * 4, 1.3, 1), SlowRanks(["a"], 1.3, 1)
+    for at in range(8):
+        backward = [20.0 + 9.0 * (rank == at % 4) for rank in range(4)]  # 40 ms against 31 ms
+        assert not list(several.judge({"forward": [10.0] * 4, "backward": backward, "data": [1.0] * 4}))
+        assert not list(alone.judge({"forward": [10.0 * at], "backward": [20.0], "data": [1.0]}))

@@ -275,8 +275,11 @@ class PipelineEngine(Engine):
         return lowered
 
     def _mean_loss(self, status: GlobalStatus) -> float | None:
-        """Over all ranks that have the last stage, by tokens where they are counted."""
-        ranks = self._ranks_of_last_stage
+        """Over all ranks that have the last stage, of every replica that is a job of its own, by tokens where they are
+        counted.
+        """
+        size, last = self.world.size, self._ranks_of_last_stage
+        ranks = [start + rank for start in range(0, len(status.losses), size) for rank in last]
         weight = sum(status.tokens[rank] for rank in ranks)
         return sum(status.losses[rank] * status.tokens[rank] for rank in ranks) / max(weight, 1.0)
 

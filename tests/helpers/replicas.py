@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import os
@@ -20,8 +21,10 @@ from torch import nn
 
 import shoal
 from shoal.comm.quorum import QuorumServer
+from shoal.comm.threads import run_ranks
 from shoal.data import shuffled
 from shoal.engine.parts.fault_tolerance import FaultTolerance
+from tests.helpers import composition
 
 NUM_SAMPLES, ROWS, SEED = 2000, 2, 1
 _PRELOADED = ["torch._dynamo", "shoal.engine.entry", "shoal.optim.build", "shoal.engine.peer_state", __name__]
@@ -44,6 +47,73 @@ def model_of(seed: int) -> nn.Module:
 
 def loss_of(outputs: torch.Tensor) -> torch.Tensor:
     return (outputs - 1).square().mean()
+
+
+class Task:
+    """What the replicas train: linear layers."""
+
+    def model(self, seed: int) -> nn.Module:
+        return model_of(seed)
+
+    def data(self) -> torch.utils.data.Dataset[Any]:
+        return Samples()
+
+    def backward(self, engine: shoal.Engine, inputs: torch.Tensor) -> bool:
+        """One micro-batch. Returns: True: it is the last one of its step."""
+        engine.backward(loss_of(engine(inputs.to(next(engine.module.parameters()).dtype))))
+        return engine.is_gradient_accumulation_boundary()
+
+    def step(self, engine: shoal.Engine, *, is_last: bool) -> None:
+        engine.step()
+
+
+class TokenRows(Samples):
+    """Random tokens, and the number of the sample."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(0, 53, (9,), generator=generator), index
+
+
+class Decoder(Task):
+    """A small decoder, whose layers, sequence or experts the ranks of a replica divide.
+
+    Args:
+        run: of ``tests.helpers.composition.settings_of``.
+    """
+
+    def __init__(self, run: composition.Run) -> None:
+        self.run = run
+        self._waiting: list[tuple[torch.Tensor, ...]] = []  # micro-batches of a step of a pipeline
+
+    def model(self, seed: int) -> nn.Module:
+        from tests.helpers.composition_runs import Model  # which no other test of replicas needs
+
+        model = Model(self.run)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + seed / 8)
+        return model
+
+    def data(self) -> torch.utils.data.Dataset[Any]:
+        return TokenRows()
+
+    def backward(self, engine: shoal.Engine, inputs: torch.Tensor) -> bool:
+        context = engine.sequence_context or shoal.SequenceContext()
+        whole = inputs[:, :-1], inputs[:, 1:].contiguous(), torch.arange(inputs.shape[1] - 1)
+        batch = tuple(context.shard(each, dim=each.dim() - 1) for each in whole)
+        if self.run.pp > 1:
+            self._waiting.append(batch)
+            return len(self._waiting) == engine.gradient_accumulation_steps()
+        engine.backward(engine(*batch))
+        return engine.is_gradient_accumulation_boundary()
+
+    def step(self, engine: shoal.Engine, *, is_last: bool) -> None:
+        if self.run.pp == 1:
+            engine.step()
+        elif is_last:
+            engine.train_batch(iter(self._waiting))
+            self._waiting.clear()
 
 
 def settings(stage: int, **sections: Any) -> dict[str, Any]:
@@ -71,16 +141,18 @@ def digest(engine: shoal.Engine) -> list[int]:
     return sums
 
 
-def _run_replica(rank: int, size: int, out: str, port: int, config: dict[str, Any], seed: int, fate: str) -> None:
+def _run_replica(
+    rank: int, size: int, out: str, port: int, config: dict[str, Any], task: Task, seed: int, fate: str
+) -> None:
     torch.set_num_threads(1)
     if size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
         dist.init_process_group("gloo", init_method=f"file://{out}-store", rank=rank, world_size=size)
     config = {**config, "fault_tolerance": {"quorum": f"127.0.0.1:{port}"}}
-    engine, _, loader, _ = shoal.initialize(model=model_of(seed), config=config, training_data=Samples())
+    engine, _, loader, _ = shoal.initialize(model=task.model(seed), config=config, training_data=task.data())
     replicas = engine.part(FaultTolerance)
     assert replicas is not None and loader is not None
-    stop, dtype = Path(out).with_name("stop"), next(engine.module.parameters()).dtype
+    stop = Path(out).with_name("stop")
     with open(f"{out}-{rank}.jsonl", "a", buffering=1) as record:
 
         def die(place: str, step: int) -> None:
@@ -96,12 +168,11 @@ def _run_replica(rank: int, size: int, out: str, port: int, config: dict[str, An
                 break
             die("forward", engine.global_steps)
             taken += indices.tolist()
-            engine.backward(loss_of(engine(inputs.to(dtype))))
-            is_last, serial = engine.is_gradient_accumulation_boundary(), replicas._link.serial
+            is_last, serial = task.backward(engine, inputs), replicas._link.serial
             if is_last:
                 print(json.dumps({"taken": taken, "serial": serial, "step": engine.global_steps}), file=record)
                 taken = []
-            engine.step()
+            task.step(engine, is_last=is_last)
             if is_last:
                 done = {
                     "step": engine.global_steps,
@@ -122,12 +193,21 @@ class Run:
 
     Args:
         size: ranks of one replica.
+        num_batch: of them, those that take samples of their own; None: all.
     """
 
     def __init__(
-        self, folder: Path, num_replicas: int, config: dict[str, Any], size: int = 1, timeout_seconds: float = 30
+        self,
+        folder: Path,
+        num_replicas: int,
+        config: dict[str, Any],
+        size: int = 1,
+        timeout_seconds: float = 30,
+        task: Task | None = None,
+        num_batch: int | None = None,
     ) -> None:
         self._folder, self._config, self._size = folder, config, size
+        self._task, self._num_batch = task or Task(), num_batch or size
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
         self.server = QuorumServer(0, num_replicas=num_replicas, timeout_seconds=timeout_seconds)
@@ -145,7 +225,7 @@ class Run:
                 self._context.Process(
                     target=_run_replica,
                     # Another seed: what a replica starts from is replaced.
-                    args=(rank, self._size, out, self.server.port, self._config, number, fates[rank]),
+                    args=(rank, self._size, out, self.server.port, self._config, self._task, number, fates[rank]),
                 )
                 for rank in range(self._size)
             ]
@@ -158,8 +238,9 @@ class Run:
         deadline = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < deadline, f"not within {seconds} s: {self.steps(0)[-1:]}"
-            codes = {process.exitcode for replica in self.processes for process in replica}
-            assert codes <= {None, 0, -signal.SIGKILL}, codes
+            codes = [{process.exitcode for process in replica} for replica in self.processes]
+            # The other rank of one that was killed may have seen that, and failed.
+            assert all(-signal.SIGKILL in of_one or of_one <= {None, 0} for of_one in codes), codes
             time.sleep(0.02)
 
     def wait_until_dead(self, number: int) -> None:
@@ -220,7 +301,7 @@ class Run:
             [
                 index
                 for serial in contributors[-(-line["step"] // every) * every]
-                for rank in range(self._size)
+                for rank in range(self._num_batch)
                 for index in taken[line["step"] - 1, serial, rank]
             ]
             for line in steps
@@ -278,3 +359,28 @@ def trained_alone(run: Run, stage: int) -> list[tuple[list[int], float]]:
         results.append((digest(engine), engine.accumulation.step_loss or 0.0))
     engine.destroy()
     return results
+
+
+def trained_in_one_job(run: Run) -> list[list[tuple[list[int], float]]]:
+    """Of each rank of one job of a replica's layout, and of each step: the digest, and the loss.
+
+    A micro-batch of the job is one of each rank of a replica; the replicas' follow one another, in their order.
+    """
+    task, seed, used = run._task, run.seed(), run.used()
+    width = ROWS * run._num_batch
+
+    def job() -> list[tuple[list[int], float]]:
+        engine, *_ = shoal.initialize(model=task.model(seed), config=run._config)
+        mine, data, results = copy.deepcopy(task), task.data(), []
+        first = engine.axes.batch.rank * ROWS
+        for indices in used:
+            engine.set_train_batch_size(len(indices))
+            for start in range(first, len(indices), width):
+                inputs = torch.stack([data[index][0] for index in indices[start : start + ROWS]])
+                mine.step(engine, is_last=mine.backward(engine, inputs))
+            results.append((digest(engine), engine.accumulation.step_loss or 0.0))
+        engine.destroy()
+        return results
+
+    found: list[list[tuple[list[int], float]]] = run_ranks(run._size, job)
+    return found

@@ -343,7 +343,8 @@ def train(settings: dict[str, Any], run: Run, device: torch.device = CPU) -> lis
             patch.setitem(RECIPES, "rowwise", Recipe(None, None, None))
             patch.setattr(encoded_state, "BLOCK", 1)
             patch.setattr(encoded_state, "_SCALE", torch.float32)
-            results = run_ranks(run.world_size, job, device=device)
+            # Ranks that are threads compile one after the other.
+            results = run_ranks(run.world_size, job, device=device, timeout=180 if run.compiled != "no" else 60)
         if run.compiled != "no" and "activation_checkpointing" not in settings:  # recomputed segments run uncompiled
             assert backend.num_graphs > 0
         return results

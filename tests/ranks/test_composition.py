@@ -27,7 +27,15 @@ from tests.helpers.composition_runs import check, check_run, train
 PAIRS = covering(2)
 
 
-@pytest.mark.parametrize("combination", PAIRS, ids=map(named, PAIRS))
+def cases(combinations: list[Combination]) -> list[Any]:
+    """Each a test; one that compiles has the time for that on a busy machine."""
+    slow = [pytest.mark.timeout(240)]
+    return [
+        pytest.param(each, id=named(each), marks=slow if each.get("compile") == "yes" else ()) for each in combinations
+    ]
+
+
+@pytest.mark.parametrize("combination", cases(PAIRS))
 def test_any_two_settings_together_end_where_one_process_ends(combination: Combination) -> None:
     check(combination)
 
@@ -35,7 +43,7 @@ def test_any_two_settings_together_end_where_one_process_ends(combination: Combi
 TRIPLES = triples_of_sums()
 
 
-@pytest.mark.parametrize("combination", TRIPLES, ids=map(named, TRIPLES))
+@pytest.mark.parametrize("combination", cases(TRIPLES))
 def test_any_three_of_stage_schedule_sums_precision_and_recomputation_end_where_one_process_ends(
     combination: Combination,
 ) -> None:

@@ -255,7 +255,7 @@ class _Run:
         number = 0
         while not number and self.budget.fraction(step) < 1.0:
             losses += self._step()
-            step += 1
+            step = self.engine.global_steps  # a loss spike may take it back
             num_steps += 1
             if self.job.save_every and step % self.job.save_every == 0:
                 self._save_checkpoint()

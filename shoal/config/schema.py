@@ -383,9 +383,10 @@ class Debug(Section):
 class LossSpikeSection(Section):
     """Steps whose loss is far above those before."""
 
-    action: Literal["warn", "skip", "stop"] | None = key(
+    action: Literal["warn", "skip", "stop", "rewind"] | None = key(
         None,
-        "what such a step does: a warning, no update (10 in a row at most), or an error; null: losses are not judged",
+        "what such a step does: a warning, no update (10 in a row at most), an error, or back to the last checkpoint"
+        " without the samples since (3 times in a row at most); null: losses are not judged",
     )
     factor: float = key(6.0, "a spike is a loss above the mean by so many standard deviations", gt=0)
     window: int = key(100, "of the losses of so many steps before", ge=2)

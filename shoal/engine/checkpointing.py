@@ -80,6 +80,7 @@ class Checkpointing:
         self.extra_files: ExtraFiles | None = None
         self.allows_missing = False  # loading from a folder without a checkpoint is no error
         self.folder: str | os.PathLike[str] | None = None  # of the last save or load
+        self.last: tuple[str | os.PathLike[str], str] | None = None  # folder and tag of the last one of the whole state
         self.loaded_size: int | None = None  # ranks of the run that saved the checkpoint loaded last
         self._in_flight: Save | None = None
         self._has_warned_open = False
@@ -145,6 +146,7 @@ class Checkpointing:
             return self._report(error)
         finally:
             shards.leave()
+        self.last = None if exclude_frozen else (folder, tag)
         if self.extra_files is not None and self._comm.rank == 0:
             self._after = self.extra_files(storage, tag, client_state or {}, exclude_frozen)
         if save.is_done:
@@ -411,6 +413,8 @@ class Checkpointing:
                     restored.update(values)
             self._restore(chosen, trees, has_schedule=has_schedule)
         self.loaded_size = chosen.manifest.world.get("size")
+        if wanted.has_optimizer and has_schedule and custom_load_fn is None and trees["engine"].get("data"):
+            self.last = folder, chosen.folder
         for note in (*notes, *self._config_changes(chosen, restored)):
             say_on_rank_0(self._properties.rank, note)
         agree(comm, None, None, "checkpoint: loaded")

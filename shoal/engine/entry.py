@@ -28,6 +28,7 @@ from shoal.data.stream import TokenStream
 from shoal.engine.engine import Engine
 from shoal.engine.initialize import initialize as initialize_engine
 from shoal.engine.parts.fault_tolerance import FaultTolerance
+from shoal.engine.parts.loss_spike import LossSpike
 from shoal.engine.parts.part import Part, check_parts
 from shoal.engine.pipeline import PipelineEngine
 from shoal.errors import ConfigError, ModelError
@@ -183,6 +184,8 @@ def start(
                 engine.training_dataloader = loader_of(engine, training_data, micro_batch, collate_fn=collate_fn)
             if (replicas := engine.part(FaultTolerance)) is not None:
                 replicas.divide_samples()
+        if (spikes := engine.part(LossSpike)) is not None:
+            spikes.check_data()
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

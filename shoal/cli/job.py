@@ -17,6 +17,8 @@ from shoal.config.batch import MICRO, STEPS, TRAIN
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
+    from shoal.data.sources.opening import SourceSpec
+    from shoal.data.sources.token_file import TokenFile
     from shoal.models import GPTConfig
 
 CHECKPOINTS = "checkpoints"
@@ -53,7 +55,8 @@ class TrainJob:
     experts: int | None = option("Experts (feed-forward networks) in each block. Default: none.", min=1)
     top_k: int | None = option("Experts that each token uses. Default: 2.", min=1)
     text: tuple[str, ...] | None = option(
-        "A file, folder or pattern to train on; may be given several times. Default: Python's docs."
+        "Text (file, folder, pattern), .jsonl, .parquet, .tar, hf:NAME, tokens of shoal data build, or a blend (.yaml)"
+        " to train on, also as PATH@WEIGHT; may be given several times. Default: Python's docs."
     )
     tokenizer: str | None = option(
         "A tokenizer.json, a folder that Transformers reads, or hf:NAME. Default: text is read as bytes.",
@@ -134,6 +137,19 @@ class TrainJob:
         layers = shape.num_layers if self.layers is None else self.layers
         shape = dataclasses.replace(shape, num_layers=layers, hidden_size=hidden, num_heads=heads)
         return self._with_experts(shape)
+
+    def open_sources(self, shape: GPTConfig) -> tuple[list[TokenFile], list[SourceSpec]]:
+        """The sources that ``--text`` names; none where all of it is plain text, which needs no file of tokens.
+
+        Raises: UsageError: all problems of all sources.
+        """
+        from shoal.data.sources.opening import is_plain_text, open_sources
+
+        names = self.text or ()
+        if all(map(is_plain_text, names)):
+            return [], []
+        tokenizer, least = self.tokenizer or "bytes", 2 * (shape.sequence_length + 1)  # to train and to validate
+        return open_sources(names, vocab_size=shape.vocab_size, min_tokens=least, tokenizer=tokenizer)
 
     def _with_experts(self, shape: GPTConfig) -> GPTConfig:
         if self.experts is None:

@@ -124,7 +124,9 @@ def _make_room(job: TrainJob, *, overwrites: bool) -> None:
 
 
 def _check(job: TrainJob) -> None:
-    """All that can be checked without reading the text or starting a rank."""
+    """All that can be checked without reading plain text or starting a rank. Other sources are opened, so that this
+    process alone makes tokens of text.
+    """
     from shoal.config import load
     from shoal.data import load_tokenizer
 
@@ -145,9 +147,11 @@ def _check(job: TrainJob) -> None:
                 f" {describe_shape(shape)}.",
                 do="leave out the options of the model: --resume takes those of the run.",
             )
-    for source in job.text or ():
-        if not any(mark in source for mark in "*?[") and not Path(source).exists():
-            raise UsageError(f"--text {source!r}: no such file or folder.")
+    sources, _ = job.open_sources(shape)
+    names = () if sources else job.text or ()
+    missing = [name for name in names if not any(mark in name for mark in "*?[") and not Path(name).exists()]
+    if missing:
+        raise UsageError(f"--text {', '.join(map(repr, missing))}: no such file or folder.")
     _check_writable(Path(str(job.out)))
 
 

@@ -131,9 +131,14 @@ class _Run:
         self.shape = job.shape(self.tokenizer.vocab_size)
         self.progress = TrainingProgress(enabled=self.is_writer)
         self.progress.say(f"reading {'Python documentation' if not job.text else ', '.join(job.text)} ...")
-        texts = read_texts(job.text) if job.text else default_texts()
+        sources, specs = job.open_sources(self.shape)
         self.training, self.validation = split(
-            tokenize(texts, self.tokenizer), _VALIDATION_FRACTION, self.shape.sequence_length, seed=self.seed
+            sources or tokenize(read_texts(job.text) if job.text else default_texts(), self.tokenizer),
+            _VALIDATION_FRACTION,
+            self.shape.sequence_length,
+            seed=self.seed,
+            weights=[spec.weight for spec in specs if spec.weight is not None] or None,
+            epochs=[spec.epochs for spec in specs] or None,
         )
         self.config, self.messages = effective_config(
             job, read_config(job), self.shape.num_active_parameters(), has_accelerator=world.device.type != "cpu"
@@ -143,6 +148,13 @@ class _Run:
         self.budget = Budget(job.steps, job.seconds, job.schedule or "cosine")
         self.engine, self.batches = self._make_engine()
         stack.callback(self.engine.destroy)
+        num_samples = (job.steps or 0) * self.engine.train_batch_size()
+        if any(spec.epochs for spec in specs) and num_samples > len(self.training):
+            raise UsageError(
+                f"{job.steps:,} steps read {num_samples:,} sequences; the epochs of the sources allow"
+                f" {len(self.training):,}.",
+                do="allow more epochs, or take fewer steps.",
+            )
         self.counts_tokens = self.config.get("loss_reduction") == "token"
         self.context = self.engine.sequence_context
         if self.context is not None:

@@ -5,8 +5,11 @@
 Each source is packed once, in an order of its documents that the seed gives; each epoch has another order of its
 samples. So whichever rank or worker reads a position gets the same tokens, and a resumed run needs only the position.
 
-    tokens     a a a a b b b .      targets   a a a - b b - -      a document's last token has no target (-100)
-    positions  0 1 2 3 0 1 2 0      documents of 4, 3 and 1 (padding)
+    concatenate   tokens  a a a a b b b .    targets  a a a - b b - -    positions  0 1 2 3 0 1 2 0
+    others        tokens  a a a b b . . .    targets  a a a b b - - -    positions  0 1 2 0 1 0 1 2
+
+Here documents have 4 and 3 tokens; padding is one more. Every token but a document's first is a target once. The last
+token of a document has no target (-100): only ``concatenate`` gives it a position.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from torch.utils.data import Dataset
 from shoal.data.blend import Blend, WeightChange
 from shoal.data.order import Indices, shuffled
 from shoal.data.packing import PackedIndex, Packing, pack
-from shoal.data.sources.source import InMemorySource, TokenSource
+from shoal.data.sources.source import InMemorySource, TokenRange, TokenSource
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import Documents
 
@@ -36,7 +39,7 @@ class PackedBatch(NamedTuple):
     """Samples of one micro-batch. ``documents`` are in host memory: attention waits for no device to know them."""
 
     tokens: Tensor  # [B, L], int64
-    targets: Tensor  # [B, L], int64: the next token; -100 at a document's end and in padding
+    targets: Tensor  # [B, L], int64: the next token; -100 in padding and, if it is in ``tokens``, at a document's last
     positions: Tensor  # [B, L], int64, counted from 0 in each document
     documents: Documents  # padding is a document
 
@@ -242,33 +245,44 @@ class TokenStream(Dataset[Any]):
 
 
 def split(
-    tokens: Tensor, validation_fraction: float, sequence_length: int, *, seed: int = 0
+    data: Tensor | Sequence[TokenSource],
+    validation_fraction: float,
+    sequence_length: int,
+    *,
+    seed: int = 0,
+    weights: Sequence[float] | None = None,
+    epochs: Sequence[float | None] | None = None,
 ) -> tuple[TokenStream, TokenStream]:
-    """Training samples, and validation samples in order from the run's tail (at least one), all full.
+    """Training samples, and validation samples in order from each source's tail (at least one), all full.
 
-    Batches are tokens and targets. What is left at the end of each part is not used.
+    Batches are tokens and targets. The documents of a source are one run of tokens: each token's target is the next
+    one, whichever document it is of. What is left at the end of each part is not used.
     A tail shares no sentence with what comes before it, which samples drawn at random would.
 
     Args:
-        tokens: [num_tokens], any integer dtype; not copied.
+        data: one run of tokens, [num_tokens], any integer dtype, not copied; or sources.
+        weights: of the sources, in training and validation; None: by their lengths.
+        epochs: how often training may read each source before the stream's end.
 
-    Raises: UsageError: the text is too short for one sample of each.
+    Raises: UsageError: a source is too short for one sample of each.
     """
-    tail = max(sequence_length + 1, round(tokens.numel() * validation_fraction))
-    if tokens.numel() - tail < sequence_length + 1:
-        raise UsageError(
-            f"{tokens.numel()} tokens are too few for training and validation samples of {sequence_length}.",
-            do="give more text, or shorten the sequences.",
-        )
-    cut = tokens.numel() - tail
-    training, validation = (
-        TokenStream(
-            InMemorySource([part[: (part.numel() - 1) // sequence_length * sequence_length + 1].numpy()], name),
-            sequence_length,
-            seed=seed,
-            shuffle=name == "training",
-            with_documents=False,
-        )
-        for part, name in ((tokens[:cut], "training"), (tokens[cut:], "validation"))
+    sources = [InMemorySource([data.numpy()], "text")] if isinstance(data, Tensor) else data
+    parts: tuple[list[TokenRange], list[TokenRange]] = ([], [])  # training and validation
+    problems: list[str] = []
+    for source in sources:
+        num = int(source.lengths.sum())
+        cut = num - max(sequence_length + 1, round(num * validation_fraction))
+        if cut < sequence_length + 1:
+            few = f"{num} tokens are too few for training and validation samples of {sequence_length}."
+            problems.append(f"{source.name}: {few}")
+            continue
+        for part, start, stop in zip(parts, (0, cut), (cut, num), strict=True):
+            full = (stop - start - 1) // sequence_length * sequence_length + 1
+            part.append(TokenRange(source, start, start + full))
+    if problems:
+        raise UsageError("\n    ".join(problems), do="give more text, or shorten the sequences.")
+    options: dict[str, Any] = {"weights": weights, "seed": seed, "with_documents": False}
+    return (
+        TokenStream(parts[0], sequence_length, epochs=epochs, **options),
+        TokenStream(parts[1], sequence_length, epochs=None, shuffle=False, **options),
     )
-    return training, validation

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attention, checkpoint, experts, monitoring, parallel, parallel_bytes, pipeline
+from benchmarks import attention, checkpoint, data_wait, experts, monitoring, parallel, parallel_bytes, pipeline
 from benchmarks.arena import ROOT, Result, compete, table
 from benchmarks.compare_commits import Measured, compare, extract, show, summary
 from benchmarks.contenders import Task
@@ -210,6 +210,17 @@ def test_the_table_of_tensor_parallel_bytes_has_every_kind_that_fits_the_ranks(
     received = {row["kind"]: row["received"] for row in rows if row["ranks"] == 64}
     assert received["3d"] < received["2.5d"] < received["2d"] < received["1d"] < received["1d-sequence"]
     assert "8x8x1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("source", ["text", "tokens"])
+def test_what_a_step_waits_for_its_data_is_measured_in_pairs(source: str, tmp_path: Path) -> None:
+    found = data_wait.measure(
+        tmp_path, source, model="nano", length=32, micro=1, tokens=100_000, workers=0, blocks=3, steps=2
+    )
+    assert found["pairs"] == 3
+    assert 0 < found["wait_percent"] <= found["greatest_wait_percent"] < 100
+    assert found["step_ms"] > 0 < found["ratio"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_monitoring_costs_is_measured_in_pairs(tmp_path: Path) -> None:

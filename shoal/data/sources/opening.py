@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.data.sources.build import build
-from shoal.data.sources.documents import identity, read_documents
+from shoal.data.sources.documents import form_of, identity, read_documents
 from shoal.data.sources.indexed import data_of, index_of
 from shoal.data.sources.token_file import TokenFile, TokenFileWriter, is_folder_of_tokens
 from shoal.data.tokenizers import load_tokenizer
@@ -99,7 +99,9 @@ def open_source(
             with TokenFileWriter(path, tokenizer=loaded) as writer:
                 documents = read_documents(spec.path, field=spec.field, cache=folder)
                 build(documents, tokenizer, writer, num_workers=num_workers)
-    return TokenFile(path, verify=verify)
+    opened = TokenFile(path, verify=verify)
+    opened.name = spec.path  # for messages: what the user has named
+    return opened
 
 
 def is_tokens(name: str) -> bool:
@@ -109,11 +111,18 @@ def is_tokens(name: str) -> bool:
     return is_prefix or path.suffix in (".idx", ".bin") or is_folder_of_tokens(path)
 
 
+def is_plain_text(name: str) -> bool:
+    """True if the name is of files that are text as a whole: no tokens, lines or rows, no blend, and no weight."""
+    is_blend = name.endswith(_BLENDS) or "weight" in _entries(name, [])[0]
+    return not is_blend and not is_tokens(name) and form_of(name) == "text"
+
+
 def open_sources(
     names: Sequence[str | Path],
     *,
     vocab_size: int | None = None,
     max_length: int | None = None,
+    min_tokens: int = 1,
     verify: bool = False,
     **options: Any,
 ) -> tuple[list[TokenFile], list[SourceSpec]]:
@@ -122,7 +131,8 @@ def open_sources(
     Args:
         vocab_size: of the model. Of Megatron's files the tokens are read and compared with ``verify`` only.
         max_length: of a document, where documents are not cut.
-        options: of ``open_source``.
+        min_tokens: of a source.
+        options: of ``open_source``. Where a ``tokenizer`` is given, tokens made by another one are a problem.
 
     Returns: the sources, and their weights and epochs.
 
@@ -135,19 +145,30 @@ def open_sources(
         try:
             source = open_source(spec, verify=verify, **options)
             sources.append(source)
-            problems += _misfits(source, vocab_size, max_length, verify=verify)
+            largest = source.largest_token if verify or source.header is not None else -1
+            problems += _misfits(source, vocab_size, max_length, min_tokens, options.get("tokenizer"), largest)
         except UsageError as error:
             problems.append(f"{spec.path}: {error.what}" + (f" ({error.do})" if error.do else ""))
     _raise(problems, "correct or leave out these sources.")
     return sources, specs
 
 
-def _misfits(source: TokenFile, vocab_size: int | None, max_length: int | None, *, verify: bool) -> list[str]:
+def _misfits(
+    source: TokenFile,
+    vocab_size: int | None,
+    max_length: int | None,
+    min_tokens: int,
+    tokenizer: str | None,
+    largest: int,
+) -> list[str]:
     """What a model with these limits cannot read of a source."""
     problems = []
-    largest = source.largest_token if verify or source.header is not None else -1
     if vocab_size is not None and largest >= vocab_size:
         problems.append(f"{source.name} has the token {largest}; the model's are 0 to {vocab_size - 1}.")
+    if tokenizer is not None and source.tokenizer_hash not in ("", load_tokenizer(tokenizer).fingerprint):
+        problems.append(f"{source.name} was made by the tokenizer {source.tokenizer_path}, not by {tokenizer}.")
+    if (num_tokens := int(source.lengths.sum())) < min_tokens:
+        problems.append(f"{source.name} has {num_tokens:,} tokens; at least {min_tokens:,} are needed.")
     longest = int(source.lengths.argmax())
     if max_length is not None and source.lengths[longest] > max_length:
         problems.append(

@@ -84,3 +84,43 @@ class InMemorySource:
         for document in self._documents:
             digest.update(document.astype(np.int64).tobytes())
         return digest.hexdigest()
+
+
+class TokenRange:
+    """Tokens ``start`` to ``stop`` of a source, counted over all its documents, as one document.
+
+    Memory: 8 bytes a document of the source, on the host.
+    """
+
+    def __init__(self, source: TokenSource, start: int, stop: int) -> None:
+        self.name = source.name
+        self._source, self._start, self._stop = source, start, stop
+        self._ends = np.cumsum(source.lengths)
+
+    def __len__(self) -> int:
+        return 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.array([self._stop - self._start], dtype=np.int64)
+
+    def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
+        start, stop, _ = slice(start, stop).indices(self._stop - self._start)
+        at, last = self._start + start, self._start + stop
+        parts: list[NDArray[np.integer]] = []
+        while at < last:
+            document = self._document_of(at)
+            begin = int(self._ends[document] - self._source.lengths[document])
+            parts.append(self._source.tokens(document, at - begin, last - begin))
+            at = int(self._ends[document])
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def place(self, index: int) -> tuple[str, int]:
+        return self._source.place(self._document_of(self._start))
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self._source.fingerprint} {self._start}:{self._stop}"
+
+    def _document_of(self, token: int) -> int:
+        return int(np.searchsorted(self._ends, token, side="right"))

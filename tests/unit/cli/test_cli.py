@@ -18,7 +18,7 @@ from shoal.cli.app import app
 from shoal.cli.job import TrainJob, describe_shape, effective_config, read_config, usual_learning_rate
 from shoal.cli.start import start
 from shoal.cli.usage import exit_code_of
-from shoal.data import ByteTokenizer
+from shoal.data import ByteTokenizer, TokenFileWriter
 from shoal.errors import CheckpointError, ConfigError, ModelError, UsageError
 from shoal.launch.local import misplaced_ranks
 from tests.helpers.places import EXAMPLES
@@ -411,3 +411,27 @@ def test_training_lowers_the_loss_and_leaves_logs_and_a_report(tmp_path: Path) -
     assert "holds no metrics.jsonl" in str(CliRunner().invoke(app, ["watch", "--once", str(tmp_path)]).exception)
     read = json.loads(CliRunner().invoke(app, ["goodput", "--json", str(out / "goodput.jsonl")]).output)
     assert (read["steps"], read["starts"]) == (20, 1) and 0.0 < read["goodput"] < 1.0
+
+
+def test_all_problems_of_sources_are_said_before_a_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.jsonl").write_text("{\n")
+    (tmp_path / "short.jsonl").write_text('{"text": "fish"}\n')
+    with TokenFileWriter(tmp_path / "tokens", vocab_size=60_000) as writer:
+        writer.write([50_000] * 2_000)
+    names = ("broken.jsonl", "short.jsonl", "tokens", "missing.parquet", "none.txt")
+    job = TrainJob(text=tuple(str(tmp_path / name) for name in names), sequence=256, ranks=2, out="run")
+    with pytest.raises(UsageError) as caught:
+        start(job)
+    for words in (
+        "line 1 of",
+        "short.jsonl has 5 tokens; at least 514 are needed",
+        "tokens has the token 50000; the model's are 0 to 255",
+        "missing.parquet",
+        "none.txt: no text file at",
+    ):
+        assert words in str(caught.value)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UsageError, match=r"a\.txt', 'b\.txt': no such file or folder"):
+        start(TrainJob(text=("a.txt", "b.txt"), ranks=2, out="run"))

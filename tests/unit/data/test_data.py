@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from shoal.data import (
     ByteTokenizer,
+    InMemorySource,
     Loader,
     RepeatingLoader,
     default_texts,
@@ -203,6 +204,20 @@ def test_validation_is_the_tail_and_shares_no_token_with_training() -> None:
     assert tokens.tolist() == [[80, 81, 82, 83, 84, 85, 86, 87, 88]]
     assert targets.tolist() == [[81, 82, 83, 84, 85, 86, 87, 88, 89]]
     assert tokens.dtype is torch.int64
+
+
+def test_documents_of_sources_are_one_run_each_and_mixed_by_weights() -> None:
+    many = InMemorySource([[0, 1, 2], [], [3], range(4, 100)], "many")
+    training, validation = split([many, InMemorySource([range(100, 300)], "one")], 0.2, 3, weights=[1, 3])
+    assert training.batch([1])[0].shape == (1, 3)
+    tokens, targets = (each.reshape(-1) for each in training.batch(range(80)))
+    assert torch.equal(targets, tokens + 1)  # also across the ends of documents
+    assert sorted(tokens[tokens < 100].unique().tolist()) == tokens[tokens < 100].sort().values.tolist()  # each once
+    assert training.blend.counts(80) == [20, 60]
+    assert validation.batch([0])[0].tolist() == [[260, 261, 262]]
+    assert {key.source for key in validation.keys(range(4))} == {0, 1}
+    with pytest.raises(UsageError, match=r"(?s)many: 100 tokens are too few.*one: 200 tokens are too few"):
+        split([many, InMemorySource([range(100, 300)], "one")], 0.2, 120)
 
 
 def test_too_short_a_text_is_refused() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 import shoal
 from shoal.comm.side_stream import CopyDone
-from shoal.data import InMemorySource, Loader, TokenStream, ahead_on
+from shoal.data import InMemorySource, Loader, TokenStream, ahead_on, split
 from shoal.simulation.check import StreamCheck
 
 
@@ -54,3 +56,40 @@ def test_the_position_counts_what_was_handed_out_not_what_was_copied_ahead() -> 
         for number, batch in enumerate(loader):
             assert loader.position == 2 * (number + 1)
             assert batch.tokens.tolist() == plain[number]
+
+
+class CountingSource(InMemorySource):
+    """Counts the reads of this process."""
+
+    num_reads = 0
+
+    def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
+        self.num_reads += 1
+        return super().tokens(index, start, stop)
+
+
+def reads_before_batches(source: CountingSource, loader: Loader) -> list[int]:
+    """What this process has read when each of the first batches is handed out, and computing can begin."""
+    return [source.num_reads for _ in zip(range(4), loader, strict=False)]
+
+
+def quickstart() -> tuple[CountingSource, TokenStream]:
+    source = CountingSource([np.arange(200)])
+    return source, split([source], 0.05, 8)[0]
+
+
+def test_with_workers_the_process_that_trains_reads_no_token() -> None:
+    source, stream = quickstart()
+    assert reads_before_batches(source, Loader(stream, 2, num_workers=1)) == [0, 0, 0, 0]
+
+
+def test_a_batch_that_is_copied_ahead_was_read_before_the_step_ahead_of_it() -> None:
+    source, stream = quickstart()
+    with shoal.check_streams():
+        reads = reads_before_batches(source, Loader(stream, 2, device=torch.device("cpu")))
+    assert reads == [4, 6, 8, 10]  # two samples of one piece in each batch, of which one more was read
+
+
+def test_on_a_cpu_without_workers_each_batch_is_read_when_it_is_asked_for() -> None:
+    source, stream = quickstart()
+    assert reads_before_batches(source, Loader(stream, 2, device=torch.device("cpu"))) == [2, 4, 6, 8]

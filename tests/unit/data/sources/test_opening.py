@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shoal.data import TokenFile, TokenFileWriter, open_source, open_sources
+from shoal.data import ByteTokenizer, TokenFile, TokenFileWriter, open_source, open_sources
 from shoal.data.sources.opening import SourceSpec, parse_sources
 from shoal.errors import UsageError
 
@@ -167,3 +167,14 @@ def test_tokens_of_megatron_are_compared_with_the_vocabulary_when_they_are_read_
     open_sources([path], vocab_size=500)
     with pytest.raises(UsageError, match="tokens has the token 900"):
         open_sources([path], vocab_size=500, verify=True)
+
+
+def test_tokens_of_another_tokenizer_are_a_problem_where_one_is_given(tmp_path: Path) -> None:
+    class Other(ByteTokenizer):
+        name, fingerprint = "other", "other"
+
+    with TokenFileWriter(tmp_path / "t", tokenizer=Other()) as writer:
+        writer.write([1, 2])
+    with pytest.raises(UsageError, match="t was made by the tokenizer other, not by bytes"):
+        open_sources([tmp_path / "t"], tokenizer="bytes")
+    assert len(open_sources([tmp_path / "t"])[0]) == 1

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
@@ -203,6 +203,34 @@ class RankProcess:
     @property
     def is_here(self) -> bool:
         return self.boot == boot() and self.started is not None and started(self.pid) == self.started
+
+
+class RankProcesses:
+    """Which ranks' processes have ended, as the kernel of this machine says.
+
+    Args:
+        store: of the guards, which have written where their processes are.
+    """
+
+    def __init__(self, store: Store, size: int) -> None:
+        self.size = size
+        self._store = store
+        self._processes: dict[int, RankProcess] = {}
+
+    def look_up(self, ranks: Iterable[int]) -> None:
+        """Read where the processes of ``ranks`` are: up to two requests to the store for each that is not known yet.
+
+        Raises: RuntimeError: the store has ended.
+        """
+        for rank in ranks:
+            if rank not in self._processes and self._store.check([key := f"process/{rank}"]):
+                self._processes[rank] = _process_of(self._store.get(key))
+
+    def have_ended(self) -> dict[int, bool]:
+        """Whether it has, for each known process of this machine, by its rank."""
+        here = boot()
+        known = self._processes.items()
+        return {rank: not each.is_here for rank, each in known if each.boot == here and each.started is not None}
 
 
 @dataclass(frozen=True)

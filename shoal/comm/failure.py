@@ -5,7 +5,10 @@
                    Gloo connections
 3  other ranks     over shared memory: the flag wakes a rank that waits; over Gloo: the connection is closed;
                    over NCCL: a thread polls the store and aborts the groups
-   killed rank     reports nothing; over NCCL the rank before it does, whose connection to it was closed
+   killed rank     reports nothing; over NCCL the rank before it does, whose connection to it was closed. Over Gloo each
+                   rank that lost a connection notes that in the store before it closes its own. One of the killed
+                   rank's machine sees that its process has ended without a note, and reports it; or, where it was
+                   alone there, one whose other peers on the axis all have noted it
 4  other ranks     look the traceback up, raise RankFailedError with it, and report it in turn
 5  rank 0          whose process has the store, waits until all have read the report, or for two seconds
 """
@@ -22,7 +25,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import ClassVar
 
@@ -30,9 +33,11 @@ from torch._C._distributed_c10d import Store
 
 from shoal.comm.environment import wants_tracebacks
 from shoal.errors import CommError, RankFailedError, ShoalError
+from shoal.hang import RankProcesses
 from shoal.text import clip
 
 LOOK_UP_SECONDS = 5.0
+_SILENT_PEER_SECONDS = 1.5  # after which the one peer that has noted nothing is taken to have failed
 
 _SHARDED_WRITE = (
     "shoal: between two uses a parameter that is sharded at stage 3 has no memory to write to. Change it inside"
@@ -44,6 +49,7 @@ _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "pur
 _LINGER_SECONDS = 2.0
 _KEY = "failure"
 _SEEN = "seen"
+_LOST = "lost"
 
 
 class FirstError:
@@ -79,17 +85,31 @@ class FailureReports:
 
     Args:
         look_up_seconds: for which a report is awaited after a connection was closed.
+        processes: where a rank that was killed is looked for; None: nowhere.
     """
 
-    def __init__(self, store: Store, rank: int, *, look_up_seconds: float = LOOK_UP_SECONDS) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        *,
+        look_up_seconds: float = LOOK_UP_SECONDS,
+        processes: RankProcesses | None = None,
+    ) -> None:
         self._store = store
+        self._processes = processes
+        self._has_lost_connection = False
         self._look_up_seconds = look_up_seconds
         self._rank = rank
         self._is_acknowledged = False
         self.is_store_ended = False  # as ``find`` saw it last
 
     def report(self, rank: int, text: str) -> None:
-        """Write ``rank``'s traceback, unless another rank was first. Never raises."""
+        """Write ``rank``'s traceback, unless another rank was first, or it is this rank, which has lost a connection to
+        one that failed. Never raises.
+        """
+        if rank == self._rank and self._has_lost_connection:
+            return
         value = json.dumps({"rank": rank, "traceback": clip(text)})
         try:
             self._store.compare_set(_KEY, "", value)
@@ -128,8 +148,12 @@ class FailureReports:
         except Exception:
             return
 
-    def explain(self, error: BaseException, what: str) -> CommError:
-        """The error to raise when torch.distributed raised ``error`` in ``what``."""
+    def explain(self, error: BaseException, what: str, peers: Sequence[int] = ()) -> CommError:
+        """The error to raise when torch.distributed raised ``error`` in ``what``.
+
+        Args:
+            peers: the ranks that take part in it.
+        """
         text = str(error).strip()
         if "timed out" in text.lower():
             return self.find() or CommError(
@@ -138,12 +162,45 @@ class FailureReports:
                 do="see what the ranks that are behind were doing; if they were slow, give init_distributed more time.",
                 code="comm-timeout",
             )
-        return self.find(self._look_up_seconds) or CommError(
+        return self._find_cause(what, peers) or CommError(
             f"{what} failed: {text}",
             where=f"rank {self._rank}",
             do="look at the other ranks' output: one of them was killed, lost its network, or hangs.",
             code="comm-connection",
         )
+
+    def _find_cause(self, what: str, peers: Sequence[int]) -> RankFailedError | None:
+        """The failure that has closed a connection of this rank."""
+        processes = self._processes
+        if processes is None:
+            return self.find(self._look_up_seconds)
+        text = f"Its process has ended without a report: killed, or out of memory. Rank {self._rank} saw it in {what}"
+        began = time.monotonic()
+        self._has_lost_connection = True
+        with contextlib.suppress(RuntimeError):  # the store has ended
+            self._store.set(f"{_LOST}/{self._rank}", "")
+            processes.look_up(range(processes.size))
+            while (waited := time.monotonic() - began) < self._look_up_seconds:
+                have_ended = processes.have_ended()
+                causes = self._without_note(rank for rank in have_ended if have_ended[rank])
+                if not causes and waited > _SILENT_PEER_SECONDS:
+                    silent = self._without_note(peers)
+                    causes = silent if len(silent) == 1 and silent[0] not in have_ended else []
+                # One that raised has reported before its process ended.
+                if (failure := self.find()) is not None:
+                    return failure
+                if self.is_store_ended:
+                    break
+                if causes:
+                    self.report(causes[0], text)
+                time.sleep(0 if causes else 0.05)
+            else:
+                return None
+        return RankFailedError(0, text) if processes.have_ended().get(0) else None
+
+    def _without_note(self, ranks: Iterable[int]) -> list[int]:
+        """Those that have not noted that they lost a connection."""
+        return [rank for rank in ranks if not self._store.check([f"{_LOST}/{rank}"])]
 
 
 class FailureWatch:

@@ -448,6 +448,6 @@ class GlooCommunicator(Backend):
 
     def _explained(self, error: RuntimeError, work: GlooWork) -> CommError:
         what = f"{work.what} on axis {self.axis!r} with {self.size} ranks, over Gloo,"
-        explained = self._failures.explain(error, what)
+        explained = self._failures.explain(error, what, self._ranks)
         self.first_error.keep(explained)
         return explained

@@ -27,6 +27,7 @@ from shoal.comm.nccl import NcclCommunicator, new_group
 from shoal.comm.protocol import Backend
 from shoal.comm.shm import LocalPeers, is_supported, join_group, vote
 from shoal.errors import RankFailedError
+from shoal.hang import RankProcesses
 
 _WATCH_SECONDS = 1.0
 
@@ -57,7 +58,8 @@ class ProcessTransport:
         self._size = size
         self._device = device
         self._timeout = timeout
-        self._failures = FailureReports(PrefixStore("failures", store), rank)
+        self._processes = RankProcesses(PrefixStore("hang", store), size)
+        self._failures = FailureReports(PrefixStore("failures", store), rank, processes=self._processes)
         self._first_error = FirstError()
         self._gloo_pending = GlooPending(self._first_error)
         self._gloo_group: dist.ProcessGroupGloo | None = None
@@ -158,4 +160,5 @@ class ProcessTransport:
                 self._gloo_group = dist.ProcessGroupGloo(store, self._rank, self._size, timeout)
             except RuntimeError as error:
                 raise self._failures.explain(error, f"joining {self._size} ranks over Gloo") from error
+            self._processes.look_up([0])  # now, since the store may end with it
         return self._gloo_group

@@ -48,9 +48,10 @@ def run(folder: Path, fault: str, before: str, named: str, num_naming: int) -> t
     return [(folder / f"{rank}.err").read_text() for rank in range(NUM_RANKS)], seconds
 
 
-def test_a_killed_rank_of_eight_is_named_by_all_others_within_five_seconds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["", GLOO], ids=["shared memory", "gloo"])
+def test_a_killed_rank_of_eight_is_named_by_all_others_within_five_seconds(before: str, tmp_path: Path) -> None:
     fault, named = "os.kill(os.getpid(), signal.SIGKILL)", "[rank-failed] rank 5 failed"
-    _, seconds = run(tmp_path, fault, "", named, NUM_RANKS - 1)  # over shared memory
+    _, seconds = run(tmp_path, fault, before, named, NUM_RANKS - 1)
     print(f"{seconds:.1f} s")
     assert seconds < 5
 

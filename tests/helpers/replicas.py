@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from shoal.comm.quorum import QuorumServer
 from shoal.comm.threads import run_ranks
 from shoal.data import shuffled
 from shoal.engine.parts.fault_tolerance import FaultTolerance
+from shoal.engine.parts.part import Part
+from shoal.running.status import GlobalStatus
 from tests.helpers import composition
 
 NUM_SAMPLES, ROWS, SEED = 2000, 2, 1
@@ -347,14 +350,29 @@ def running(folder: Path, num_replicas: int, config: dict[str, Any], size: int =
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
+class Mean(Part):
+    """The sum over the replicas' micro-batches, in their order, becomes their mean as the replicas form it."""
+
+    def prepare(self, engine: Any) -> None:
+        self._engine = engine
+
+    @torch.no_grad()
+    def at_reduction(self, status: GlobalStatus) -> GlobalStatus:
+        sharding = self._engine.sharding
+        for group in sharding.groups:
+            group.gradient.owned().mul_(1 / self._engine.gradient_accumulation_steps())
+        return replace(status, norm=sharding.synchronize_status(None).norm)
+
+
 def trained_alone(run: Run, stage: int) -> list[tuple[list[int], float]]:
     """Of each step of one rank that uses the samples of a run: the digest, and the loss."""
-    engine, *_ = shoal.initialize(model=model_of(run.seed()), config=settings(stage))
+    engine, *_ = shoal.initialize(model=model_of(run.seed()), config=settings(stage), parts=[Mean()])
     data, results = Samples(), []
     for indices in run.used():
         engine.set_train_batch_size(len(indices))
         for start in range(0, len(indices), ROWS):
-            engine.backward(loss_of(engine(torch.stack([data[index][0] for index in indices[start : start + ROWS]]))))
+            inputs = torch.stack([data[index][0] for index in indices[start : start + ROWS]])
+            engine.backward(loss_of(engine(inputs)), scale_wrt_gas=False)
             engine.step()
         results.append((digest(engine), engine.accumulation.step_loss or 0.0))
     engine.destroy()

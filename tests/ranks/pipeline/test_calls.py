@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -217,3 +218,20 @@ def test_layers_to_skip_are_refused_because_a_stage_calls_all_its_blocks() -> No
             engine_of_layers(linears, 2, 1, progressive_layer_drop={"enabled": True})
 
     run_ranks(2, job)
+
+
+def test_the_loss_of_a_step_is_over_the_replicas_that_a_part_has_added_to_its_status() -> None:
+    def with_another(status: Any) -> Any:
+        others = tuple(loss + 1 for loss in status.losses)
+        return replace(status, losses=status.losses + others, tokens=2 * status.tokens)
+
+    def job(is_added: bool) -> float:
+        engine = engine_of_layers(linears, 2, 1)
+        if is_added:
+            engine._calls.at_reduction = [with_another]
+        loss = float(engine.train_batch(batches(0, 0, 4)))
+        engine.destroy()
+        return loss
+
+    for alone, both in zip(run_ranks(2, job, False), run_ranks(2, job, True), strict=True):
+        assert both == pytest.approx(alone + 0.5, rel=1e-6)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.launch.test_guard import STEP_SECONDS, stacks_in, write
+from tests.ranks.launch.test_guard import SLACK_SECONDS, STEP_SECONDS, stacks_in, torchrun, write
 from tests.ranks.launch.test_launch import wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,6 +29,7 @@ def run(folder: Path, fault: str, before: str, named: str, num_naming: int) -> t
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     variables = {**os.environ, "WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables["TMPDIR"] = str(folder)
     jobs = []
     for rank in range(NUM_RANKS):
         with (folder / f"{rank}.err").open("w") as err:
@@ -52,6 +53,7 @@ def run(folder: Path, fault: str, before: str, named: str, num_naming: int) -> t
 def test_a_killed_rank_of_eight_is_named_by_all_others_within_five_seconds(before: str, tmp_path: Path) -> None:
     fault, named = "os.kill(os.getpid(), signal.SIGKILL)", "[rank-failed] rank 5 failed"
     _, seconds = run(tmp_path, fault, before, named, NUM_RANKS - 1)
+    assert not list(tmp_path.glob("shoal-*"))
     print(f"{seconds:.1f} s")
     assert seconds < 5
 
@@ -66,6 +68,15 @@ def test_a_stuck_rank_of_eight_is_named_within_its_time_out_and_three_seconds(
     assert "shoal: [hang] step 1: rank 5 hangs; section 'step' of rank " in report, report
     assert report.count("[hang]") == 1
     assert len(re.findall(r"rank \d: waits in a collective, called at ", report)) == NUM_RANKS - 1
-    stacks_in(report)
+    stacks_in(report, tmp_path)
     print(f"{seconds:.1f} s")
     assert seconds < STEP_SECONDS + 3
+
+
+def test_a_rank_that_issues_a_collective_more_than_the_others_is_named_under_torchrun(tmp_path: Path) -> None:
+    _, err, seconds = torchrun(tmp_path, 3, {2: "torch.distributed.all_reduce(torch.ones(1))"})
+    assert "shoal: [hang] step 1: rank 2 hangs; section 'step' of rank " in err
+    assert re.search(r"rank 2: waits in a collective, called at .*script\.py:\d+, in stuck; collective \d+: ", err), err
+    assert err.count("[hang]") == 1
+    stacks_in(err, tmp_path)
+    assert seconds < STEP_SECONDS + SLACK_SECONDS

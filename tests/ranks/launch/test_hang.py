@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -55,9 +56,9 @@ def run(folder: Path, stuck: str, in_evaluation: str = "pass", start: str = STAR
     """Returns: the exit code, stderr, and the seconds from the start of the hang to the end of the job."""
     script = folder / "script.py"
     script.write_text(SCRIPT.format(folder=str(folder), stuck=stuck, in_evaluation=in_evaluation))
-    job = subprocess.run(
-        [sys.executable, "-c", start, "2", str(script)], capture_output=True, text=True, timeout=55, check=False
-    )
+    command = [sys.executable, "-c", start, "2", str(script)]
+    variables = os.environ | {"TMPDIR": str(folder)}
+    job = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=55, check=False)
     ended = time.time()
     mark = folder / "stuck"
     return job.returncode, job.stderr, ended - mark.stat().st_mtime if mark.exists() else 0.0

@@ -253,19 +253,23 @@ class HangGuard:
     Args:
         calls, reports: the store of this world's guards alone, over two connections. (Opening one holds the GIL, which
             would block this process if the store did not answer any more.)
+        on_hang: called before this process is ended, in a thread that is not waited for longer than 2 seconds.
         heartbeat: this process's, with a file.
 
     Communicates: one key at the start; after that one request to the store each half second, or for each 1,000 ranks
         each second.
     """
 
-    def __init__(self, calls: Store, reports: Store, rank: int, size: int, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, calls: Store, reports: Store, rank: int, size: int, heartbeat: Heartbeat, on_hang: Callable[[], None]
+    ) -> None:
         assert heartbeat.file is not None
         self._calls = calls
         self._reports = reports
         self._rank = rank
         self._size = size
         self._file = heartbeat.file
+        self._on_hang = on_hang
         self._silent: list[RankProcess] = []
         self._is_over = threading.Event()
         self._wake = threading.Event()
@@ -319,9 +323,12 @@ class HangGuard:
         self._continue_first()
         exchange = threading.Thread(target=self._exchange, args=[own], name="shoal-hang-report", daemon=True)
         exchange.start()
+        notes = threading.Thread(target=self._on_hang, name="shoal-hang-notes", daemon=True)
+        notes.start()
         if not (self._has_answered.wait(_STORE_SECONDS) and self._is_told.wait(_REPORT_SECONDS)):
             self._print({self._rank: own})
         exchange.join(_INTERVAL_SECONDS)
+        notes.join(_STOP_SECONDS)
         for process in self._silent:
             if process.is_here:
                 with suppress(OSError):

@@ -14,7 +14,10 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +34,8 @@ _SECTION_AT = _OWNER.size
 _NUMBER_AT = _SECTION_AT + _SECTION.size
 _LABEL_AT = _NUMBER_AT + _NUMBER.size
 _LABEL_NBYTES = NBYTES - _LABEL_AT
+_CALL = "hang"  # an empty file in the launcher's folder
+_POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,27 @@ class Heartbeat:
                 self._labels[key] = text
         memory[_LABEL_AT:NBYTES] = text
         _NUMBER.pack_into(memory, _NUMBER_AT, number)
+
+
+def await_call(place: HeartbeatPlace, on_hang: Callable[[], None], is_over: threading.Event) -> None:
+    """Wait until the launcher has found a hang, or ``is_over``. It ends the rank once ``on_hang`` has returned."""
+    answer = Path(place.folder, f"answer-{place.local_rank}")  # empty: the launcher waits for this rank
+    with suppress(OSError):  # the launcher has ended
+        answer.write_text("")
+        while not is_over.wait(_POLL_SECONDS) and not Path(place.folder, _CALL).exists():
+            pass
+        if not is_over.is_set():
+            on_hang()
+        answer.write_text("over")
+
+
+def call_ranks(folder: Path, seconds: float) -> None:
+    """Tell the ranks of a hang, and wait for those that listen, for ``seconds`` at most."""
+    answers = list(folder.glob("answer-*"))
+    Path(folder, _CALL).touch()
+    deadline = time.monotonic() + seconds
+    while not all(answer.stat().st_size for answer in answers) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 _heartbeat: Heartbeat | None = None

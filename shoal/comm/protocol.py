@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkab
 
 import torch
 
-from shoal.comm.recorder import Recorder
+from shoal.comm.recorder import Group, Recorder
 from shoal.comm.side_stream import CopyDone, SideStream
 from shoal.comm.wire import Wire, decoded_sum, encoded_gather, encoded_scatter
 from shoal.errors import CommError, UsageError
@@ -193,6 +193,7 @@ class Backend:
     verbs: ClassVar[Verbs] = {}
     carries_values: bool = True  # False: no rank gets values of another
     max_ctas: int | None = None  # see ``World.communicator``
+    group: Group | None = None  # None: no other rank, or no ranks of a world
 
     def __init__(self, axis: str, rank: int, size: int) -> None:
         self.axis = axis
@@ -276,7 +277,8 @@ class Communicator:
             self._raise_for_shapes(call.verb, call.label)
         kind: Literal["data", "control"] = "control" if call.verb in _CONTROL else "data"
         for one in call.messages or (call,):
-            self.recorder.add(self.axis, one.verb, one.label, one.nbytes, one.sent.dtype, kind)
+            numels, dtype = (one.sent.numel(), one.result.numel()), one.sent.dtype
+            self.recorder.add(self.axis, one.verb, one.label, one.nbytes, dtype, kind, self._group_of(one), numels)
         return self.backend.issue(call)
 
     def staged(self, tensor: torch.Tensor, first: Callable[[], Work], *steps: Step) -> Work:
@@ -287,10 +289,18 @@ class Communicator:
         """How a collective of ``full`` is encoded that was asked to use ``wire``; on one rank nothing is."""
         return None if self.size == 1 or _IS_FOR_SHAPES.get() else wire
 
+    def _group_of(self, call: Call) -> Group | None:
+        group = self.backend.group
+        if group is None or call.verb not in ("send", "recv"):
+            return group
+        here, peer = group.ranks[self.rank], group.ranks[call.peer]
+        sender, receiver = (here, peer) if call.verb == "send" else (peer, here)
+        return Group(f"{self.axis} from rank {sender} to {receiver}", (sender, receiver))
+
     def _record_blocking(self, op: str, label: str) -> None:
         if _IS_FOR_SHAPES.get():
             self._raise_for_shapes(op, label)
-        self.recorder.add(self.axis, op, label, 0, None, "control")
+        self.recorder.add(self.axis, op, label, 0, None, "control", self.backend.group)
 
     def _raise_for_shapes(self, op: str, label: str) -> None:
         raise RuntimeError(f"it calls {op} ({label}) on {self.axis!r}, whose result has no shape of its own")

@@ -273,11 +273,9 @@ def run_ranks(
             with use_world(world), torch.autograd.set_multithreading_enabled(world.device.type == "cpu"):
                 results[rank] = fn(*args)
             world.close()
-        except RankFailedError as error:
-            # Another rank failed first and is known already; otherwise this is the first failure.
+        except BaseException as error:  # a RankFailedError: another rank has failed first, and is known already
             shared.fail(rank, traceback.format_exc(), error)
-        except BaseException as error:
-            shared.fail(rank, traceback.format_exc(), error)
+            world.write_trace()
         finally:
             shared.left.add(rank)
             shared.notify()

@@ -19,6 +19,8 @@ from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from threading import Event, Thread
 from typing import Any, Protocol
 
 import torch
@@ -40,12 +42,12 @@ from shoal.comm.local_device import (
 from shoal.comm.named_group import named_group
 from shoal.comm.process_group import CommunicatorGroup, device_mesh
 from shoal.comm.protocol import Backend, Communicator
-from shoal.comm.recorder import Recorder
+from shoal.comm.recorder import Group, Recorder
 from shoal.comm.torch_dist import ProcessTransport
 from shoal.config.source import open_source
 from shoal.errors import CommError, ConfigError, RankFailedError, UsageError
 from shoal.hang import HangGuard
-from shoal.heartbeat import Heartbeat, heartbeat
+from shoal.heartbeat import Heartbeat, await_call, heartbeat
 from shoal.mesh import Mesh
 from shoal.streams import simulation
 from shoal.text import listed_ranks
@@ -97,6 +99,7 @@ class World:
         self.device = device
         self.backend = backend
         self.mesh = Mesh.of(size)  # of the engine that was made last
+        self._trace_folder: str | None = None
         self.heartbeat = heartbeat or Heartbeat()
         self.recorder = Recorder(heartbeat=self.heartbeat)
         self.shared: dict[str, Any] | None = None  # by ranks that are threads
@@ -139,6 +142,8 @@ class World:
                 if accelerator is not None:
                     backend = accelerator.communicator(backend, ranks, self.shared)
                 backend.max_ctas = max_ctas
+                if len(ranks) > 1:
+                    backend.group = Group(f"{axis} of ranks {listed_ranks(ranks)}", ranks)
             result = self._communicators[key] = Communicator(backend, self.recorder)
         return result
 
@@ -190,6 +195,25 @@ class World:
             self._transport.report_failure(error.failed_rank, error.remote_traceback, error)
         else:
             self._transport.report_failure(self.rank, "".join(traceback.format_exception(error)), error)
+        self.write_trace()
+
+    def trace_into(self, folder: str | None) -> None:
+        """Write this rank's last calls into ``folder`` at a failure and a hang from now on; None: write none."""
+        place, is_over = heartbeat_place(), Event()
+        if folder and not self._trace_folder and place and self.heartbeat.is_read and self.heartbeat.file is None:
+            Thread(
+                target=await_call, args=[place, self.write_trace, is_over], name="shoal-hang-call", daemon=True
+            ).start()
+            self._on_closing.append(is_over.set)
+        self._trace_folder = folder
+
+    def write_trace(self) -> None:
+        """Write this rank's last calls where ``trace_into`` says. Any thread may call. Never raises."""
+        if self._trace_folder is not None:
+            try:
+                self.recorder.write_trace(Path(self._trace_folder), self.rank)
+            except OSError as error:
+                logger.warning("rank %d could not write its collectives: %s", self.rank, error)
 
     def close(self) -> None:
         """Close every group, every communicator and the transport. Idempotent."""
@@ -530,7 +554,8 @@ def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
     reached = None if "nccl" in str(group and dist.get_backend_config(group)) else backend
     bound = getattr(group, "bound_device_id", None)
     transport: Transport | None = None
-    beat, guard = heartbeat(heartbeat_place()), None
+    beat = heartbeat(heartbeat_place())
+    guards: Any = None  # their part of the store
     if backend == "fake":
         local_rank, device = rank, device_of(None, reached, bound)
         transport = FakeTransport(rank)
@@ -553,12 +578,12 @@ def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
                 transport.close()
                 raise
         if beat.file is not None:
-            own: Any = PrefixStore("hang", store)
-            guard = HangGuard(own.clone(), own.clone(), rank, size, beat)
+            guards = PrefixStore("hang", store)
     world = World(
         rank, size, local_rank, device, backend, transport, dist.destroy_process_group if owns_group else None, beat
     )  # fmt: skip
-    if guard is not None:
+    if guards is not None:
+        guard = HangGuard(guards.clone(), guards.clone(), rank, size, beat, world.write_trace)
         world._on_closing.append(guard.stop)
     _process.world = world
     _process.group = group

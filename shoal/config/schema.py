@@ -372,6 +372,9 @@ class Debug(Section):
         False,
         "simulate an accelerator on the CPU from initialize to destroy, and check that its streams wait for each other",
     )
+    flight_recorder_folder: str | None = key(
+        None, "folder into which each rank writes its last collectives, as JSON, at a failure or a hang; null: none"
+    )
     out_of_memory_folder: str | None = key(
         None, "folder into which a rank without memory left writes what uses it, as JSON; null: nothing is written"
     )

@@ -178,6 +178,7 @@ def _start(
     plan = plan_of(settings, world.size)
     refuse_cuda_graphs(model, plan.zero.stage, world.device)
     world.mesh = plan.mesh
+    world.trace_into(settings.debug.flight_recorder_folder)
     is_apart = plan.zero.num_outer_states > 0
 
     def open_axis(axis: str, max_ctas: int | None = None) -> Communicator:

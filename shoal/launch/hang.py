@@ -1,6 +1,7 @@
 """A hang of this machine's ranks: found by their heartbeats, explained by their stacks, and ended.
 
 1  watch     each second: is a rank's section older than its time-out, in two readings?
+             where the config says so, the ranks write their last collectives
 2  ranks     SIGABRT to all: faulthandler, which needs no help of the stuck thread, writes the Python stack of every
              thread to stderr, and the process ends. A rank that a signal has stopped is continued for that.
 3  watch     SIGKILL for those that are still there after some seconds
@@ -18,12 +19,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoal.hang import Stuck, describe_hang, kept_dumps, main_stack
-from shoal.heartbeat import Beat, clear_heartbeats, read_heartbeats
+from shoal.heartbeat import Beat, call_ranks, clear_heartbeats, read_heartbeats
 from shoal.launch.failure import stderr_of
 from shoal.launch.output import RankOutput
 from shoal.process import is_stopped, started
 
 _INTERVAL_SECONDS = 1.0
+_CALL_SECONDS = 1.5  # for ranks that run to write their last collectives
 _ABORT_SECONDS = 5.0  # for the stacks to be written
 
 
@@ -87,6 +89,7 @@ class HangWatch:
         sizes = {rank: file.stat().st_size for rank, file in files.items() if file is not None}
         stopped = {beat.pid for beat in beats if is_stopped(beat.pid)}
         late = {beat.pid for beat in beats if beat.is_late}
+        call_ranks(self._folder, _CALL_SECONDS)
         for number in (signal.SIGABRT, signal.SIGCONT):
             _signal(beats, number)
         deadline = time.monotonic() + _ABORT_SECONDS

@@ -122,7 +122,7 @@ def snippets(page: str) -> list[str]:
 
 
 def test_the_snippet_that_checks_streams_runs() -> None:
-    program = snippets("debugging.md")[2]
+    program = snippets("debugging.md")[3]
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
     )
@@ -134,7 +134,7 @@ def test_the_snippets_of_the_how_to_pages_run() -> None:
     (precision,) = snippets("precision.md")
     (units,) = snippets("units.md")
     (memory,) = snippets("memory.md")
-    timeout, record, _ = snippets("debugging.md")
+    timeout, record, *_ = snippets("debugging.md")
     micro_batch = "loss = engine(torch.randint(0, 1024, (2, 16))).square().mean()\nengine.backward(loss)\n"
     program = "\n".join(
         [timeout, precision, "engine.destroy()", units, micro_batch, record, micro_batch, "engine.step()", memory]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.ranks.launch.test_hang import SCRIPT
+from tests.ranks.launch.test_hang import SCRIPT, calls_of
 from tests.ranks.launch.test_launch import is_alive, wait_until
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node")
@@ -74,6 +74,8 @@ def test_a_rank_that_sleeps_under_torchrun_is_named_with_its_stack_and_all_ranks
     assert re.search(r"rank 1: runs .*script\.py:\d+, in stuck; collective \d+: ", err), err
     assert re.search(r"rank 0: waits in a collective, called at .*script\.py:\d+, in ", err), err
     assert re.search(r'the stack of rank 1:\n +File "<string>".*\n +File ".*script\.py", line \d+ in stuck', err), err
+    written = calls_of(tmp_path, 0)
+    assert len(written) == 7 and calls_of(tmp_path, 1) == written[:-1]
     text = stacks_in(err, tmp_path)
     assert "rank 0\n" in text and "rank 1\n" in text and text.count("most recent call first") >= 4
     assert seconds < STEP_SECONDS + SLACK_SECONDS

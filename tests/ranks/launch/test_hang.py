@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -39,7 +40,8 @@ def stuck():
     {stuck}
 
 model = Model()
-config = {{"train_micro_batch_size_per_gpu": 1, "timeouts": {{"step": 1.5, "evaluation": 60}}}}
+config = {{"train_micro_batch_size_per_gpu": 1, "timeouts": {{"step": 1.5, "evaluation": 60}},
+          "debug": {{"flight_recorder_folder": {folder!r}}}}}
 engine, *_ = shoal.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
 with torch.no_grad():
     engine(torch.ones(1, 8))
@@ -62,6 +64,11 @@ def run(folder: Path, stuck: str, in_evaluation: str = "pass", start: str = STAR
     ended = time.time()
     mark = folder / "stuck"
     return job.returncode, job.stderr, ended - mark.stat().st_mtime if mark.exists() else 0.0
+
+
+def calls_of(folder: Path, rank: int) -> list[str]:
+    """The collectives that a rank wrote at the hang."""
+    return [entry["profiling_name"] for entry in json.loads((folder / f"rank_{rank}.json").read_text())["entries"]]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +94,10 @@ def test_the_rank_that_hangs_is_named_with_its_stack_and_all_ranks_are_gone(
     kept.unlink()
     assert "rank 0\n" in text and "rank 1\n" in text and text.count("most recent call first") >= 2
     assert "Fatal Python error" not in err  # the dumps are in the file
+    written = calls_of(tmp_path, 0)
+    assert len(written) == 7 and written[-1] == "gloo:all_reduce of 'root'"  # of the backward pass, as rank 1 has not
+    if "sleep" in stuck:  # the others cannot write theirs
+        assert calls_of(tmp_path, 1) == written[:-1]
     assert len(err.splitlines()) < 40
     assert not any(is_alive(int(path.read_text())) for path in tmp_path.glob("*.pid"))
     assert seconds < 1.5 + 12  # the machine is shared; idle it takes under 4

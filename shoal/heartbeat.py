@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import struct
 import threading
 import time
@@ -133,6 +134,7 @@ class Heartbeat:
 
 def await_call(place: HeartbeatPlace, on_hang: Callable[[], None], is_over: threading.Event) -> None:
     """Wait until the launcher has found a hang, or ``is_over``. It ends the rank once ``on_hang`` has returned."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGABRT})  # the main thread gets it, before it runs on
     answer = Path(place.folder, f"answer-{place.local_rank}")  # empty: the launcher waits for this rank
     with suppress(OSError):  # the launcher has ended
         answer.write_text("")

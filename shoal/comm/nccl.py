@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import Store
 from shoal.comm.failure import FailureReports, FirstError
 from shoal.comm.gloo import GlooCommunicator
 from shoal.comm.named_group import named_group
-from shoal.comm.protocol import Backend, Call, Work, own_range
+from shoal.comm.protocol import Backend, Call, Work, closed_error, own_range
 from shoal.comm.sums import is_same_memory
 from shoal.errors import CommError
 from shoal.streams import is_in_host_memory
@@ -174,6 +174,9 @@ class NcclCommunicator(Backend):
     def issue(self, call: Call) -> Work:
         if is_in_host_memory(call.sent):
             return self._host.issue(call)
+        if self._group is None:  # torch would take its default group
+            self._first_error.check()
+            raise closed_error(self.axis, call.verb, call.label)
         what = f"{call.verb} {call.label!r} on axis {self.axis!r}, over NCCL,"
         with self.explained(what):
             return self._on_stream(call, what)

@@ -22,7 +22,7 @@ from shoal.comm.recorder import Recorder
 from shoal.comm.torch_dist import ProcessTransport
 from shoal.comm.world import World
 from shoal.engine.model_parts import axes_of
-from shoal.errors import RankFailedError, UsageError
+from shoal.errors import CommError, RankFailedError, UsageError
 from shoal.mesh import Mesh
 
 SIZE = 4
@@ -329,3 +329,12 @@ def test_an_axis_of_the_host_refuses_memory_of_a_device() -> None:
         UsageError, match="all_reduce 'x' of device memory on axis 'dp', which was opened with max_ctas=0"
     ):
         Communicator(nccl_backend, Recorder()).all_reduce(meta(8, torch.float32), label="x")
+
+
+def test_a_closed_communicator_does_not_use_torchs_default_group(calls: list[tuple[str, Any]]) -> None:
+    nccl_backend = backend()
+    comm = Communicator(nccl_backend, Recorder())
+    nccl_backend.close()
+    with pytest.raises(CommError, match=r"all_reduce 'x' on axis 'dp': the communicator is closed"):
+        comm.all_reduce(meta(8, torch.float32), label="x")
+    assert calls == []

@@ -27,8 +27,12 @@ def is_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which runs as it is in compiled callers too: ``torch.compiler.disable``, once it is imported."""
+def untraced(function: Callable[P, R], *, recursive: bool = True) -> Callable[P, R]:
+    """``function``, which runs as it is in compiled callers too: ``torch.compiler.disable``, once it is imported.
+
+    Args:
+        recursive: what it calls is not compiled either.
+    """
     disabled: list[Callable[P, R]] = []
 
     @functools.wraps(function)
@@ -36,7 +40,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
         if not is_imported():
             return function(*args, **kwargs)
         if not disabled:
-            disabled.append(torch.compiler.disable(function))
+            disabled.append(torch.compiler.disable(function, recursive=recursive))
             torch._dynamo.decorators.skip(call)  # else these lines are compiled, for each signature and up to a limit
         return disabled[0](*args, **kwargs)
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.compiler import untraced
 from shoal.errors import ModelError, UsageError
 from shoal.parallel.sequence.chunks import Documents
 
@@ -67,6 +69,7 @@ class RandomTokens:
         self._mask_name = mask_name
         self._is_sequence_first = is_sequence_first
 
+    @partial(untraced, recursive=False)  # the layer itself is compiled
     def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``function`` on the kept positions; its first output is put back into the hidden states.
 

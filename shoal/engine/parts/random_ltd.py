@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from shoal.compiler import untraced
 from shoal.config.data_efficiency import RandomLTD
 from shoal.data.random_ltd import RandomLTDScheduler
 from shoal.device import in_backward, in_transform
@@ -94,6 +96,7 @@ class _CheckedRunner:
     def __init__(self, part: RandomLayerTokenDrop, tokens: RandomTokens) -> None:
         self._part, self._tokens = part, tokens
 
+    @partial(untraced, recursive=False)
     def run(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._part.check_recomputed(name)
         return self._tokens.run(name, function, args, kwargs)

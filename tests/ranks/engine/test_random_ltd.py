@@ -16,6 +16,7 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import NotBuiltError, UsageError
 from shoal.models.gpt import GPT, Block, GPTConfig
+from tests.helpers.compiling import CountsGraphs, compiling
 from tests.helpers.training import make
 
 LENGTH, VOCABULARY, BATCH = 16, 31, 2
@@ -177,3 +178,13 @@ def test_positions_that_are_split_over_ranks_are_refused(parallel: dict[str, int
         run_ranks(2, train, settings(0, parallel=parallel))
     assert "random-LTD" in str(caught.value) and axis in str(caught.value)
     assert isinstance(caught.value, NotBuiltError) or isinstance(caught.value.__cause__, NotBuiltError)
+
+
+def test_compiled_layers_keep_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, compile_ = CountsGraphs("eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, *, mode: compile_(function, backend=backend, dynamic=False))
+    plain = train(settings(0))
+    with compiling():
+        compiled = train(settings(0, compile={"enabled": True}))
+    assert compiled[0] == plain[0] and alike(compiled[1], plain[1])
+    assert backend.num_graphs > 0

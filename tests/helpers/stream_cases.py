@@ -71,7 +71,7 @@ def encoded_sum_that_is_drained(is_blocking: bool) -> None:
 
 
 def experts_that_are_used() -> None:
-    with ExpertUsage(world()).of([1, 0, 2], CPU):
+    with ExpertUsage(world()).of([1, 0, 2]):
         pass
 
 

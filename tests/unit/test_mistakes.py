@@ -221,7 +221,7 @@ def test_conversions_say_what_they_read_cast_and_dropped(tmp_path: Path) -> None
         ({"warmup_num_steps": 10}, "it belongs elsewhere: did you mean 'scheduler.params.warmup_num_steps'?"),
         ({"offload_optimizer": {}}, "it belongs elsewhere: did you mean 'zero_optimization.offload_optimizer'?"),
         ({"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.99]}}}, "it takes dampening, differentiable, "),
-        ({"parallel": {"degree": 2}}, "it takes cp, dp_replicate, dp_shard, ep, order, pp, sp, tp, "),
+        ({"parallel": {"degree": 2}}, "it takes cp, dp_replicate, dp_shard, ep, max_ctas, order, pp, sp, tp, "),
     ],
 )
 def test_a_misplaced_key_is_told_its_place_and_an_unknown_one_the_keys_of_its_section(

@@ -255,7 +255,7 @@ def test_bf16_is_counted_alike_and_timers_can_be_on_as_well(tmp_path: Path) -> N
         assert engine.flops_profiler is not None
         return engine.flops_profiler.macs, set(engine.timers.last_step)
 
-    assert run_ranks(2, job)[0] == (MACS, {"forward", "backward", "reduce", "step"})
+    assert run_ranks(2, job)[0] == (MACS, {"forward", "backward", "gather", "reduce", "step"})
 
 
 @pytest.mark.skipif(

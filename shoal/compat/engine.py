@@ -257,11 +257,8 @@ class DeepSpeedEngine(Engine):
                 position from which any number of ranks can resume.
         """
         batch_size = batch_size or self.accumulation.micro_batch
-        common: dict[str, Any] = {
-            "collate_fn": collate_fn,
-            "num_workers": num_local_io_workers or 0,
-            "pin_memory": pin_memory,
-        }
+        workers = self._config.data.num_workers if num_local_io_workers is None else num_local_io_workers
+        common: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": workers, "pin_memory": pin_memory}
         if data_sampler is None:
             return loader_of(self, dataset, batch_size, shuffle=route == "train", **common)
         is_last_dropped = self._config.dataloader_drop_last

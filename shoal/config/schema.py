@@ -413,10 +413,13 @@ class Timeouts(Section):
 
 
 class Data(Section):
-    """The position in the training data."""
+    """The loader of ``training_data``."""
 
     stateful: bool = key(True, "save the loader's position in the data in checkpoints")
     seed: int | None = key(None, "seed of the order of samples; null: the launcher's")
+    num_workers: int = key(
+        0, "processes of each rank that read samples ahead; a curriculum by measures has its own", ge=0
+    )
 
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
@@ -517,4 +520,4 @@ class Schema(Section):
     loss_spike: LossSpikeSection = section(LossSpikeSection, "steps whose loss is far above those before")
     timeouts: Timeouts = section(Timeouts, "hangs, which are explained and ended")
     debug: Debug = section(Debug, "checks that cost time")
-    data: Data = section(Data, "the position in the training data")
+    data: Data = section(Data, "the loader of `training_data`")

@@ -473,6 +473,10 @@ class Loader:
             self._planned.append(batch)
             yield batch.keys[self._rank]
 
+    def close(self) -> None:
+        """End the workers; a loop that follows starts new ones."""
+        self._loader = None
+
     def _iterate_indices(self) -> Iterator[Any]:
         end = self._epoch_end(self._position)
         if self._loader is None:

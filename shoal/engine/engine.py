@@ -524,6 +524,7 @@ class Engine(PartShortcuts):
         if self._is_destroyed:
             return
         try:
+            self.run_state.close()
             self.checkpointing.close()
             self.sharding.wait()
         finally:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import IterableDataset
 
 from shoal.access.engine_parameters import EngineParameters
 from shoal.access.init import suspended
@@ -31,7 +32,7 @@ from shoal.engine.parts.fault_tolerance import FaultTolerance
 from shoal.engine.parts.loss_spike import LossSpike
 from shoal.engine.parts.part import Part, check_parts
 from shoal.engine.pipeline import PipelineEngine
-from shoal.errors import ConfigError, ModelError
+from shoal.errors import ConfigError, ModelError, UsageError
 from shoal.pipeline.stage import StageModule
 from shoal.running.optimizer import ShardedOptimizer
 from shoal.running.parameter_owner import OWNERS
@@ -174,19 +175,28 @@ def start(
         )
         if mpu is not None:
             vars(engine)["mpu"] = mpu  # where clients look for it
-        if training_data is not None:
-            micro_batch = engine.train_micro_batch_size_per_gpu()
-            if engine.properties.config.data_efficiency.data_sampling.dynamic_batching.enabled:
-                engine.training_dataloader, engine.lr_scheduler, _ = by_tokens_of_engine(
-                    training_data, engine, dataloader_collate_fn=collate_fn
-                )
-            else:
-                engine.training_dataloader = loader_of(engine, training_data, micro_batch, collate_fn=collate_fn)
-            if (replicas := engine.part(FaultTolerance)) is not None:
-                replicas.divide_samples()
-        if (spikes := engine.part(LossSpike)) is not None:
-            spikes.check_data()
+        try:
+            if training_data is not None:
+                _give_loader(engine, training_data, collate_fn)
+            if (spikes := engine.part(LossSpike)) is not None:
+                spikes.check_data()
+        except BaseException:
+            engine.destroy()
+            raise
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _give_loader(engine: Engine, training_data: Any, collate_fn: Any) -> None:
+    """Set the engine's loader of its training data, and the schedule that belongs to it."""
+    if engine.properties.config.data_efficiency.data_sampling.dynamic_batching.enabled:
+        engine.training_dataloader, engine.lr_scheduler, _ = by_tokens_of_engine(
+            training_data, engine, dataloader_collate_fn=collate_fn
+        )
+    else:
+        micro_batch = engine.train_micro_batch_size_per_gpu()
+        engine.training_dataloader = loader_of(engine, training_data, micro_batch, collate_fn=collate_fn)
+    if (replicas := engine.part(FaultTolerance)) is not None:
+        replicas.divide_samples()
 
 
 def _planned(config: Any, args: Any, model: nn.Module, world: World) -> Any:
@@ -266,6 +276,14 @@ def loader_of(
             world_size=ranks.size,
             num_epochs=sampling.num_epochs,
             **{**options, "num_workers": sampling.num_workers, "pin_memory": sampling.pin_memory},
+        )
+    options = {"num_workers": settings.data.num_workers, **options}
+    if options["num_workers"] and isinstance(dataset, IterableDataset):
+        raise UsageError(
+            f"{options['num_workers']} workers, and an IterableDataset, whose stream each rank reads by itself.",
+            where="data.num_workers",
+            do="set it to 0, or pass a data set with a length and indices.",
+            code="data-workers",
         )
     return Loader(
         dataset,

@@ -65,6 +65,11 @@ class RunState:
         self._step_start: dict[str, Any] = {}
         self.begin_step()
 
+    def close(self) -> None:
+        """End the workers of the engine's loader."""
+        if isinstance(self.training_dataloader, Loader):
+            self.training_dataloader.close()
+
     def begin_step(self) -> None:
         """Remember where the step begins: another layout cannot go on in its middle."""
         loader = self.training_dataloader

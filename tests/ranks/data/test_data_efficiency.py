@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from shoal.compat.data_pipeline import DistributedDataAnalyzer
 from shoal.data.analysis import SINGLE, DataAnalyzer
 from shoal.data.curriculum_loader import CurriculumLoader
 from shoal.data.metric_files import Rows
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, UsageError
 from tests.helpers import deepspeed_samples as cases
 
 
@@ -177,3 +179,36 @@ def test_ranks_share_an_analysis(tmp_path: Path) -> None:
         assert Rows(tmp_path / "seqlen" / "seqlen_sample_to_metric").together().tolist() == cases.LENGTHS
 
     run_ranks(2, run)
+
+
+def test_workers_of_the_config_read_the_samples() -> None:
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+    def samples(workers: int) -> list[list[float]]:
+        engine, _, loader, _ = shoal.initialize(
+            model=torch.nn.Linear(1, 1), config={**config, "data": {"num_workers": workers}}, training_data=Reader()
+        )
+        found = [batch.tolist() for batch in loader]
+        engine.destroy()
+        return found
+
+    class Reader(Samples):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.tensor([float(index), float(os.getpid() != main)])
+
+    main = os.getpid()
+    alone, workers = samples(0), samples(2)
+    assert [[sample[0] for sample in batch] for batch in alone] == [
+        [sample[0] for sample in batch] for batch in workers
+    ]
+    assert not any(sample[1] for batch in alone for sample in batch)
+    assert all(sample[1] for batch in workers for sample in batch)
+
+    class Stream(torch.utils.data.IterableDataset[float]):
+        def __iter__(self) -> Iterator[float]:
+            return iter([1.0])
+
+    with pytest.raises(UsageError, match="2 workers, and an IterableDataset"):
+        shoal.initialize(
+            model=torch.nn.Linear(1, 1), config={**config, "data": {"num_workers": 2}}, training_data=Stream()
+        )

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Subset, default_collate
 
 from shoal.data.metric_files import Rows, smallest_dtype, write_rows
-from shoal.data.sources.source import TokenSource
+from shoal.data.sources.token_file import TokenFile
 from shoal.errors import UsageError
 
 SINGLE, ACCUMULATE = "single_value_per_sample", "accumulate_value_over_samples"
@@ -263,9 +263,9 @@ def _tokens(sample: Any) -> np.ndarray:
 
 
 class SourceDocuments(torch.utils.data.Dataset[np.ndarray]):
-    """The tokens of each document of a source."""
+    """The tokens of each document of a file."""
 
-    def __init__(self, source: TokenSource) -> None:
+    def __init__(self, source: TokenFile) -> None:
         self.source = source
 
     def __len__(self) -> int:
@@ -276,7 +276,7 @@ class SourceDocuments(torch.utils.data.Dataset[np.ndarray]):
 
 
 def analyse_source(
-    source: TokenSource,
+    source: TokenFile,
     metrics: Sequence[str],
     save_path: str | Path,
     num_threads: int = 1,
@@ -310,7 +310,6 @@ def analyse_source(
     if "seqlen" in metrics:
         run("seqlen", lengths_of, SINGLE)
     if "vocabularyrarity" in metrics:
-        largest = max(int(source.tokens(number).max(initial=0)) for number in range(len(source)))
-        run("total_vocab_freq", counts_of(largest + 1), ACCUMULATE)
+        run("total_vocab_freq", counts_of(source.largest_token + 1), ACCUMULATE)
         counts = Rows(Path(save_path) / "total_vocab_freq" / "total_vocab_freq_metric_value").together()
         run("vocabularyrarity", rarity_of(counts), SINGLE)

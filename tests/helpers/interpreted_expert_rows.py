@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,26 +10,15 @@ from shoal.kernels import expert_rows
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.grouped import gather_rows, sum_rows
 from shoal.parallel.expert.held import ExpertsHeld
+from tests.helpers.interpreted import LOST, UNIT, counting
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # numpy, of masked elements
-
-UNIT = 2.0**-24
-LOST = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # the interpreter cuts bf16 off
 
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that ran."""
-    made: list[str] = []
-    for name in ("gather", "sum_of"):
-        kernel = getattr(expert_rows, name)
-
-        def counted(*args: Any, kernel: Any = kernel, name: str = name) -> None:
-            made.append(name)
-            kernel(*args)
-
-        monkeypatch.setattr(expert_rows, name, counted)
-    return made
+    return counting(monkeypatch, expert_rows, "gather", "sum_of")
 
 
 @pytest.mark.parametrize("width", [1, 300, 5000])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,26 +9,15 @@ from torch.nn import functional as F
 
 from shoal.kernels import swiglu as kernels
 from shoal.parallel.swiglu import swiglu
+from tests.helpers.interpreted import LOST, UNIT, counting
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # numpy, of sigmoid(-200)
-
-UNIT = 2.0**-24
-LOST = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # the interpreter cuts bf16 off
 
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that ran."""
-    made: list[str] = []
-    for name in ("forward", "backward"):
-        kernel = getattr(kernels, name)
-
-        def counted(*args: Any, kernel: Any = kernel, name: str = name) -> None:
-            made.append(name)
-            kernel(*args)
-
-        monkeypatch.setattr(kernels, name, counted)
-    return made
+    return counting(monkeypatch, kernels, "forward", "backward")
 
 
 def exact(gate_up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -264,6 +264,9 @@ class DeepSpeedEngine(Engine):
         is_last_dropped = self._config.dataloader_drop_last
         return DataLoader(dataset, batch_size=batch_size, sampler=data_sampler, drop_last=is_last_dropped, **common)
 
+    def random_ltd_initialize(self) -> None:
+        """Nothing: the config names the layers, and their modules stay as they are."""
+
     # weights
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:

@@ -62,9 +62,6 @@ class PartShortcuts(EngineState):
             )
         loader.post_process = post_process_func
 
-    def random_ltd_initialize(self) -> None:
-        """Nothing: the config names the layers, and their modules stay as they are. DeepSpeed's name."""
-
     @property
     def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
         """The schedule of ``curriculum_learning`` in the config; None without it."""

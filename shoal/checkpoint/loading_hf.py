@@ -34,6 +34,7 @@ from shoal.checkpoint.tree import name_of
 from shoal.comm.world import current_world
 from shoal.errors import CheckpointError, UsageError
 from shoal.mesh import Mesh
+from shoal.optional import import_optional
 from shoal.parallel.expert.held import global_names, modules_with_experts
 from shoal.pipeline.cut import CutModel
 from shoal.pipeline.stage import StageModule
@@ -379,14 +380,8 @@ def _first_element(part: ParameterSpec) -> int | None:
 
 def _build(config: Any, dtype: torch.dtype | None) -> nn.Module:
     """The model of a configuration of ``transformers``, built under ``zero.Init``."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError(
-            f"load_hf got a {type(config).__name__}, and building a model from a configuration needs transformers.",
-            do="pip install transformers, or build the model yourself under shoal.zero.Init() and pass it.",
-            code="load-hf-transformers",
-        ) from error
+    user, otherwise = f"load_hf of a {type(config).__name__}", "build the model under shoal.zero.Init() and pass it"
+    transformers = import_optional("transformers", user, "transformers", otherwise, code="load-hf-transformers")
     if not isinstance(config, transformers.PretrainedConfig):
         raise UsageError(
             f"load_hf takes a module or a configuration of transformers, got a {type(config).__name__}.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import xxhash
 
 from shoal.errors import UsageError
+from shoal.optional import import_optional
 
 _HUB = "hf:"  # before the name of a tokenizer on Hugging Face's hub
 
@@ -65,13 +65,8 @@ class FileTokenizer:
     _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
     def __init__(self, path: str | Path) -> None:
-        try:
-            library = importlib.import_module("tokenizers")
-        except ImportError as error:
-            raise UsageError(
-                f"reading {str(path)!r} needs the 'tokenizers' library, which is not installed.",
-                do="pip install 'shoal[tokenizers]', or leave --tokenizer out to train on bytes.",
-            ) from error
+        otherwise = "leave --tokenizer out to train on bytes"
+        library = import_optional("tokenizers", f"reading {str(path)!r}", "'shoal[tokenizers]'", otherwise)
         self._path = Path(path)
         if not self._path.is_file():
             raise UsageError(f"no tokenizer file at {str(path)!r}.", do="name a tokenizer.json.")
@@ -108,13 +103,8 @@ class TransformersTokenizer:
     """
 
     def __init__(self, name: str | Path) -> None:
-        try:
-            library = importlib.import_module("transformers")
-        except ImportError as error:
-            raise UsageError(
-                f"reading the tokenizer {str(name)!r} needs Transformers, which is not installed.",
-                do="pip install transformers, or name its tokenizer.json.",
-            ) from error
+        user = f"reading the tokenizer {str(name)!r}"
+        library = import_optional("transformers", user, "transformers", "name its tokenizer.json")
         try:
             self._tokenizer: Any = library.AutoTokenizer.from_pretrained(str(name))
         except (OSError, ValueError) as error:

@@ -445,6 +445,7 @@ class Engine(PartShortcuts):
         """Discard the gradients of the current step. After ``step()`` there are none."""
         if self.sharded.in_pass:
             return
+        self.accumulation.set_step_tokens(None)
         self._end_step()
         for parameter in self.module.parameters():
             parameter.grad = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import errno
-import importlib
 import json
 import logging
 import math
@@ -24,12 +23,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from shoal.errors import UsageError
 from shoal.observe.metrics import metric
+from shoal.optional import import_optional
 
 if TYPE_CHECKING:
     from shoal.config import Config
 
 logger = logging.getLogger("shoal")
 Event = tuple[str, float, int]  # name, value, step (or samples: any count that grows)
+_OTHERWISE = "leave it out of the config"
 
 
 class MonitorWriter(Protocol):
@@ -155,8 +156,10 @@ class TensorBoardWriter:
     """
 
     def __init__(self, folder: Path) -> None:
-        module = _needed("torch.utils.tensorboard.writer", "writing TensorBoard events", "tensorboard", "tensorboard")
-        self._writer: Any = module.SummaryWriter(log_dir=str(folder))
+        import_optional("tensorboard", "writing TensorBoard events", "tensorboard", _OTHERWISE)
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer: Any = SummaryWriter(log_dir=str(folder))
 
     def write(self, events: Sequence[Event]) -> None:
         for name, value, step in events:
@@ -173,7 +176,7 @@ class WandbWriter:
     """
 
     def __init__(self, project: str, *, group: str | None = None, team: str | None = None) -> None:
-        wandb = _needed("wandb", "logging to Weights & Biases", "wandb", "'shoal[wandb]'")
+        wandb = import_optional("wandb", "logging to Weights & Biases", "'shoal[wandb]'", _OTHERWISE)
         self._run: Any = wandb.init(project=project, group=group, entity=team)
 
     def write(self, events: Sequence[Event]) -> None:
@@ -197,7 +200,7 @@ class CometWriter:
     """
 
     def __init__(self, *, every: int = 1, name: str | None = None, **start: Any) -> None:
-        comet = _needed("comet_ml", "logging to Comet", "comet_ml", "'shoal[comet]'")
+        comet = import_optional("comet_ml", "logging to Comet", "'shoal[comet]'", _OTHERWISE)
         self.experiment: Any = comet.start(**start)
         self._every = every
         self._last: dict[str, int] = {}
@@ -227,7 +230,7 @@ class MlflowWriter:
     def __init__(
         self, *, tracking_uri: str | None = None, experiment: str | None = None, run: str | None = None
     ) -> None:
-        self._mlflow = _needed("mlflow", "logging to MLflow", "mlflow", "'shoal[mlflow]'")
+        self._mlflow = import_optional("mlflow", "logging to MLflow", "'shoal[mlflow]'", _OTHERWISE)
         if tracking_uri is not None:
             self._mlflow.set_tracking_uri(tracking_uri)
         if experiment is not None:
@@ -253,7 +256,7 @@ class PrometheusWriter:
     """
 
     def __init__(self, address: str, port: int) -> None:
-        self._client = _needed("prometheus_client", "serving Prometheus", "prometheus_client", "'shoal[prometheus]'")
+        self._client = import_optional("prometheus_client", "serving Prometheus", "'shoal[prometheus]'", _OTHERWISE)
         self._registry: Any = self._client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
         try:
@@ -295,17 +298,6 @@ def _by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
     for name, value, step in events:
         by_step.setdefault(step, {})[name] = value
     return by_step
-
-
-def _needed(module: str, what: str, package: str, install: str) -> Any:
-    """Raises: UsageError: the package is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UsageError(
-            f"{what} needs the {package!r} package, which is not installed.",
-            do=f"pip install {install}, or leave it out of the config.",
-        ) from error
 
 
 def read_json_lines(path: Path) -> dict[str, list[tuple[int, float]]]:

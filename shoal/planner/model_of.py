@@ -14,6 +14,7 @@ from torch import nn
 
 from shoal.errors import UsageError
 from shoal.models import GPT, NAMED_SHAPES, named_config
+from shoal.optional import import_optional
 
 Batch = tuple[Any, ...] | dict[str, Any]  # the arguments of the model's forward
 
@@ -49,12 +50,7 @@ def build_model(model: str, sequence: int | None = None) -> nn.Module:
 
 
 def _from_hugging_face(path: Path) -> nn.Module:
-    try:
-        import transformers
-    except ImportError:
-        raise UsageError(
-            f"{path} is a configuration of transformers, which is not installed.", do="pip install transformers."
-        ) from None
+    transformers = import_optional("transformers", f"the configuration {path}", "transformers")
     config = transformers.AutoConfig.from_pretrained(path.parent, local_files_only=True)
     causal = config.__class__ in transformers.AutoModelForCausalLM._model_mapping
     made: nn.Module = (transformers.AutoModelForCausalLM if causal else transformers.AutoModel).from_config(config)

@@ -15,7 +15,6 @@ files are copied into a local cache. A field is text, or a conversation: a list 
 from __future__ import annotations
 
 import glob
-import importlib
 import json
 import re
 import tarfile
@@ -26,6 +25,7 @@ from typing import Any, Literal
 
 from shoal.data.text import read_texts, text_files
 from shoal.errors import ShoalError, UsageError
+from shoal.optional import import_optional
 
 Document = str | list[dict[str, Any]]
 Form = Literal["jsonl", "parquet", "tar", "huggingface", "text"]
@@ -87,16 +87,6 @@ def identity(name: str) -> list[Any]:
     stamps = ("ETag", "mtime", "LastModified", "created")
     infos = [(file, fsspec.core.url_to_fs(file)[0].info(file)) for file in _files_of(name)]
     return [(file, info["size"], str(next((info[at] for at in stamps if at in info), ""))) for file, info in infos]
-
-
-def library(name: str, user: str) -> Any:
-    """Import what reads a format. Raises: UsageError: it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UsageError(
-            f"reading {user} needs {name.partition('.')[0]!r}, which is not installed.", do="pip install 'shoal[data]'."
-        ) from error
 
 
 def _files_of(name: str) -> list[str]:
@@ -177,7 +167,7 @@ def _read_lines(path: str, name: str, field: str) -> Iterator[Document]:
 
     compression = next((codec for suffix, codec in _COMPRESSIONS.items() if name.endswith(suffix)), None)
     if compression is not None and compression not in fsspec.compression.compr:
-        library("zstandard", name)
+        import_optional("zstandard", f"reading {name}", "'shoal[data]'")
     with fsspec.open(path, "rb", compression=compression) as file:
         for number, line in enumerate(file, 1):
             if not line.isspace():
@@ -185,7 +175,7 @@ def _read_lines(path: str, name: str, field: str) -> Iterator[Document]:
 
 
 def _read_rows(path: str, name: str, field: str) -> Iterator[Document]:
-    parquet = library("pyarrow.parquet", name)
+    parquet = import_optional("pyarrow.parquet", f"reading {name}", "'shoal[data]'")
     with parquet.ParquetFile(path) as file:
         fields = file.schema_arrow.names
         number = 0
@@ -219,7 +209,7 @@ _READERS: dict[str, Callable[[str, str, str], Iterator[Document]]] = {
 
 def _open_dataset(name: str) -> Any:
     """A dataset that was saved to disk; else a stream from files or from the hub."""
-    datasets = library("datasets", name)
+    datasets = import_optional("datasets", f"reading {name}", "'shoal[data]'")
     path, *rest = name.removeprefix(_HUGGING_FACE).split(":")
     *configs, split = rest or ["train"]
     with _naming(name):

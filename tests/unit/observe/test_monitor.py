@@ -217,7 +217,7 @@ def test_a_service_whose_package_is_missing_is_an_error_that_names_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     config = load({"train_batch_size": 1, section: {"enabled": True}})
-    with pytest.raises(UsageError, match=rf"'{package}' package(.|\n)*pip install 'shoal\[{section}\]'"):
+    with pytest.raises(UsageError, match=rf"'{package}'(.|\n)*pip install 'shoal\[{section}\]'"):
         make_monitor(config, rank=0)
 
 

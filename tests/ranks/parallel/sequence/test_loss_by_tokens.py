@@ -192,6 +192,21 @@ def test_tokens_count_once_where_the_norm_is_asked_for_before_the_step() -> None
     assert run_ranks(2, job, 2) == run_ranks(2, job, 0)
 
 
+def test_tokens_of_a_step_that_is_given_up_after_its_norm_is_known_do_not_count() -> None:
+    def job() -> tuple[int, int]:
+        engine, world = start(Logits, config(2, **TOKEN)), current_world()
+        loss, count = mean_loss(engine, *ragged(0, world.rank, world.size))
+        engine.backward(loss, num_tokens=count)
+        engine.clip_grad_norm_(CLIP)
+        known = engine.accumulation.counters.global_tokens
+        engine.zero_grad()
+        left = engine.accumulation.counters.global_tokens
+        engine.destroy()
+        return known, left
+
+    assert run_ranks(2, job) == [(sum(int(count_tokens(ragged(0, rank, 2)[1])) for rank in range(2)), 0)] * 2
+
+
 def test_before_the_step_gradients_are_those_of_the_sum_over_tokens() -> None:
     def job() -> torch.Tensor:
         engine, world = start(Logits, config(2, **TOKEN)), current_world()

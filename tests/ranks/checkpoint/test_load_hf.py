@@ -389,6 +389,6 @@ def test_what_is_loaded_inside_an_open_context_replaces_what_code_has_set_there(
 def test_a_configuration_needs_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "m", weights_of(make(Plain)))
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UsageError, match="needs transformers") as caught:
+    with pytest.raises(UsageError, match="needs 'transformers'") as caught:
         load_hf({"hidden": 3}, tmp_path / "m")
     assert caught.value.code == "load-hf-transformers"

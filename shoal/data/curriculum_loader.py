@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset, default_collate
 
 from shoal.data.difficulty import DifficultySampler
+from shoal.data.workers import BatchReader, ReadRequest, Workers
 from shoal.errors import UsageError
 
 
@@ -21,7 +21,7 @@ class CurriculumLoader:
     Args:
         sampler: draws samples for all ranks; every rank has one of its own.
         batch_size: samples per rank and micro-batch.
-        num_workers, pin_memory, collate_fn: as of torch's ``DataLoader``.
+        num_workers, pin_memory, collate_fn: as of ``Loader``.
 
     Attributes: ``post_process``: gets each batch and ``{"current_difficulties", "curriculum_step",
         "consumed_samples"}``, and returns the batch that the loop gets; None: it is left as it is.
@@ -44,10 +44,9 @@ class CurriculumLoader:
         self.sampler, self._rank, self._world_size = sampler, rank, world_size
         self._num_samples = len(cast(Any, dataset))
         self._end = num_epochs * self._num_samples
-        self._options = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
+        self._workers = Workers(BatchReader(dataset, collate_fn or default_collate, pins=pin_memory), num_workers)
         self._taken = 0  # samples that all ranks have taken
         self._state = sampler.state_dict()
-        self._drawn: deque[tuple[int, dict[str, Any], dict[str, Any]]] = deque()  # batches that workers are reading
         self._num_loads = 0
         self.post_process: Callable[[Any, dict[str, Any]], Any] | None = None
 
@@ -70,15 +69,17 @@ class CurriculumLoader:
         while place != self._num_loads:  # another position was loaded: the loop goes on there
             place = self._num_loads
             self.sampler.load_state_dict(self._state)  # workers may have read ahead in a loop that was left
-            self._drawn.clear()
-            loader = DataLoader(self.dataset, batch_sampler=self._own_indices(), **cast(Any, self._options))
-            for batch in loader:
-                self._taken, self._state, about = self._drawn.popleft()
+            for batch, after in self._workers.batches(self._requests()):
+                self._taken, self._state, about = after
                 yield batch if self.post_process is None else self.post_process(batch, about)
                 if place != self._num_loads:
                     break
 
-    def _own_indices(self) -> Iterator[list[int]]:
+    def close(self) -> None:
+        """End the workers; a loop that follows starts new ones."""
+        self._workers.close()
+
+    def _requests(self) -> Iterator[tuple[ReadRequest, tuple[int, dict[str, Any], dict[str, Any]]]]:
         taken = self._taken
         while taken + self.global_batch <= self._end:
             together = self.sampler.take(self.global_batch)
@@ -88,8 +89,8 @@ class CurriculumLoader:
                 "curriculum_step": self.sampler.step,
                 "consumed_samples": taken,
             }
-            self._drawn.append((taken, self.sampler.state_dict(), about))
-            yield together[self._rank * self.batch_size : (self._rank + 1) * self.batch_size]
+            mine = together[self._rank * self.batch_size : (self._rank + 1) * self.batch_size]
+            yield ReadRequest(mine, taken), (taken, self.sampler.state_dict(), about)
 
     def set_custom_schedule(self, functions: Callable[[int], int] | Mapping[str, Callable[[int], int]]) -> None:
         """The functions of measures with a ``custom`` schedule, by measure: from a step, counted from 1."""

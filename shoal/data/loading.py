@@ -16,9 +16,7 @@ micro-batches, are stream[P : P + A N B]; they are divided over ranks and micro-
 from __future__ import annotations
 
 import itertools
-import weakref
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -31,6 +29,7 @@ from shoal.data.order import Indices, shuffled
 from shoal.data.packing import balance
 from shoal.data.prefetch import ahead_on
 from shoal.data.stream import SamplePiece, TokenStream
+from shoal.data.workers import BatchReader, ReadRequest, Workers
 from shoal.errors import UsageError
 
 
@@ -99,6 +98,27 @@ class _Order:
         return indices
 
 
+class _KeysAhead:
+    """The keys of one step after the other, found for many steps together: that costs as much as for one."""
+
+    _MOST_STEPS = 64
+
+    def __init__(self, order: _Order | TokenStream) -> None:
+        self._order = order
+        self._num_steps = 1  # to be found next
+        self._first = 0
+        self._keys: list[Any] = []  # of the positions from there on
+
+    def keys(self, positions: Indices) -> list[Any]:
+        first, num = int(positions[0]), len(positions)
+        if int(positions[-1]) - first != num - 1 or (np.diff(positions) != 1).any():
+            return self._order.keys(positions)
+        if not self._first <= first <= self._first + len(self._keys) - num:
+            self._first, self._keys = first, self._order.keys(np.arange(first, first + num * self._num_steps))
+            self._num_steps = min(2 * self._num_steps, self._MOST_STEPS)
+        return self._keys[first - self._first : first - self._first + num]
+
+
 class Loader:
     """One rank's batches, an epoch per ``for`` loop, from a position that can be saved and loaded.
 
@@ -151,9 +171,9 @@ class Loader:
         self._drop_last = drop_last and self._stream is None
         self._fills_last = fills_last and not drop_last
         usual = default_collate if self._stream is None else self._stream.collate
-        self._collate = usual if collate_fn is None else collate_fn
-        self._num_workers = num_workers
-        self._pin_memory = pin_memory
+        place = "sample {}".format if self._stream is None else self._stream.place
+        self._collate = collate_fn or usual
+        self._workers = Workers(BatchReader(dataset, self._collate, place, seed, pin_memory), num_workers)
         self._num_micro = num_micro
         self._device = device
         self._is_iterable = isinstance(dataset, IterableDataset)
@@ -178,8 +198,6 @@ class Loader:
         self._position = SamplePosition()
         self._skipped: list[list[int]] = []  # ranges of positions, in order
         self._steps: list[FirstStep] = []
-        self._planned: deque[PlannedBatch] = deque()  # what workers read ahead
-        self._loader: DataLoader[Any] | None = None
         self._num_moves = 0  # how often what is read next was changed
         self._is_over = False  # the epoch, at the position that was set
         self._handed_out: list[list[list[int]]] | None = None  # by batch and rank; None: not recorded
@@ -439,6 +457,7 @@ class Loader:
         """Micro-batches from a position to the end of its epoch."""
         end, (taken, into, returned) = self._epoch_end(position), position
         together = shape.micro * shape.num_micro
+        ahead = _KeysAhead(self._order)
         while returned or taken < end:
             again = np.array(returned[:together], dtype=np.int64)
             new = self._following(taken, together - len(again))
@@ -452,7 +471,7 @@ class Loader:
             if missing := -len(positions) % shape.world_size:  # equal parts, filled from the epoch's order in a cycle
                 fill = itertools.islice(itertools.cycle(range(end - self._num_samples, end)), missing)
                 positions = np.append(positions, list(fill))
-            keys: list[Any] = self._order.keys(positions)
+            keys = ahead.keys(positions)
             if self._stream is None:
                 parts = np.arange(len(keys)).reshape(shape.world_size, 1, -1)
             else:
@@ -467,43 +486,26 @@ class Loader:
                 yield PlannedBatch(by_rank, used, after if is_last else inside, shape)
             taken, into, returned = after
 
-    def _own_keys(self) -> Iterator[list[Any]]:
-        self._planned.clear()
-        for batch in Loader._plan(self, self._shape, self._position):  # self may be a weak reference
-            self._planned.append(batch)
-            yield batch.keys[self._rank]
-
     def close(self) -> None:
         """End the workers; a loop that follows starts new ones."""
-        self._loader = None
+        self._workers.close()
+
+    def _requests(self) -> Iterator[tuple[ReadRequest, PlannedBatch]]:
+        """Of the rest of the epoch."""
+        for plan in self._plan(self._shape, self._position):
+            mine = plan.positions[self._rank]
+            yield ReadRequest(plan.keys[self._rank], mine[0] if mine else plan.after.taken), plan
 
     def _iterate_indices(self) -> Iterator[Any]:
         end = self._epoch_end(self._position)
-        if self._loader is None:
-            self._loader = DataLoader(
-                self.dataset,
-                batch_sampler=_OwnKeys(self),
-                collate_fn=self._collate,
-                num_workers=self._num_workers,
-                pin_memory=self._pin_memory,
-                persistent_workers=self._num_workers > 0,
-            )
-        try:
-            batches = ((batch, self._planned.popleft()) for batch in self._loader)
-            for batch, plan in ahead_on(self._device, batches):
-                if (
-                    plan.shape != self._shape and not self._position.into
-                ):  # the steps have another number of micro-batches now
-                    self._num_moves += 1
-                    return
-                self._position = plan.after
-                if self._handed_out is not None:
-                    self._handed_out.append(plan.positions)
-                yield batch
-        except Exception:
-            # A worker may have died. The position counts what was handed out: new workers lose nothing.
-            self._loader = None
-            raise
+        for batch, plan in ahead_on(self._device, self._workers.batches(self._requests())):
+            if plan.shape != self._shape and not self._position.into:  # steps have another number of micro-batches now
+                self._num_moves += 1
+                return
+            self._position = plan.after
+            if self._handed_out is not None:
+                self._handed_out.append(plan.positions)
+            yield batch
         if self._position.taken < end:  # the end of the epoch is left out
             self._position = SamplePosition(end)
 
@@ -527,16 +529,6 @@ class Loader:
                 return
             self._position = SamplePosition(self.position + len(together))
             yield self._collate(self._own(together))
-
-
-class _OwnKeys:
-    """What a loader's rank reads next, again in each epoch. It does not keep the loader, with which workers end."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = weakref.proxy(loader)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return Loader._own_keys(self._loader)
 
 
 class RepeatingLoader:

@@ -192,6 +192,8 @@ def balance(work: Sequence[float] | npt.NDArray[np.float64], num_ranks: int, num
 
     Returns: the numbers of the samples, [ranks, micro-batches, samples of a micro-batch], ascending in the last.
     """
+    if num_ranks == num_micro == 1:
+        return np.arange(len(work)).reshape(1, 1, -1)
     work = np.asarray(work, dtype=np.float64)
     tiers = np.argsort(-work, kind="stable").reshape(-1, num_ranks)
     totals = np.zeros(num_ranks)

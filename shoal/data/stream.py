@@ -202,6 +202,15 @@ class TokenStream(Dataset[Any]):
         pieces = self._sources[key.source].index.pieces(key.sample)
         return [SamplePiece(source.name, *piece, *source.place(piece.document)) for piece in pieces]
 
+    def place(self, key: StreamKey) -> str:
+        """Where a sample is from, for messages."""
+        pieces = (
+            f"{piece.source}, tokens {piece.start} to {piece.stop} of document {piece.document}"
+            f" ({piece.file}, at {piece.offset:,})"
+            for piece in self.pieces(key)
+        )
+        return f"sample {key.sample}: {'; '.join(pieces)}"
+
     def state(self) -> dict[str, Any]:
         """What the samples depend on, in numbers and text."""
         return {

@@ -67,7 +67,7 @@ class RunState:
 
     def close(self) -> None:
         """End the workers of the engine's loader."""
-        if isinstance(self.training_dataloader, Loader):
+        if isinstance(self.training_dataloader, Loader | CurriculumLoader):
             self.training_dataloader.close()
 
     def begin_step(self) -> None:

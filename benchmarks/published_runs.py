@@ -29,7 +29,7 @@ from benchmarks.published_rows import Measured, Run, read
 from benchmarks.published_tape import Tape, recording, replayed
 from shoal.simulation.machines import GpuNode, machine_of
 
-VERSION = 1  # of the tapes
+VERSION = 2  # of the tapes
 _STEPS = 3
 
 

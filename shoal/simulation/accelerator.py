@@ -46,7 +46,6 @@ from shoal.streams import simulated
 T = TypeVar("T")
 
 _ALLOCATIONS = ("aten.empty", "aten.new_empty")
-_OVERWRITES = ("aten.copy_", "aten.zero_", "aten.fill_", "aten.uniform_", "aten.normal_", "aten._foreach_copy_")
 _READ_IN_PART = ("aten.embedding.", "aten.gather.", "aten.index", "aten.nll_loss_forward.", "aten.nll_loss_backward.")
 _MASK = "aten.bernoulli_.float"  # draws what a dropout keeps, on a GPU a byte for each element
 _DEATHS_EVERY = 4096  # operations, where orders are not what is asked for
@@ -103,6 +102,10 @@ class SimulatedAccelerator:
     @property
     def host_nbytes(self) -> int | None:
         return None if self.times is None else self.times.host_nbytes
+
+    @property
+    def is_timed_gpu(self) -> bool:
+        return self.times is not None and not self.is_cpu
 
     @property
     def is_cpu(self) -> bool:
@@ -439,7 +442,8 @@ class SimulatedAccelerator:
                 if self.times is not None and not is_on_host and lacks_formula(operator):
                     self.without_formula.add(name)
                 if self._joins_kernel(operator, stream):
-                    access = self._fuse(name, stream, reads, writes, made)
+                    is_read = reads if effects.overwrites else [*reads, *writes]
+                    access = self._fuse(name, stream, is_read, writes, made)
                 else:
                     cost = partial(self._cost, operator, args, kwargs, result, reads, writes, made)
                     access = self.run(name, stream, reads, [*writes, *made], cost)
@@ -474,15 +478,14 @@ class SimulatedAccelerator:
         writes: Sequence[torch.Tensor],
         made: Sequence[torch.Tensor],
     ) -> Access:
-        """An operator is a part of the kernel under way, or begins one."""
+        """An operator is a part of the kernel under way, or begins one. ``reads``: also what it changes in place."""
         if self._fusion is not None and not self._fusion.goes_on(stream, this_kernel()):
             self.end_kernel()
         if self._fusion is None:
             assert self.times is not None
             self.times.add(self.host, "launch", self.times.launch())
             self._fusion = Fusion(stream, this_kernel())
-        is_overwritten = name.startswith(_OVERWRITES) or name.endswith("out")  # aten.mul.out, aten.sum.IntList_out
-        self._fusion.add(reads if is_overwritten else [*reads, *writes], writes, made)
+        self._fusion.add(reads, writes, made)
         return self._access(name, stream)
 
     def _note_allocations(self, memory: DeviceMemory, made: Sequence[torch.UntypedStorage], access: Access) -> None:
@@ -514,7 +517,7 @@ class SimulatedAccelerator:
             is_to_host = any(self.is_host(tensor) for tensor in written)
             is_pinned = all(storage.is_pinned for storage in on_host)
             return times.copy(_nbytes(written), is_to_host=is_to_host, is_pinned=is_pinned)
-        factor = 1 if name.startswith(_OVERWRITES) else 2
+        factor = 1 if effects_of(operator).overwrites else 2
         nbytes_read, nbytes_written = _nbytes(reads), factor * _nbytes(writes) + _nbytes(made)
         if name.startswith(_READ_IN_PART):
             nbytes_read = min(nbytes_read, nbytes_written)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +25,7 @@ from shoal.simulation.accesses import place_of_call
 _VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias")  # whose schemas do not say so
 _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 _CHECKS = frozenset({"aten::_linalg_check_errors"})  # the host reads the values, and may raise
+_OVERWRITES = ("copy_", "zero_", "fill_", "uniform_", "normal_", "_foreach_copy_", "_foreach_zero_")
 _SYNCHRONIZING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -33,12 +35,14 @@ class Effects:
 
     Attributes: ``arguments``: place, name and whether it is written, of each argument that is accessed and not only
     viewed. ``unknown``: why the schema does not tell; empty: it does. ``blocks_host``: the host needs the result.
+    ``overwrites``: it does not read what it writes.
     """
 
     arguments: tuple[tuple[int, str, bool], ...] = ()
     unknown: str = ""
     blocks_host: bool = False
     is_custom: bool = False
+    overwrites: bool = False
 
 
 @cache
@@ -60,7 +64,9 @@ def effects_of(operator: Any) -> Effects:
     if arguments and not any(written for _, _, written in arguments) and not schema.returns:
         unknown = "its schema has no result and no argument that it writes"
     is_custom = operator.namespace not in ("aten", "prims", "prim", "c10d", "_c10d_functional")
-    return Effects(tuple(arguments), unknown, any(tag in operator.tags for tag in _SYNCHRONIZING), is_custom)
+    blocks_host = any(tag in operator.tags for tag in _SYNCHRONIZING)
+    overwrites = operator.overloadpacket.__name__ in _OVERWRITES or any(each.is_out for each in schema.arguments)
+    return Effects(tuple(arguments), unknown, blocks_host, is_custom, overwrites)
 
 
 def accessed(
@@ -119,6 +125,11 @@ class Watcher(Protocol):
     @property
     def is_paused(self) -> bool: ...
 
+    @property
+    def is_timed_gpu(self) -> bool: ...
+
+    def paused(self) -> AbstractContextManager[None]: ...
+
     def notice_deaths(self) -> None: ...
 
     def operator(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None: ...
@@ -172,8 +183,33 @@ class _Operators(TorchDispatchMode):
         return result
 
 
-class _Readers(TorchFunctionMode):
-    """Reads of values that no operator shows, because a CPU's tensors are read where they lie."""
+class _RmsNorm(torch.autograd.Function):
+    """``rms_norm`` as the one kernel of a GPU, and one in backward: operators of a CPU's tensors are many."""
+
+    @staticmethod
+    def forward(ctx: Any, watcher: Watcher, source: torch.Tensor, shape: Any, weight: Any, eps: Any) -> Any:
+        with watcher.paused():
+            normed, inverse_root = torch.ops.aten._fused_rms_norm(source, shape, weight, eps)
+        watcher.operator(
+            torch.ops.aten._fused_rms_norm.default, (source, shape, weight, eps), {}, (normed, inverse_root)
+        )
+        ctx.save_for_backward(source, inverse_root, weight)
+        ctx.shape = shape
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        source, inverse_root, weight = ctx.saved_tensors
+        is_needed = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
+        of_source, of_weight = torch.ops.aten._fused_rms_norm_backward(
+            gradient, source, ctx.shape, inverse_root, weight, is_needed
+        )
+        return None, of_source, None, of_weight, None
+
+
+class _Functions(TorchFunctionMode):
+    """Reads of values that no operator shows, because a CPU's tensors are read where they lie, and the norm."""
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
@@ -182,7 +218,16 @@ class _Readers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READERS and not self._watcher.is_paused:
             self._watcher.read_on_host(args[0])
+        if func is torch.nn.functional.rms_norm and self._watcher.is_timed_gpu and not self._watcher.is_paused:
+            return self._rms_norm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _rms_norm(self, source: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+        """On a GPU one kernel computes it, where the weight has the input's dtype."""
+        is_plain = all(isinstance(each, FakeTensor) for each in (source, weight) if each is not None)
+        if is_plain and not torch.is_autocast_enabled() and (weight is None or weight.dtype == source.dtype):
+            return _RmsNorm.apply(self._watcher, source, list(shape), weight, eps)
+        return torch.nn.functional.rms_norm(source, shape, weight, eps)
 
 
 class WithoutInitialValues(TorchFunctionMode):
@@ -197,5 +242,5 @@ class WithoutInitialValues(TorchFunctionMode):
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
     """Inside the block, ``watcher`` is told what this thread does."""
-    with _Readers(watcher), _Operators(watcher):
+    with _Functions(watcher), _Operators(watcher):
         yield

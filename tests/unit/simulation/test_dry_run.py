@@ -448,6 +448,64 @@ def test_views_cost_nothing_and_a_lookup_reads_what_it_takes() -> None:
     assert lookup.by_kind[COMPUTE] < 10e-6  # the whole table takes 750 us
 
 
+def kernel_bytes(make: Callable[[], object], *, is_fused: bool = False) -> dict[str, int]:
+    """The bytes that the kernels of ``make()`` read and write, by operator. What it returns outlives them."""
+    with shoal.dry_run(1, is_fused=is_fused) as run:
+        with run.step():
+            made = make()
+        operations = run._times.operations
+        del made
+    return {each.name: each.nbytes for each in operations if each.kind == COMPUTE and each.nbytes}
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_result_that_is_given_is_written_and_not_read(is_fused: bool) -> None:
+    def product() -> object:
+        left, right, out = (torch.empty(1024, dtype=BF16) for _ in range(3))
+        return torch.mul(left, right, out=out)
+
+    def sum_of_products() -> object:
+        out, left, right = (torch.empty(1024) for _ in range(3))
+        return torch.addcmul(out, left, right, out=out)
+
+    def largest() -> object:
+        values, out, places = torch.empty(8, 1024), torch.empty(8), torch.empty(8, dtype=torch.long)
+        return torch.max(values, dim=1, out=(out, places))
+
+    def changed() -> object:
+        return torch.empty(1024).add_(torch.empty(1024))
+
+    name = "fused" if is_fused else "aten.{}"
+    assert kernel_bytes(product, is_fused=is_fused) == {name.format("mul.out"): 3 * 1024 * 2}
+    assert kernel_bytes(sum_of_products, is_fused=is_fused) == {name.format("addcmul.out"): 4 * 1024 * 4}
+    assert kernel_bytes(largest) == {"aten.max.dim_max": 8 * 1024 * 4 + 8 * (4 + 8)}
+    assert kernel_bytes(changed, is_fused=is_fused) == {name.format("add_.Tensor"): 3 * 1024 * 4}
+
+
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_an_rms_norm_is_one_kernel_forward_and_one_backward(has_weight: bool) -> None:
+    rows, width = 4096, 1024
+    nbytes, of_weight = rows * width * 2, width * 2 * has_weight
+
+    def make() -> None:
+        source = torch.empty(rows, width, dtype=BF16).requires_grad_()
+        norm = torch.nn.RMSNorm(width, elementwise_affine=has_weight, dtype=BF16)
+        norm(source).backward(torch.empty(rows, width, dtype=BF16))
+
+    found = kernel_bytes(make)
+    assert found["aten._fused_rms_norm.default"] == 2 * nbytes + of_weight + rows * 4  # the roots are in fp32
+    assert found["aten._fused_rms_norm_backward.default"] == 3 * nbytes + 2 * of_weight + rows * 4
+    assert not {name for name in found if "pow" in name or "rsqrt" in name or "mean" in name}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_an_rms_norm_of_other_dtypes_is_as_many_kernels_as_on_a_gpu() -> None:
+    def make() -> None:
+        torch.nn.RMSNorm(64)(torch.empty(8, 64, dtype=BF16))
+
+    assert "aten.rsqrt.default" in kernel_bytes(make)
+
+
 def test_fused_operators_read_and_write_what_crosses_the_kernel() -> None:
     numel = 2**26
 

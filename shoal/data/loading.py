@@ -171,9 +171,11 @@ class Loader:
         self._drop_last = drop_last and self._stream is None
         self._fills_last = fills_last and not drop_last
         usual = default_collate if self._stream is None else self._stream.collate
-        place = "sample {}".format if self._stream is None else self._stream.place
         self._collate = collate_fn or usual
-        self._workers = Workers(BatchReader(dataset, self._collate, place, seed, pin_memory), num_workers)
+        reader = BatchReader(dataset, self._collate, seed=seed, pins=pin_memory)
+        if self._stream is not None:
+            reader = replace(reader, place=self._stream.place, source=self._stream.source)
+        self._workers = Workers(reader, num_workers)
         self._num_micro = num_micro
         self._device = device
         self._is_iterable = isinstance(dataset, IterableDataset)
@@ -485,6 +487,11 @@ class Loader:
                 inside = SamplePosition(taken, micro + 1, returned)
                 yield PlannedBatch(by_rank, used, after if is_last else inside, shape)
             taken, into, returned = after
+
+    @property
+    def source_seconds(self) -> dict[str, float]:
+        """The seconds that reading took so far, by source, in all workers together."""
+        return self._workers.seconds
 
     def close(self) -> None:
         """End the workers; a loop that follows starts new ones."""

@@ -202,6 +202,9 @@ class TokenStream(Dataset[Any]):
         pieces = self._sources[key.source].index.pieces(key.sample)
         return [SamplePiece(source.name, *piece, *source.place(piece.document)) for piece in pieces]
 
+    def source(self, key: StreamKey) -> str:
+        return self._sources[key.source].source.name
+
     def place(self, key: StreamKey) -> str:
         """Where a sample is from, for messages."""
         pieces = (

@@ -21,7 +21,7 @@ import signal
 import threading
 import traceback
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -60,6 +61,7 @@ class BatchReader:
 
     Args:
         place: where a sample comes from, by its key, for errors.
+        source: the name of a sample's source, by its key; None: the data set is one.
         seed: of random numbers in a worker.
         pins: put batches in page-locked memory where there is an accelerator.
     """
@@ -67,22 +69,32 @@ class BatchReader:
     dataset: Any
     collate: Callable[[list[Any]], Any]
     place: Callable[[Any], str] = "sample {}".format
+    source: Callable[[Any], str] | None = None
     seed: int = 0
     pins: bool = False
 
-    def read(self, keys: list[Any]) -> Any:
-        """Raises: what the data set or ``collate`` raises, with a note that names the samples."""
+    def read(self, keys: list[Any]) -> tuple[Any, dict[str, float]]:
+        """A batch, and the seconds that each source took to be read.
+
+        Raises: what the data set or ``collate`` raises, with a note that names the samples.
+        """
         together = getattr(self.dataset, "__getitems__", None)
         samples: list[Any] = []
         is_read = False
+        seconds: dict[str, float] = defaultdict(float)
+        name, began = type(self.dataset).__name__, perf_counter()
         try:
             if together is not None:
                 samples = together(keys)
+                seconds[name] = perf_counter() - began
             else:
                 for key in keys:
                     samples.append(self.dataset[key])
+                    ended = perf_counter()
+                    seconds[name if self.source is None else self.source(key)] += ended - began
+                    began = ended
             is_read = True
-            return self.collate(samples)
+            return self.collate(samples), seconds
         except Exception as error:
             named = keys if is_read or together is not None else [keys[len(samples)]]
             error.add_note(f"while {'collating' if is_read else 'reading'} {'; '.join(map(self.place, named))}")
@@ -102,6 +114,7 @@ class Workers:
     def __init__(self, reader: BatchReader, num: int) -> None:
         self._reader, self._num = reader, num
         self._workers: list[_Worker] = []  # those that have been started
+        self.seconds: dict[str, float] = defaultdict(float)  # of reading, by source, in all processes together
         weakref.finalize(self, _end, self._workers).atexit = False  # multiprocessing ends them then
 
     @property
@@ -119,7 +132,8 @@ class Workers:
         Raises: what the reader raises, with the worker's traceback; UsageError: each worker dies of the same batch.
         """
         if not self._num:
-            yield from ((self._reader.pinned(self._reader.read(request.keys)), about) for request, about in requests)
+            for request, about in requests:
+                yield self._noted(*self._reader.read(request.keys)), about
             return
         while len(self._workers) < self._num:
             self._workers.append(_Worker(self._reader, len(self._workers), self._num))
@@ -136,9 +150,14 @@ class Workers:
         send(itertools.islice(requests, _AHEAD * self._num))
         while waiting:
             worker, about = waiting.popleft()
-            batch = worker.receive()
+            batch, seconds = worker.receive()
             send(itertools.islice(requests, 1))
-            yield self._reader.pinned(batch), about
+            yield self._noted(batch, seconds), about
+
+    def _noted(self, batch: Any, seconds: dict[str, float]) -> Any:
+        for name, value in seconds.items():
+            self.seconds[name] += value
+        return self._reader.pinned(batch)
 
 
 class _Worker:
@@ -168,10 +187,11 @@ class _Worker:
         with suppress(OSError):  # a dead worker is noticed where its answer is missing
             self._connection.send(request)
 
-    def receive(self) -> Any:
-        """The batch of the first request that somebody waits for."""
+    def receive(self) -> tuple[Any, dict[str, float]]:
+        """What is read for the first request that somebody waits for."""
         while True:
-            batch, error = self._answer()
+            result: tuple[Any, dict[str, float]]
+            result, error = self._answer()
             self.sent.popleft()
             self._num_deaths = 0
             if self.num_dropped:
@@ -179,7 +199,7 @@ class _Worker:
             elif error is not None:
                 raise error
             else:
-                return batch
+                return result
 
     def _answer(self) -> tuple[Any, Exception | None]:
         while True:

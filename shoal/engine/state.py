@@ -119,6 +119,11 @@ class EngineState(nn.Module):
         self.run_state.lr_scheduler = schedule
 
     @property
+    def data(self) -> Any:
+        """``training_dataloader``: ``engine.data.replay(step)``, ``skip_steps``, ``set_weights``."""
+        return self.run_state.training_dataloader
+
+    @property
     def training_dataloader(self) -> Any:
         """The loader of ``training_data``; None without it."""
         return self.run_state.training_dataloader

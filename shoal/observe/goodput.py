@@ -3,6 +3,7 @@
     {"time": ..., "event": "start", "began": ..., "init": 2.1, "step": 0, "ranks": 8}           a line for each start
     {"time": ..., "event": "sections", "step": 120, "seconds": {"step": 9.1, "data": 0.4, ...}}  and every 10 seconds
     {"time": ..., "event": "ranks", "step": 53, "ms": {"forward": [31.2, 30.9, ...], ...}}   a number for each rank
+    {"time": ..., "event": "sources", "step": 53, "seconds": {"notes": 1.2, ...}}   reading on rank 0, since the start
 
 Times are in seconds since 1970; ``seconds`` is what each section took since the line before. What was done after the
 checkpoint that the next start loads was in vain, and the time until that start is that of the failure.
@@ -73,6 +74,11 @@ class GoodputLog:
         shown = {phase: [round(each, 2) for each in ranks] for phase, ranks in milliseconds.items() if any(ranks)}
         self._write({"event": "ranks", "step": step, "ms": shown})
 
+    def write_sources(self, step: int, seconds: Mapping[str, float]) -> None:
+        """What rank 0 has spent on reading each source so far."""
+        shown = {name: round(value, 4) for name, value in seconds.items()}
+        self._write({"event": "sources", "step": step, "seconds": shown})
+
     def _flush(self) -> None:
         seconds = {section: round(value, 4) for section, value in self._seconds.items()}
         self._seconds.clear()
@@ -126,6 +132,7 @@ class Start:
     restored: int  # the step from which it went on
     lines: list[_LoggedSections] = field(default_factory=list)
     ranks: list[RankTimesRow] = field(default_factory=list)
+    sources: Mapping[str, float] = field(default_factory=dict)  # seconds of reading, by name
 
     @property
     def last_step(self) -> int:
@@ -223,6 +230,8 @@ def _starts(path: Path) -> Sequence[Start]:
             starts[-1].add(read["time"], read["step"], read["seconds"])
         elif starts and read.get("event") == "ranks":
             starts[-1].ranks.append(RankTimesRow(read["step"], read["ms"]))
+        elif starts and read.get("event") == "sources":
+            starts[-1].sources = read["seconds"]
     if not starts:
         raise UsageError(f"{str(path)!r} has no start of a run.", do="name a goodput.jsonl that a run has written.")
     return starts

@@ -281,9 +281,12 @@ def _shares(rows: Sequence[RankTimesRow]) -> dict[str, float]:
 def _data(time: RunTime, shares: Mapping[str, float]) -> Iterator[str]:
     share = shares.get("data", time.seconds["data"] / max(time.seconds["productive"] + time.seconds["data"], 1e-9))
     if share > _DATA:
+        sources = time.starts[-1].sources
+        slowest = max(sources, key=sources.__getitem__, default="")
+        part = f" (of reading, {sources[slowest] / sum(sources.values()):.0%} is {slowest!r})" if slowest else ""
         yield (
-            f"{100 * share:.1f} % of the time is the script's own work between steps: let workers of the data loader"
-            f" read ahead (num_workers), at most -{100 * share:.1f} %"
+            f"{100 * share:.1f} % of the time is the script's own work between steps{part}: let workers of the data"
+            f" loader read ahead (data.num_workers), at most -{100 * share:.1f} %"
         )
 
 

@@ -263,13 +263,13 @@ def test_the_engine_names_no_technique() -> None:
 # What a technique adds to an engine is a method of its part: ``engine.part(kind)``. Those that documents name have a
 # shortcut. All other names of DeepSpeed's are in ``shoal.compat``.
 ENGINE_NAMES = """
-    backward clip_grad_norm_ coalesce_grad_reduction compile config curriculum_scheduler_legacy destroy device
+    backward clip_grad_norm_ coalesce_grad_reduction compile config curriculum_scheduler_legacy data destroy device
     dp_world_size empty_partition_cache expert_load flops_profiler forward get_data_parallel_rank
     get_global_grad_norm get_lr get_pld_theta global_rank global_samples global_steps gradient_accumulation_steps
     gradient_clipping is_compiled is_gradient_accumulation_boundary load_checkpoint load_module_state_dict
     local_rank loss_scale lr_scheduler memory_report micro_steps module_state_dict monitor mp_world_size no_sync
-    offload_states optimizer part random_ltd_scheduler reload_states save_16bit_model
-    save_checkpoint scale sequence_context set_custom_curriculum_learning_schedule set_data_post_process_func
+    offload_states optimizer part random_ltd_scheduler reload_states save_16bit_model save_checkpoint scale
+    sequence_context set_custom_curriculum_learning_schedule set_data_post_process_func
     set_gradient_accumulation_boundary set_train_batch_size skipped_steps step train_batch_size
     train_micro_batch_size_per_gpu training_dataloader was_step_applied weights_filename world_size zero_grad
     zero_optimization_stage

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from shoal.config.schema import GoodputSection
+from shoal.data.loading import Loader
 from shoal.engine.accumulation import Counters
 from shoal.engine.log import logger
 from shoal.engine.parts.part import ForwardInputs, Part
@@ -92,6 +93,7 @@ class RankTimes(Part):
         self._began: float | None = None
 
     def prepare(self, engine: Any) -> None:
+        self._engine = engine
         self._timers = engine.timers
         self._is_always_on = engine.timers.is_on
         engine.sharded.reducer.timed = engine.timers.phase
@@ -128,6 +130,8 @@ class RankTimes(Part):
         log = self._properties.world.heartbeat.log
         if isinstance(log, GoodputLog):
             log.write_ranks(step, times)
+            if isinstance(loader := self._engine.training_dataloader, Loader):
+                log.write_sources(step, loader.source_seconds)
         if self._properties.rank == 0 and "pipeline" not in phases:  # stages differ, and wait for each other in it
             own = {
                 "forward": [a - b for a, b in zip(times["forward"], in_forward, strict=True)],

@@ -136,6 +136,21 @@ def test_an_error_in_a_worker_is_that_of_the_data_with_the_place_and_ends_no_wor
             loader.close()
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_reading_is_timed_by_source(num_workers: int) -> None:
+    class Slow(InMemorySource):
+        def tokens(self, index: int, start: int = 0, stop: int | None = None) -> Any:
+            time.sleep(0.01)
+            return super().tokens(index, start, stop)
+
+    data = TokenStream([InMemorySource([np.arange(20)], "fast"), Slow([np.arange(20)], "slow")], 8, packing="greedy")
+    loader = loader_of(data, num_workers)
+    num_samples = 2 * len([*loader])
+    loader.close()
+    assert set(loader.source_seconds) == {"fast", "slow"}
+    assert loader.source_seconds["slow"] > max(0.01 * num_samples / 2 - 0.001, 4 * loader.source_seconds["fast"])
+
+
 def test_an_error_that_cannot_be_sent_keeps_its_text() -> None:
     class OwnError(Exception):
         def __init__(self, one: int, two: int) -> None:

@@ -202,6 +202,9 @@ def test_a_slow_data_source_is_found(tmp_path: Path) -> None:
     (finding,) = diagnose(a_run(tmp_path, {}, 4, *log)).findings
     assert finding.startswith("3.0 % of the time is the script's own work between steps")
     assert finding.endswith("at most -3.0 %")
+    log.append({"time": 100.0, "event": "sources", "step": 53, "seconds": {"notes": 0.5, "s3://books": 1.5}})
+    (finding,) = diagnose(a_run(tmp_path, {}, 4, *log)).findings
+    assert "between steps (of reading, 75% is 's3://books'): let" in finding
     log.append(ranks(53, **GOOD, data=[0.1] * 4))  # of steps alone: without evaluations and checkpoints
     assert diagnose(a_run(tmp_path, {}, 4, *log)).findings == []
 

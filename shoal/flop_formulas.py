@@ -15,6 +15,13 @@ import torch
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]  # of arguments, keyword arguments and result
 
 
+def torchs() -> dict[Any, Any]:
+    """PyTorch's formulas, by operator. From 2.14 on their module imports Triton, so no import of Shoal's reads them."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
 def _named(names: str) -> list[Any]:
     """PyTorch's operations of these names; one that this version does not have is left out."""
     return [getattr(torch.ops.aten, name) for name in names.split() if hasattr(torch.ops.aten, name)]

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from shoal.device import Device
-from shoal.flop_formulas import MATRIX, OTHER, Formula
+from shoal.flop_formulas import MATRIX, OTHER, Formula, torchs
 
 logger = logging.getLogger("shoal")
 
@@ -71,11 +70,13 @@ class OperationCount:
         return self._counter is not None
 
     def __enter__(self) -> OperationCount:
+        from torch.utils.flop_counter import FlopCounterMode
+
         formulas: dict[Any, Any] = {}
-        for operation in {*flop_registry, *MATRIX, *OTHER}:
+        for operation in {*torchs(), *MATRIX, *OTHER}:
             if isinstance(operation, torch._ops.OpOverloadPacket):
                 formulas[operation] = self._formula(operation)
-                if operation in OTHER and operation not in flop_registry:  # counted as it is, not decomposed
+                if operation in OTHER and operation not in torchs():  # counted as it is, not decomposed
                     overloads = (getattr(operation, name) for name in operation.overloads())
                     formulas.update(dict.fromkeys(overloads, formulas[operation]))
         counter: Any = FlopCounterMode(display=False, custom_mapping=formulas)
@@ -99,7 +100,7 @@ class OperationCount:
         return self._products + (int(self._counter.get_total_flops()) if self._counter is not None else 0)
 
     def _formula(self, operation: Any) -> Callable[..., int]:
-        torchs, ours = flop_registry.get(operation), MATRIX.get(operation)
+        theirs, ours = torchs().get(operation), MATRIX.get(operation)
         other: Formula | None = OTHER.get(operation)
 
         def formula(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -108,7 +109,7 @@ class OperationCount:
                     self._others += other(args, kwargs, out_val)
                 if ours is not None:
                     return ours(args, kwargs, out_val)
-                return int(torchs(*args, out_val=out_val, **kwargs)) if torchs is not None else 0
+                return int(theirs(*args, out_val=out_val, **kwargs)) if theirs is not None else 0
             except Exception as error:  # a count that fails must not end a training run
                 if str(operation) not in self.failed:
                     logger.info("flops of %s are not counted: %s", operation, error)

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
-from shoal.flop_formulas import MATRIX, OTHER
+from shoal.flop_formulas import MATRIX, OTHER, torchs
 from shoal.simulation.machines import GpuNode
 
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
@@ -48,7 +47,7 @@ def is_product(operator: Any) -> bool:
 def lacks_formula(operator: Any) -> bool:
     """True of an operator that takes flops, or may (a custom one), of which nothing says how many."""
     packet = operator.overloadpacket
-    if packet in flop_registry or packet in MATRIX or packet in OTHER:
+    if packet in torchs() or packet in MATRIX or packet in OTHER:
         return False
     if operator.namespace != "aten":
         return operator.namespace not in ("prims", "prim", "c10d", "_c10d_functional")
@@ -95,7 +94,7 @@ class Kernel:
 
 
 def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    if (formula := flop_registry.get(packet)) is not None:
+    if (formula := torchs().get(packet)) is not None:
         return int(formula(*args, out_val=result, **kwargs))
     ours = MATRIX.get(packet)
     return 0 if ours is None else ours(tuple(args), dict(kwargs), result)

@@ -1,4 +1,7 @@
-"""``debug.replica_check_steps``: every N steps, ranks that hold the same bits compare their sums.
+"""``debug.replica_check_steps``: every N steps, ranks that hold the same bits compare their sums, twice.
+
+    before the optimizer    what forward and backward have read; the gather after the step would hide a wrong parameter
+    after the step          what is saved
 
     of each parameter, main parameter and state that this rank has in memory   its bits as integers, summed
     of each axis along which ranks hold the same                               one exchange of the sums
@@ -32,7 +35,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class ReplicaCheck(Part):
     """Compares ranks that hold the same.
 
-    Communicates: every ``steps`` steps an exchange along each axis with copies: 8 bytes for each tensor.
+    Communicates: every ``steps`` steps two exchanges along each axis with copies: 8 bytes for each tensor.
     Order: the host waits for the device, once for each such axis.
     """
 
@@ -43,15 +46,22 @@ class ReplicaCheck(Part):
         self._steps = steps
         self._last_alike = 0
 
+    def before_step(self) -> None:
+        """Raises: as ``after_step``."""
+        step = self._counters.global_steps + 1
+        if step % self._steps == 0:
+            self._compare(step)
+
     def after_step(self) -> None:
         """Raises: ModelError: ranks that should hold the same bits do not."""
-        if self._counters.global_steps % self._steps == 0:
-            self._sharding.wait()
-            with torch.no_grad():
-                self._compare()
-            self._last_alike = self._counters.global_steps
+        step = self._counters.global_steps
+        if step % self._steps == 0:
+            self._compare(step)
+            self._last_alike = step
 
-    def _compare(self) -> None:
+    @torch.no_grad()
+    def _compare(self, step: int) -> None:
+        self._sharding.wait()
         names: dict[Communicator, list[str]] = defaultdict(list)
         sums: dict[Communicator, list[torch.Tensor]] = defaultdict(list)
         for group in self._sharding.model.groups:
@@ -67,9 +77,9 @@ class ReplicaCheck(Part):
             ranks, *columns = comm.exchange(mine, label="replicas").wait().T.tolist()
             differing = {name: column for name, column in zip(names[comm], columns, strict=True) if len({*column}) > 1}
             if differing:
-                raise self._error(comm.axis, ranks, differing)
+                raise self._error(step, comm.axis, ranks, differing)
 
-    def _error(self, axis: str, ranks: list[int], differing: dict[str, list[int]]) -> ModelError:
+    def _error(self, step: int, axis: str, ranks: list[int], differing: dict[str, list[int]]) -> ModelError:
         name, column = next(iter(differing.items()))
         (usual, count), *others = Counter(column).most_common()
         odd = [rank for rank, total in zip(ranks, column, strict=True) if total != usual]
@@ -80,7 +90,7 @@ class ReplicaCheck(Part):
         more = f", and in {counted(len(differing) - 1, 'more tensor')}" if len(differing) > 1 else ""
         return ModelError(
             f"the ranks along axis {axis!r} hold other bits where they should hold the same: in {name}{more}, {who}.",
-            where=f"step {self._counters.global_steps}; they were alike after step {self._last_alike}",
+            where=f"step {step}; they were alike after step {self._last_alike}",
             do="test the device and memory of that rank, or set torch.use_deterministic_algorithms(True) if a kernel's"
             " bits vary; continue from a checkpoint of before.",
             code="replicas-differ",

@@ -98,3 +98,28 @@ def test_a_replica_of_a_parameter_that_its_owner_updates_is_compared_after_the_g
 
     with pytest.raises(ModelError, match=r"parameter 'norm.weight', 1 rank of 4 \(2\) has others"):
         run_ranks(4, job)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_replica_that_the_gather_would_set_right_again_is_found_before_the_step(stage: int) -> None:
+    def job() -> list[float]:
+        torch.manual_seed(0)
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage}, "debug": {"replica_check_steps": 2},
+        }  # fmt: skip
+        engine, *_ = shoal.initialize(model=Plain(), config=config)
+        tokens = torch.zeros(2, SEQUENCE, dtype=torch.long)
+        for step in range(2):
+            if step and current_world().rank == 1:
+                flip(engine.module.embedding.weight.data)  # which rank 0 owns
+            engine.backward(engine(tokens, tokens))
+            if not step:
+                engine.step()
+        before = engine.module.norm.weight.tolist()
+        with pytest.raises(ModelError, match=r"parameter 'embedding.weight'.*\n.* step 2; .* alike after step 0"):
+            engine.step()
+        assert engine.module.norm.weight.tolist() == before
+        return before
+
+    run_ranks(2, job)

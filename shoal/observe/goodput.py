@@ -2,8 +2,10 @@
 
     {"time": ..., "event": "start", "began": ..., "init": 2.1, "step": 0, "ranks": 8}           a line for each start
     {"time": ..., "event": "sections", "step": 120, "seconds": {"step": 9.1, "data": 0.4, ...}}  and every 10 seconds
-    {"time": ..., "event": "ranks", "step": 53, "ms": {"forward": [31.2, 30.9, ...], ...}}   a number for each rank
+    {"time": ..., "event": "ranks", "step": 53, "ms": {"forward": [31.2, 30.9, ...], ...}, "own": {...}}
     {"time": ..., "event": "sources", "step": 53, "seconds": {"notes": 1.2, ...}}   reading on rank 0, since the start
+
+``ms`` has a number for each rank; so has ``own``, of a rank's own work, without its waits for others.
 
 Times are in seconds since 1970; ``seconds`` is what each section took since the line before. What was done after the
 checkpoint that the next start loads was in vain, and the time until that start is that of the failure.
@@ -17,9 +19,10 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from shoal.errors import UsageError
@@ -69,10 +72,14 @@ class GoodputLog:
         if is_due and section != "init":
             self._flush()
 
-    def write_ranks(self, step: int, milliseconds: Mapping[str, Sequence[float]]) -> None:
-        """The times of a step by phase, in each a number for each rank. Phases that took none are left out."""
-        shown = {phase: [round(each, 2) for each in ranks] for phase, ranks in milliseconds.items() if any(ranks)}
-        self._write({"event": "ranks", "step": step, "ms": shown})
+    def write_ranks(self, row: RankTimesRow) -> None:
+        """The times of a step. Phases that took none are left out."""
+        ms, own = (
+            {phase: [round(each, 2) for each in ranks] for phase, ranks in times.items() if any(ranks)}
+            for times in (row.milliseconds, row.own)
+        )
+        stages = {"stages": row.stages} if any(row.stages) else {}
+        self._write({"event": "ranks", "step": row.step, "ms": ms, "own": own, **stages})
 
     def write_sources(self, step: int, seconds: Mapping[str, float]) -> None:
         """What rank 0 has spent on reading each source so far."""
@@ -115,10 +122,62 @@ class _LoggedSections:
 
 @dataclass(frozen=True)
 class RankTimesRow:
-    """Milliseconds of one step by phase, in each a number for each rank (``engine.parts.rank_times``)."""
+    """Milliseconds of one step by phase, in each a number for each rank (``engine.parts.rank_times``).
+
+    Args:
+        own: of a rank's own work: without the phases in which it waits for others.
+        stages: the coordinate of each rank on ``pp``; empty: there is one.
+    """
 
     step: int
     milliseconds: Mapping[str, Sequence[float]]
+    own: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    stages: Sequence[int] = ()
+
+    def compared(self) -> Iterator[OwnWork]:
+        """Each rank with the others of its pipeline stage; and each stage with the others, since a schedule gives all
+        as many passes and expects them to take the same time.
+        """
+        if not self.own:
+            return
+        whole = [sum(of_rank) for of_rank in zip(*self.own.values(), strict=True)]
+        stages = self.stages or [0] * len(whole)
+        ranks_of = {stage: [rank for rank, other in enumerate(stages) if other == stage] for stage in {*stages}}
+        pairs: list[tuple[list[int], int | None, Sequence[int]]]
+        pairs = [([rank], None, ranks_of[stage]) for rank, stage in enumerate(stages)]
+        if len(ranks_of) > 1:
+            pairs += [(ranks, stage, range(len(whole))) for stage, ranks in ranks_of.items()]
+        for ranks, of_stage, group in pairs:
+            others = [rank for rank in group if rank not in ranks]
+            if others:
+                own, usual = (
+                    {phase: median_low(times[rank] for rank in each) for phase, times in self.own.items()}
+                    for each in (ranks, others)
+                )
+                total, usual_total = (median_low(whole[rank] for rank in each) for each in (ranks, others))
+                yield OwnWork(tuple(ranks), of_stage, own, usual, total, usual_total)
+
+
+@dataclass(frozen=True)
+class OwnWork:
+    """The own work of a rank, or of a pipeline stage, in one step, next to the median of the others'.
+
+    Args:
+        stage: None: this is one rank of a stage.
+        own, usual: milliseconds by phase. ``total``, ``usual_total``: of all of them.
+    """
+
+    ranks: tuple[int, ...]
+    stage: int | None
+    own: Mapping[str, float]
+    usual: Mapping[str, float]
+    total: float
+    usual_total: float
+
+    @property
+    def factor(self) -> float:
+        """How many times as long it takes."""
+        return self.total / max(self.usual_total, 1e-9)
 
 
 @dataclass
@@ -229,7 +288,7 @@ def _starts(path: Path) -> Sequence[Start]:
         elif starts and read.get("event") == "sections":
             starts[-1].add(read["time"], read["step"], read["seconds"])
         elif starts and read.get("event") == "ranks":
-            starts[-1].ranks.append(RankTimesRow(read["step"], read["ms"]))
+            starts[-1].ranks.append(RankTimesRow(read["step"], read["ms"], read.get("own", {}), read.get("stages", ())))
         elif starts and read.get("event") == "sources":
             starts[-1].sources = read["seconds"]
     if not starts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -41,18 +42,25 @@ class StepTimers:
         self._seconds: dict[str, float] = {}
         self._counts: dict[str, int] = {}
         self._of_step: dict[str, float] = {}
+        self._own: dict[str, float] = defaultdict(float)  # of the step, without the phases that ran inside
+        self._inside = 0.0  # seconds of those, in the phase that runs now
         self.last_step: dict[str, float] = {}  # milliseconds, as ``end_step`` returned them
+        self.last_own: dict[str, float] = {}  # of these, without the phases that ran inside
         self.memory: dict[str, MemoryReading] = {}  # at the last end of each phase
         self.began: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        start = self.now() if self.is_on else 0.0
+        start, seconds = self.now() if self.is_on else 0.0, 0.0
+        around, self._inside = self._inside, 0.0
         try:
             yield
         finally:
             if self.is_on:
-                self.add(name, self.now() - start)
+                seconds = self.now() - start
+                self.add(name, seconds)
+                self._own[name] += seconds - self._inside
+            self._inside = around + seconds
             if self.reads_memory and name not in ("gather", "reduce"):
                 self.memory[name] = self._device.memory()
 
@@ -84,7 +92,9 @@ class StepTimers:
         """Milliseconds of the step that ends here, by phase, in the order of ``PHASES``."""
         phases = sorted(self._of_step.items(), key=lambda item: PHASES.index(item[0]) if item[0] in PHASES else 99)
         self.last_step = {name: seconds * 1e3 for name, seconds in phases}
+        self.last_own = {name: seconds * 1e3 for name, seconds in self._own.items()}
         self._of_step.clear()
+        self._own.clear()
         return self.last_step
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
@@ -21,7 +22,7 @@ from shoal.config import Config, load
 from shoal.config.ranks import model_degrees
 from shoal.errors import ShoalError
 from shoal.models import GPT, GPTConfig
-from shoal.observe.goodput import GOODPUT_FILE, RankTimesRow, RunTime, read_goodput
+from shoal.observe.goodput import GOODPUT_FILE, OwnWork, RankTimesRow, RunTime, read_goodput
 from shoal.observe.report import DOCTOR_FILE, RunRecord
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.planner.closed_forms import USABLE
@@ -30,13 +31,13 @@ from shoal.planner.goodput import GPU_MTBF, checkpoint_interval, waste
 from shoal.planner.trial import attend_by_ranks, quiet
 from shoal.simulation.machines import GpuNode, machine_of, nearest_machine
 from shoal.simulation.times import COPY, UPDATE
-from shoal.text import counted, format_bytes
+from shoal.text import counted, format_bytes, listed
 
 _WORTH = 0.02  # of the time, that a change has to gain
 _MOST = 5  # changes
 _DATA = 0.005  # of the time, that a script may take between steps
 _SLOW = 1.1  # times the other ranks' median, from which on a rank is slow
-_OFTEN = 0.7  # of the measured steps, in which it is the slowest then
+_OFTEN = 0.7  # of the measured steps, in which it is
 _DOUBTED = 2.0  # between a prediction and what was measured, from which on the machine's figures are doubted
 _WHOLE = ("forward", "backward", "pipeline", "step", "data")  # phases that are no part of another one
 _LOGS = {"comet", "comms_logger", "csv_monitor", "flops_profiler", "goodput", "mlflow", "prometheus"} | {
@@ -291,22 +292,21 @@ def _data(time: RunTime, shares: Mapping[str, float]) -> Iterator[str]:
 
 
 def _slow_rank(rows: Sequence[RankTimesRow]) -> Iterator[str]:
-    """Of stages of a pipeline nothing: they differ anyway."""
-    own: dict[int, list[float]] = {}
-    for row in rows if not any("pipeline" in row.milliseconds for row in rows) else ():
-        phases = row.milliseconds
-        for rank, forward in enumerate(phases["forward"]):
-            waits = sum(phases[phase][rank] for phase in ("gather", "reduce") if phase in phases)
-            own.setdefault(rank, []).append(forward + phases["backward"][rank] - waits)
-    medians = {rank: median(values) for rank, values in own.items()}
-    slowest = max(medians, key=medians.__getitem__, default=0)
-    others = [value for rank, value in medians.items() if rank != slowest]
-    num_slowest = sum(max(own, key=lambda rank: own[rank][at]) == slowest for at in range(len(own.get(slowest, ()))))
-    if others and num_slowest > _OFTEN * len(own[slowest]) and medians[slowest] > _SLOW * median(others):
+    steps: dict[tuple[tuple[int, ...], int | None], list[OwnWork]] = defaultdict(list)
+    for row in rows:
+        for each in row.compared():
+            steps[each.ranks, each.stage].append(each)
+    factors = {key: median(each.factor for each in of_one) for key, of_one in steps.items()}
+    key = max(factors, key=factors.__getitem__, default=((), None))
+    num_slow = sum(each.factor > _SLOW for each in steps.get(key, ()))
+    if key in factors and factors[key] > _SLOW and num_slow > _OFTEN * len(steps[key]):
+        ranks, stage = key
+        own, usual = (median(getattr(each, name) for each in steps[key]) for name in ("total", "usual_total"))
+        who = f"rank {ranks[0]}" if stage is None else f"pipeline stage {stage} (ranks {listed(ranks)})"
+        do = "look" if stage is None else "change pipeline.partition, or look"
         yield (
-            f"rank {slowest} computes {medians[slowest]:.1f} ms a step, the others {median(others):.1f} ms: look for"
-            " other programs, heat or a slow GPU there, at most"
-            f" -{100 * (1 - median(others) / medians[slowest]):.0f} %"
+            f"{who} works {own:.1f} ms of a step, the others {usual:.1f} ms: {do} for other programs, heat or a slow"
+            f" GPU there, at most -{100 * (1 - usual / own):.0f} %"
         )
 
 

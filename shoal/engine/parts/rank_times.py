@@ -4,26 +4,28 @@ forward, backward, step    as of ``wall_clock_breakdown``; of pipeline stages ``
 gather, reduce             the parts of them in which the rank waits for parameters and for gradients
 data                       the rest of the step: the script's own work, such as loading a batch
 
-A rank whose forward, backward and data, without its waits, take longer than those of the others is named in the log.
+A rank's own work is forward and backward without the phases inside them, and data. A rank whose own work takes longer
+than that of the others, of its pipeline stage where there are several, is named in the log; so is a stage.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shoal.config.schema import GoodputSection
 from shoal.data.loading import Loader
 from shoal.engine.accumulation import Counters
 from shoal.engine.log import logger
-from shoal.engine.parts.part import ForwardInputs, Part
+from shoal.engine.parts.part import Part
 from shoal.engine.settings import Properties
-from shoal.observe.goodput import GoodputLog
+from shoal.observe.goodput import GoodputLog, RankTimesRow
 from shoal.observe.timers import PHASES, StepTimers
+from shoal.text import listed
 
+_OWN = {"forward": "own forward", "backward": "own backward"}
 _FIRST = 3  # step that is measured, if ``every`` is not below it: the first ones learn, and round numbers save
 
 
@@ -40,34 +42,36 @@ class SlowRanks:
         self._hosts = hosts
         self._factor = factor
         self._num_in_row = num_in_row
-        self._num: dict[int, int] = defaultdict(int)  # steps in a row that speak against what is said of a rank
-        self._named: set[int] = set()
+        self._num: dict[object, int] = defaultdict(int)  # steps in a row that speak against what is said of a rank
+        self._named: set[object] = set()
 
-    def judge(self, own: Mapping[str, Sequence[float]]) -> Iterator[str]:
-        """What is to be said after another measured step.
-
-        Args:
-            own: milliseconds of a rank's own work, by phase and rank.
-        """
-        whole = [sum(of_rank) for of_rank in zip(*own.values(), strict=True)]
-        for rank, mine in enumerate(whole) if len(whole) > 1 else ():
-            others = {phase: median([*times[:rank], *times[rank + 1 :]]) for phase, times in own.items()}
-            usual = median([*whole[:rank], *whole[rank + 1 :]])
-            is_slow, is_named = mine > self._factor * usual, rank in self._named
-            self._num[rank] = self._num[rank] + 1 if is_slow != is_named else 0
-            if self._num[rank] < self._num_in_row:
+    def judge(self, row: RankTimesRow) -> Iterator[str]:
+        """What is to be said after another measured step."""
+        for each in row.compared():
+            key = each.ranks, each.stage
+            is_slow, is_named = each.factor > self._factor, key in self._named
+            self._num[key] = self._num[key] + 1 if is_slow != is_named else 0
+            if self._num[key] < self._num_in_row:
                 continue
-            self._num[rank] = 0
-            self._named ^= {rank}
-            who = f"rank {rank} on {self._hosts[rank]}"
+            self._num[key] = 0
+            self._named ^= {key}
+            who = f"rank {each.ranks[0]} on {self._hosts[each.ranks[0]]}"
+            others, do = "other ranks", "Look"
+            if each.stage is not None:
+                who = f"pipeline stage {each.stage} ({listed(f'rank {r} on {self._hosts[r]}' for r in each.ranks)})"
+                others, do = "other stages", "The schedule expects all alike: change pipeline.partition, or look"
             if is_named:
-                yield f"{who} is no longer slow: its work takes {mine:.1f} ms of a step, the median is {usual:.1f} ms."
+                yield (
+                    f"{who} is no longer slow: its work takes {each.total:.1f} ms of a step, the median is"
+                    f" {each.usual_total:.1f} ms."
+                )
                 continue
-            phase = max(own, key=lambda name: own[name][rank] - others[name])
+            phase = max(each.own, key=lambda name: each.own[name] - each.usual[name])
             yield (
-                f"{who} is slow, in {self._num_in_row} measured steps in a row: {phase} takes {own[phase][rank]:.1f} ms"
-                f" of a step, the median of the other ranks is {others[phase]:.1f} ms; they wait {mine - usual:.1f} ms"
-                " of each step for it. Look for other programs, heat, or a slow disk or GPU there."
+                f"{who} is slow, in {self._num_in_row} measured steps in a row: {phase} takes {each.own[phase]:.1f} ms"
+                f" of a step, the median of the {others} is {each.usual[phase]:.1f} ms; they wait"
+                f" {each.total - each.usual_total:.1f} ms of each step for it. {do} for other programs, heat, or a slow"
+                " disk or GPU there."
             )
 
 
@@ -77,7 +81,7 @@ class RankTimes(Part):
     Args:
         hosts: by rank.
 
-    Communicates: an exchange of 64 bytes of each rank after a step that was measured.
+    Communicates: an exchange of 72 bytes of each rank after a step that was measured.
     Order: in such a step the host waits for the device at both ends of each phase.
     """
 
@@ -87,7 +91,6 @@ class RankTimes(Part):
         section: GoodputSection = properties.config.goodput
         self._every = section.rank_times_every
         self._slow_ranks = SlowRanks(hosts, section.slow_rank_factor, section.slow_rank_samples)
-        self._gathered = self._in_forward = 0.0  # milliseconds of gather, before this forward pass, and in all of them
         self._timers: StepTimers
         self._is_always_on = False
         self._began: float | None = None
@@ -99,47 +102,34 @@ class RankTimes(Part):
         engine.sharded.reducer.timed = engine.timers.phase
         self._begin(self._counters.global_steps + 1)
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardInputs | None:
-        self._gathered, _ = self._timers.milliseconds("gather")
-        return None
-
-    def after_forward(self, output: Any) -> None:
-        self._in_forward += self._timers.milliseconds("gather")[0] - self._gathered
-
     def after_step(self) -> None:
         step = self._counters.global_steps
         if self._began is not None:
             seconds = time.perf_counter() - self._began
-            self._exchange(step, 1e3 * seconds, self._timers.last_step)
+            self._exchange(step, 1e3 * seconds)
         self._begin(step + 1)
 
     def _begin(self, step: int) -> None:
         is_measured = step % self._every == _FIRST % self._every
         self._timers.is_on = self._is_always_on or is_measured
         self._timers.is_for_ranks = is_measured and not self._is_always_on
-        self._in_forward = 0.0
         self._began = time.perf_counter() if is_measured else None
 
-    def _exchange(self, step: int, milliseconds: float, phases: dict[str, float]) -> None:
+    def _exchange(self, step: int, milliseconds: float) -> None:
+        phases, own = self._timers.last_step, self._timers.last_own
         whole = ("pipeline",) if "pipeline" in phases else ("forward", "backward", "step")
         data = milliseconds - sum(phases.get(name, 0.0) for name in whole)
-        mine = [*(phases.get(name, 0.0) for name in PHASES), max(data, 0.0), self._in_forward]
-        exchanged = zip(*self._properties.axes.world.exchange_on_host(mine, label="rank times"), strict=True)
-        *columns, in_forward = exchanged
-        times = dict(zip((*PHASES, "data"), columns, strict=True))
+        mine = [*(phases.get(name, 0.0) for name in PHASES), max(data, 0.0), *(own.get(name, 0.0) for name in _OWN)]
+        exchanged = self._properties.axes.world.exchange_on_host(mine, label="rank times")
+        columns = dict(zip((*PHASES, "data", *_OWN.values()), zip(*exchanged, strict=True), strict=True))
+        of_own = {name: columns.pop(column) for name, column in _OWN.items()} | {"data": columns["data"]}
+        mesh = self._properties.axes.mesh
+        row = RankTimesRow(step, columns, of_own, [mesh.index("pp", rank) for rank in range(len(exchanged))])
         log = self._properties.world.heartbeat.log
         if isinstance(log, GoodputLog):
-            log.write_ranks(step, times)
+            log.write_ranks(row)
             if isinstance(loader := self._engine.training_dataloader, Loader):
                 log.write_sources(step, loader.source_seconds)
-        if self._properties.rank == 0 and "pipeline" not in phases:  # stages differ, and wait for each other in it
-            own = {
-                "forward": [a - b for a, b in zip(times["forward"], in_forward, strict=True)],
-                "backward": [
-                    a - (b - c) - d
-                    for a, b, c, d in zip(times["backward"], times["gather"], in_forward, times["reduce"], strict=True)
-                ],
-                "data": times["data"],
-            }
-            for text in self._slow_ranks.judge(own):
+        if self._properties.rank == 0:
+            for text in self._slow_ranks.judge(row):
                 logger.warning("step %d: %s", step, text)

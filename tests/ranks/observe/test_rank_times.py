@@ -17,6 +17,7 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.engine.parts.rank_times import SlowRanks
+from shoal.observe.goodput import RankTimesRow
 
 
 class Slow(nn.Module):
@@ -145,7 +146,8 @@ def test_a_rank_is_named_once_and_again_when_it_recovers() -> None:
     judge = SlowRanks(["a", "a", "b", "b"], factor=1.3, num_in_row=2).judge
 
     def step(backward: float) -> list[str]:
-        return list(judge({"forward": [10.0] * 4, "backward": [20.0, 20.0, 20.0, backward], "data": [1.0] * 4}))
+        own = {"forward": [10.0] * 4, "backward": [20.0, 20.0, 20.0, backward], "data": [1.0] * 4}
+        return list(judge(RankTimesRow(1, {}, own)))
 
     assert step(35.0) == [] == step(20.0) == step(35.0)  # not in a row
     (text,) = step(35.0)
@@ -162,5 +164,57 @@ def test_a_rank_below_the_factor_and_a_rank_alone_are_not_named() -> None:
     several, alone = SlowRanks(["a"] * 4, 1.3, 1), SlowRanks(["a"], 1.3, 1)
     for at in range(8):
         backward = [20.0 + 9.0 * (rank == at % 4) for rank in range(4)]  # 40 ms against 31 ms
-        assert not list(several.judge({"forward": [10.0] * 4, "backward": backward, "data": [1.0] * 4}))
-        assert not list(alone.judge({"forward": [10.0 * at], "backward": [20.0], "data": [1.0]}))
+        own = {"forward": [10.0] * 4, "backward": backward, "data": [1.0] * 4}
+        assert not list(several.judge(RankTimesRow(at, {}, own)))
+        assert not list(alone.judge(RankTimesRow(at, {}, {"forward": [10.0 * at], "backward": [20.0], "data": [1.0]})))
+
+
+@pytest.mark.parametrize(
+    ("victims", "who"),
+    [
+        ({3}, "rank 3 on b is slow, in 1 measured steps in a row: "),
+        ({2, 3}, "pipeline stage 1 (rank 2 on b, rank 3 on b) is slow, in 1 measured steps in a row: "),
+    ],
+    ids=["rank", "stage"],
+)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_of_a_pipeline_a_slow_rank_is_named_and_a_slow_stage(
+    phase: str, victims: set[int], who: str, tmp_path: Path
+) -> None:
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seconds = dict.fromkeys(["forward", "backward"], 0.02)
+            if current_world().rank in victims:
+                seconds[phase] = 0.12
+            time.sleep(seconds["forward"])
+            outputs: torch.Tensor = Sleep.apply(super().forward(x), seconds["backward"])
+            return outputs
+
+    def rank_main() -> None:
+        torch.manual_seed(0)
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "parallel": {"pp": 2},
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+            "goodput": {"file": str(tmp_path / "log"), "rank_times_every": 1, "slow_rank_factor": 2.0},
+        }
+        layers = [shoal.LayerSpec(Layer, 8, 8) for _ in range(2)]
+        model = shoal.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+        engine = shoal.initialize(model=model, config=config)[0]
+        for _ in range(5):
+            engine.train_batch(iter([(torch.ones(2, 8), torch.zeros(2, 8))] * 2))
+        engine.destroy()
+
+    run_ranks(4, rank_main)
+    found = rows(tmp_path / "log")
+    assert len(found) == 5 and all(row["stages"] == [0, 0, 1, 1] for row in found)
+    # The least of all steps: other programs make a rank slow as well.
+    own = {
+        each: [min(times) for times in zip(*(row["own"][each] for row in found), strict=True)]
+        for each in ("forward", "backward", "data")
+    }
+    assert all(own[phase][rank] >= 240 for rank in victims)  # two micro-batches
+    judge = SlowRanks(["a", "a", "b", "b"], factor=2.0, num_in_row=1).judge
+    (text,) = judge(RankTimesRow(1, {}, own, found[0]["stages"]))
+    assert text.startswith(f"{who}{phase} takes ")

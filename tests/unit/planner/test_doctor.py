@@ -45,7 +45,10 @@ def sections(time: float, steps: int, /, **seconds: float) -> dict[str, Any]:
 
 
 def ranks(step: int, /, **milliseconds: list[float]) -> dict[str, Any]:
-    return {"time": 1.0, "event": "ranks", "step": step, "ms": milliseconds}
+    waits = [milliseconds[phase] for phase in ("gather", "reduce") if phase in milliseconds]
+    backward = [whole - sum(inside) for whole, *inside in zip(milliseconds["backward"], *waits, strict=True)]
+    own = {"forward": milliseconds["forward"], "backward": backward}
+    return {"time": 1.0, "event": "ranks", "step": step, "ms": milliseconds, "own": own}
 
 
 def keys(found: Diagnosis) -> list[str]:
@@ -213,11 +216,23 @@ def test_a_slow_rank_is_named_and_one_that_waits_is_not(tmp_path: Path) -> None:
     slow = {"backward": [21.0, 21.0, 28.0, 21.0], "reduce": [9.0, 9.0, 2.0, 9.0]}
     log = [started(0.0), *(ranks(step, **{**GOOD, **slow}) for step in (3, 53, 103))]
     (finding,) = diagnose(a_run(tmp_path, {}, 4, *log)).findings
-    assert finding.startswith("rank 2 computes 35.0 ms a step, the others 21.0 ms")
+    assert finding.startswith("rank 2 works 35.0 ms of a step, the others 21.0 ms")
     assert finding.endswith("at most -40 %")
     waits = {**GOOD, "backward": [30.0, 21.0, 21.0, 21.0], "reduce": [11.0, 2.0, 2.0, 2.0]}
     log = [started(0.0), *(ranks(step, **waits) for step in (3, 53, 103))]
     assert diagnose(a_run(tmp_path, {}, 4, *log)).findings == []
+
+
+def test_a_rank_of_a_pipeline_is_compared_with_its_stage_and_a_stage_with_the_others(tmp_path: Path) -> None:
+    def findings(forward: list[float], stages: list[int]) -> Any:
+        rows = [{**ranks(step, **{**GOOD, "forward": forward}), "stages": stages} for step in (3, 53, 103)]
+        return diagnose(a_run(tmp_path, {}, 4, started(0.0), *rows)).findings
+
+    (finding,) = findings([9.0, 9.0, 29.0, 9.0], [0, 1, 0, 1])
+    assert finding.startswith("rank 2 works ")
+    (finding,) = findings([9.0, 29.0, 9.0, 29.0], [0, 1, 0, 1])
+    assert finding.startswith("pipeline stage 1 (ranks 1, 3) works ") and "change pipeline.partition" in finding
+    assert findings([9.0, 9.0, 9.0, 9.0], [0, 1, 0, 1]) == []
 
 
 def test_a_rank_that_is_slow_once_is_no_finding(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ EXACT = {
     "tp": {"tp": "2", "stage": "1"},
     "pp": {"pp": "2", "stage": "1"},
     "sp": {"sp": "2", "stage": "3"},
+    "sp 2": {"sp": "2", "stage": "2"},
     "experts": {"experts": "ep 2", "stage": "2"},
 }
 # One job sums over its ranks once a step here, after the micro-batches, and each replica before the mean.

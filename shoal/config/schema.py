@@ -420,6 +420,11 @@ class Data(Section):
     num_workers: int = key(
         0, "processes of each rank that read samples ahead; a curriculum by measures has its own", ge=0
     )
+    read_on_every_stage: bool = key(
+        False,
+        "the stages between the first and the last of a pipeline read tokens too, though they need only their documents"
+        " (of a `TokenStream`) or nothing (of a `PipelineModule`)",
+    )
 
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]

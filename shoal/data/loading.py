@@ -138,6 +138,8 @@ class Loader:
         pin_memory: put batches in page-locked memory, for copies to an accelerator that do not block.
         num_micro: returns the micro-batches of a step, of a ``TokenStream`` over which the work is divided.
         device: to which batches are copied while the one before is computed; None: they stay in host memory.
+        reads: False: no sample is read. Batches of a ``TokenStream`` have their documents and positions, and tokens and
+            targets on the meta device; batches of other data are None.
 
     Raises: UsageError: sizes that are not positive, or fewer samples than one global batch with ``drop_last``.
     """
@@ -158,6 +160,7 @@ class Loader:
         pin_memory: bool = False,
         num_micro: Callable[[], int] | None = None,
         device: torch.device | None = None,
+        reads: bool = True,
     ) -> None:
         if batch_size < 1 or not 0 <= rank < world_size:
             raise UsageError(f"batch size {batch_size}, rank {rank} of {world_size}: no such batches.", where="Loader")
@@ -178,6 +181,7 @@ class Loader:
         self._workers = Workers(reader, num_workers)
         self._num_micro = num_micro
         self._device = device
+        self._reads = reads
         self._is_iterable = isinstance(dataset, IterableDataset)
         is_loader = isinstance(dataset, DataLoader)
         if is_loader or not (self._is_iterable or (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))):
@@ -503,9 +507,15 @@ class Loader:
             mine = plan.positions[self._rank]
             yield ReadRequest(plan.keys[self._rank], mine[0] if mine else plan.after.taken), plan
 
+    def _forms(self) -> Iterator[tuple[Any, PlannedBatch]]:
+        """The rest of the epoch, without reading."""
+        for plan in self._plan(self._shape, self._position):
+            yield None if self._stream is None else self._stream.form(plan.keys[self._rank]), plan
+
     def _iterate_indices(self) -> Iterator[Any]:
         end = self._epoch_end(self._position)
-        for batch, plan in ahead_on(self._device, self._workers.batches(self._requests())):
+        batches = self._workers.batches(self._requests()) if self._reads else self._forms()
+        for batch, plan in ahead_on(self._device, batches):
             if plan.shape != self._shape and not self._position.into:  # steps have another number of micro-batches now
                 self._num_moves += 1
                 return

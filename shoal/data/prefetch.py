@@ -17,6 +17,8 @@ T = TypeVar("T")
 def ahead_on(device: torch.device | None, batches: Iterator[T]) -> Iterator[T]:
     """Batches with their tensors on ``device``; each is read and copied before the one ahead of it is handed out.
 
+    Tensors on the meta device, which have no values, stay there.
+
     Args:
         device: None, or a CPU: batches are handed out as they are.
 
@@ -46,8 +48,12 @@ def _handed_out(batch: Any, copied: Any, _: Any) -> Any:
 
 
 def _pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
     return host_memory(tensor, is_pinned=True) if device.type == "cpu" else tensor.pin_memory()
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor, non_blocking=True)

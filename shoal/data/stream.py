@@ -30,6 +30,7 @@ from shoal.data.packing import PackedIndex, Packing, pack
 from shoal.data.sources.source import InMemorySource, TokenRange, TokenSource
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import Documents
+from shoal.parallel.sequence.context import SequenceContext
 
 NO_TARGET = -100  # what losses ignore
 _DOCUMENTS = -1  # the epoch of the documents' order
@@ -42,6 +43,17 @@ class PackedBatch(NamedTuple):
     targets: Tensor  # [B, L], int64: the next token; -100 in padding and, if it is in ``tokens``, at a document's last
     positions: Tensor  # [B, L], int64, counted from 0 in each document
     documents: Documents  # padding is a document
+
+    def shard(self, context: SequenceContext | None) -> PackedBatch:
+        """This rank's positions, of a batch of whole rows; ``documents`` stay those of the rows.
+
+        Attention of a model of Transformers to these positions knows the documents without an exchange.
+        """
+        if context is None:
+            return self
+        tokens, targets, positions = (context.shard(tensor) for tensor in self[:3])
+        context.know(positions, self.documents)
+        return PackedBatch(tokens, targets, positions, self.documents)
 
 
 class PackedSample(NamedTuple):
@@ -186,9 +198,21 @@ class TokenStream(Dataset[Any]):
         for row, sample in enumerate(samples):
             tokens[row, : len(sample.tokens)] = torch.from_numpy(sample.tokens)
             targets[row, : len(sample.targets)] = torch.from_numpy(sample.targets)
+        return self._batch(tokens, targets, [sample.lengths for sample in samples])
+
+    def form(self, keys: Sequence[StreamKey]) -> PackedBatch | tuple[Tensor, Tensor]:
+        """The batch of these samples, without reading a source: tokens and targets are on the meta device."""
+        tokens = torch.empty(len(keys), self._sequence_length, dtype=torch.int64, device="meta")
+        pieces = [self._sources[source].index.pieces(sample) for source, sample in keys]
+        lengths = [[stop - start for _, start, stop in row] for row in pieces]
+        return self._batch(tokens, torch.empty_like(tokens), lengths)
+
+    def _batch(
+        self, tokens: Tensor, targets: Tensor, lengths: Sequence[list[int]]
+    ) -> PackedBatch | tuple[Tensor, Tensor]:
         if not self._with_documents:
             return tokens, targets
-        padded = [[*sample.lengths, self._sequence_length - len(sample.tokens)] for sample in samples]
+        padded = [[*row, self._sequence_length - sum(row)] for row in lengths]
         positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in padded])
         return PackedBatch(tokens, targets, positions, Documents.of_lengths(padded))
 

@@ -285,9 +285,11 @@ def loader_of(
             do="set it to 0, or pass a data set with a length and indices.",
             code="data-workers",
         )
+    has_forms = isinstance(dataset, TokenStream) and options.get("collate_fn") is None
     return Loader(
         dataset,
         batch_size,
+        reads=not isinstance(engine, PipelineEngine) or engine.reads(has_forms=has_forms),
         rank=ranks.rank,
         world_size=ranks.size,
         seed=settings.data.seed or 0,

@@ -18,7 +18,7 @@ from shoal.device import is_fake
 from shoal.engine.engine import Engine
 from shoal.engine.parts.activations import SavedActivations
 from shoal.engine.parts.sequence import AttentionCheck
-from shoal.engine.pipeline_data import check_length, endless, exchange_rows, next_batches
+from shoal.engine.pipeline_data import check_length, endless, exchange_rows, explain_unread, next_batches
 from shoal.errors import NoOptimizerError, UsageError
 from shoal.parallel.loss import count_tokens
 from shoal.parallel.targets import targets_of
@@ -304,8 +304,14 @@ class PipelineEngine(Engine):
         return next_batches(source, checked, num_micro, schedule, arguments, self.axes.get("pp"))
 
     def _checked(self, longest: int | None, batch: Any) -> Any:
-        """A micro-batch as the stages get it. Raises: UsageError: no stage could run it."""
-        batch = batch if self._batch_fn is None else self._batch_fn(batch)
+        """A micro-batch as the stages get it; None: this rank reads none. Raises: UsageError: no stage could run it."""
+        if batch is None:
+            return None
+        try:
+            batch = batch if self._batch_fn is None else self._batch_fn(batch)
+        except Exception as error:
+            explain_unread(error, batch)
+            raise
         if self._attention_check is not None:
             self._attention_check.of_stages(self.module.loss_model, batch)
         tp = self.axes.get("tp")
@@ -339,6 +345,17 @@ class PipelineEngine(Engine):
     def is_last_stage(self) -> bool:
         """True if this rank has the last pipeline stage."""
         return self._stage_ranks[-1] == self._pipeline_rank
+
+    def reads(self, *, has_forms: bool) -> bool:
+        """True if this rank reads micro-batches: the first stage its inputs, the last one its labels.
+
+        Args:
+            has_forms: the loader knows shapes, positions and documents without reading.
+        """
+        is_between = not (self.is_first_stage() or self.is_last_stage())
+        needs = self.module.reads_between
+        needs_none = needs == "nothing" or (needs == "form" and has_forms)
+        return not (is_between and needs_none) or self.properties.config.data.read_on_every_stage
 
     def schedule(self) -> PipelineSchedule:
         """The schedule of a step, on all ranks."""
@@ -426,7 +443,11 @@ class _EngineCompute:
         for unit in self._units[stage]:
             if unit.pin_count:
                 unit.gather()
-        output = Engine.forward(self._engine, stage, received, batch)
+        try:
+            output = Engine.forward(self._engine, stage, received, batch)
+        except Exception as error:
+            explain_unread(error, batch)
+            raise
         self.is_first_forward = False
         return output
 

@@ -100,6 +100,16 @@ def _failure(rows: Sequence[Sequence[float]], num_micro: int, error: Exception |
     return None
 
 
+def explain_unread(error: Exception, batch: Any) -> None:
+    """Add a note to the error of a stage that uses tokens which its loader has not read."""
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(batch)):
+        error.add_note(
+            "shoal: stages between the first and the last of a pipeline do not read tokens: there tokens and targets of"
+            ' a batch are on the meta device. If the model needs them on each stage, set {"data":'
+            ' {"read_on_every_stage": true}}.'
+        )
+
+
 def check_length(batch: Any, size: int, longest: int | None) -> None:
     """Under sequence parallelism over ``size`` tensor-parallel ranks, which stages decide on alone.
 

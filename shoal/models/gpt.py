@@ -207,11 +207,12 @@ class Attention(nn.Module):
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
         self.out = Linear(config.hidden_size, config.hidden_size, residual_std(config))
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, documents: Any = None) -> Tensor:
         qkv = self.qkv(hidden).unflatten(-1, (3, self.num_heads, -1))  # [B, L, 3, H, E]
         query, key = rotate(qkv[:, :, :2], cos, sin).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, L, E] each
         value = qkv[:, :, 2].transpose(1, 2).contiguous()  # a view would keep all of qkv until backward
-        mixed = self.attention(query, key, value, is_causal=True)
+        packed = {} if documents is None else {"documents": documents}
+        mixed = self.attention(query, key, value, is_causal=True, **packed)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -244,16 +245,19 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config) if experts is None else experts(config)
         self.dropout = config.dropout
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, loss: Tensor | None = None) -> Any:
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, loss: Tensor | None = None, documents: Any = None
+    ) -> Any:
         """
         Args:
             hidden: [B, L, D].
-            cos, sin: [L, E / 2], in the dtype of ``hidden``.
+            cos, sin: [L, E / 2] or [B, L, E / 2], in the dtype of ``hidden``.
             loss: with experts: [], the sum of the routers' losses of the blocks before.
+            documents: as ``GPT.forward`` takes them.
 
         Returns: [B, L, D]; with experts also the sum of the routers' losses up to here.
         """
-        hidden = hidden + self._drop(self.attention(self.attention_norm(hidden), cos, sin))
+        hidden = hidden + self._drop(self.attention(self.attention_norm(hidden), cos, sin, documents))
         if loss is None:
             return hidden + self._drop(self.feed_forward(self.feed_forward_norm(hidden)))
         out, own = self.feed_forward(self.feed_forward_norm(hidden))
@@ -296,7 +300,13 @@ class GPT(nn.Module):
         for block in self.blocks:
             cast(Block, block).attention.attention = attention
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Any = None,
+    ) -> Tensor:
         """The mean loss per target when targets are given, else the logits.
 
         While training a model with experts, the loss includes those of the routers.
@@ -304,7 +314,9 @@ class GPT(nn.Module):
         Args:
             tokens: [B, L], int64.
             targets: [B, L], int64: the token that follows each position; -100 where there is none to learn from.
-            positions: [L], int64, of the tokens in their sequence; None: from 0.
+            positions: [L] or [B, L], int64, of the tokens in their sequence or document; None: from 0.
+            documents: packed in the rows, as ``shoal.attention`` takes them, by which the model then attends
+                (``attend_by``); None: one a row.
 
         Returns: loss, [] in fp32; or logits, [B, L, V].
         Raises: UsageError: more positions than ``sequence_length``.
@@ -323,9 +335,9 @@ class GPT(nn.Module):
         auxiliary = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for block in self.blocks:
             if self.config.num_experts:
-                hidden, auxiliary = block(hidden, cos, sin, auxiliary)
+                hidden, auxiliary = block(hidden, cos, sin, auxiliary, documents)
             else:
-                hidden = block(hidden, cos, sin)
+                hidden = block(hidden, cos, sin, None, documents)
         if targets is not None and self.head.loss is not None:
             loss: Tensor = self.head(self.norm(hidden), targets)
         else:
@@ -373,9 +385,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def rotations(positions: Tensor, head_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, [L, E / 2] each, of the angles of ``positions`` [L]; computed in fp32, rounded to ``dtype``."""
+    """Cosine and sine, [.., L, E / 2] each, of the angles of ``positions``, [.., L]; computed in fp32, then rounded."""
     steps = torch.arange(0, head_size, 2, dtype=torch.float32, device=positions.device) / head_size  # [E / 2]
-    angles = torch.outer(positions.float(), torch.exp(steps * -math.log(_ROTARY_BASE)))
+    angles = positions.float()[..., None] * torch.exp(steps * -math.log(_ROTARY_BASE))
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -384,9 +396,9 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         heads: [B, L, n, H, E].
-        cos, sin: [L, E / 2].
+        cos, sin: [L, E / 2] or [B, L, E / 2].
     """
-    cos, sin = cos[:, None, None], sin[:, None, None]
+    cos, sin = cos[..., None, None, :], sin[..., None, None, :]
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

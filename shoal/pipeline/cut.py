@@ -203,6 +203,8 @@ class CutModel(StageModule):
             for name in names:
                 holders.setdefault(name, []).append(stage)
         self.tied = {name: tuple(held) for name, held in holders.items() if len(held) > 1}
+        # A module of every stage may be an embedding of the tokens.
+        self.reads_between = "values" if "every" in {**outside.modules, **outside.parameters}.values() else "form"
         self._cut_outside = self._drop(outside, {name for stage in stages for name in self._cut_names[stage]})
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[shared] = model.__dict__[shared]

@@ -96,6 +96,7 @@ class PipelineModule(StageModule):
         num_ranks = max(topology.get_dim("pipe"), 1)
         ranks = stages_to_ranks(stage_to_rank, num_ranks, 1 if is_whole else virtual_stages)
         self.loss_fn, self.is_dynamic = loss_fn, dynamic_shape
+        self.reads_between = "nothing"
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn or set_random_seed, base_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func

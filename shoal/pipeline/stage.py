@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ class StageModule(nn.Module):
         tied: by name of a parameter, the stages (of all) that hold a copy of it; only parameters of several stages.
         is_dynamic: what a stage returns may have other shapes though the micro-batch has the same.
         has_engine: ``initialize`` has taken over the parameters.
+        reads_between: what stages between the first and the last need of a micro-batch: all values; only shapes,
+            positions and documents of packed tokens; or nothing.
     """
 
     num_stages: int
@@ -28,6 +30,7 @@ class StageModule(nn.Module):
     tied: Mapping[str, tuple[int, ...]]
     is_dynamic: bool = False
     has_engine: bool = False
+    reads_between: Literal["values", "form", "nothing"] = "values"
 
     @property
     def own_blocks(self) -> list[str]:

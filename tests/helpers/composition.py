@@ -177,6 +177,9 @@ AXES: dict[str, Values] = {
     "heads": {"7": _run(heads=7), "6 and 3": _run(heads=6, kv_heads=3)},
     # "rotary": tables of a buffer, which all blocks take, in the dtype of what the embedding returns.
     "positions": {"learned": {}, "rotary": _run(is_rotary=True)},
+    # Packed documents of other lengths in each row, given to each stage with the micro-batch: masked, and positions
+    # counted from 0 in each. "ids": as a tensor of this rank's positions.
+    "documents": {"one": {}, "packed": _run(documents="packed"), "ids": _run(documents="ids")},
     # "transposed": activations and their gradients, before and after each layer, and one of a block's weights are
     # stored in another order.
     "layout": {"dense": {}, "transposed": _run(is_transposed=True)},
@@ -299,6 +302,7 @@ class Run:
     heads: int = 7
     kv_heads: int | None = None
     is_rotary: bool = False
+    documents: str = "one"
     is_transposed: bool = False
     sharing: str = "no"
     spare: str = "no"

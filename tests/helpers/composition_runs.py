@@ -27,6 +27,7 @@ from shoal.parallel.expert.held import ExpertsHeld, SplitDim, Stack
 from shoal.parallel.expert.huggingface import StackRows
 from shoal.parallel.loss import count_tokens
 from shoal.parallel.low_precision.recipes import RECIPES, Recipe
+from shoal.parallel.sequence.chunks import Documents
 from shoal.sharding import encoded_state
 from tests.helpers.backward_threads import run_in_threads
 from tests.helpers.compiling import CountsGraphs, compiling
@@ -56,9 +57,9 @@ class Experts(nn.Module):
         self.experts_held = ExpertsHeld(num_experts, stack=Stack(split_dims, "rows"))
 
     def forward(self, x: torch.Tensor, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if len(positions) > x.shape[1]:  # between layers that are split, this tensor-parallel rank has a part of them
+        if positions.shape[-1] > x.shape[1]:  # between split layers this tensor-parallel rank has a part of them
             world = current_world()
-            positions = positions.split(x.shape[1])[world.mesh.index("tp", world.rank)]
+            positions = positions.split(x.shape[1], -1)[world.mesh.index("tp", world.rank)]
         first = positions % 3
         index = torch.stack([first, first + 1 - 2 * (first > 0).long()], -1).expand(len(x), -1, -1).flatten(0, 1)
         weights = scores.flatten(0, 1).gather(1, index).softmax(-1, dtype=torch.float32)
@@ -106,8 +107,9 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", torch.tensor([0.7]), persistent=False)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Tables:
-        """Cosines and sines in the dtype of ``x``. Shape: [positions, 1]."""
-        angles = positions[:, None].float() * self.frequencies.float()
+        """Cosines and sines in the dtype of ``x``. Shape: [positions, 1], or [rows, 1, positions, 1]."""
+        positions = positions if positions.dim() == 1 else positions[:, None]
+        angles = positions[..., None].float() * self.frequencies.float()
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
@@ -141,7 +143,13 @@ class Block(nn.Module):
         if run.spare == "unused":
             self.spare = nn.Parameter(torch.empty(3))
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, tables: Tables | None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        tables: Tables | None,
+        documents: Documents | torch.Tensor | None,
+    ) -> torch.Tensor:
         stored = self.stored
         y = stored(self.norm(stored(x)))
         query, key, value = (
@@ -150,7 +158,10 @@ class Block(nn.Module):
         )
         if tables is not None:
             query, key = rotate(query, tables), rotate(key, tables)
-        mixed = shoal.attention(query, key, value, is_causal=True)
+        if isinstance(documents, torch.Tensor) and documents.dim() == 4:  # a mask, of the process alone
+            mixed = functional.scaled_dot_product_attention(query, key, value, documents, enable_gqa=True)
+        else:
+            mixed = shoal.attention(query, key, value, is_causal=True, documents=documents)
         x = stored(x + stored(self.o_proj(stored(stored(mixed).transpose(1, 2).flatten(2)))) * self.scale)
         y = stored(self.down(stored(functional.gelu(stored(self.up(x))))))
         if hasattr(self, "experts"):
@@ -194,22 +205,36 @@ class Model(nn.Module):
                     values = values + 1  # differences are compared with the value, which must not be near zero
                 parameter.data.copy_(values if parameter.dim() < 2 else values * (6 / parameter.shape[-1]) ** 0.5)
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor,
+        documents: Documents | torch.Tensor | None = None,
+    ) -> torch.Tensor:
         x = self.embedding(tokens) + self.positions(positions)
         tables = None if self.rotary is None else self.rotary(x, positions)
         for block in [*self.blocks, *([self.blocks[0]] * self.is_block_used_twice)]:
-            x = block(x, positions, tables)
+            x = block(x, positions, tables, documents)
         return self.loss_function(self.stored(self.head(self.stored(x))), targets)
 
 
-def batch(run: Run, index: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, targets and positions of micro-batch ``index`` of one data-parallel rank."""
+def batch(run: Run, index: int, rank: int) -> tuple[torch.Tensor, ...]:
+    """Tokens, targets and positions of micro-batch ``index`` of one data-parallel rank; of packed ones also numbers of
+    documents.
+    """
     generator = torch.Generator().manual_seed(100 * index + rank)
     rows = torch.randint(0, VOCABULARY, (ROWS + (run.is_varying and index % 2), SEQUENCE + 1), generator=generator)
     targets = rows[:, 1:].clone()
     if run.is_ragged:  # the first row has a target for every part of the sequence
         targets[1:][torch.rand(targets[1:].shape, generator=generator) < 0.6] = -100
-    return rows[:, :-1], targets, torch.arange(SEQUENCE)
+    if run.documents == "one":
+        return rows[:, :-1], targets, torch.arange(SEQUENCE)
+    begins = torch.rand(targets.shape, generator=generator) < 0.4
+    begins[:, 0] = True
+    places = torch.arange(SEQUENCE).expand_as(begins)
+    positions = places - torch.where(begins, places, 0).cummax(1).values
+    return rows[:, :-1], targets, positions, begins.cumsum(1)
 
 
 class AloneOneBit(OneBitAdam):
@@ -291,11 +316,11 @@ class Trainer:
         weight = count if self.run.is_ragged else torch.ones_like(count)
         return torch.stack([loss.detach().double() * weight, weight])
 
-    def batch(self, index: int) -> tuple[torch.Tensor, ...]:
+    def batch(self, index: int) -> tuple[Any, ...]:
         context = self.engine.sequence_context or shoal.SequenceContext()
         drawn = batch(self.run, index, self.engine.axes.batch.rank)
-        tokens, targets, positions = (tensor.to(self.device) for tensor in drawn)
-        return context.shard(tokens), context.shard(targets), context.shard(positions, dim=0)
+        sharded = tuple(context.shard(tensor.to(self.device), dim=tensor.dim() - 1) for tensor in drawn)
+        return (*sharded[:3], Documents.from_ids(drawn[3])) if self.run.documents == "packed" else sharded
 
     def nothing(self) -> None:
         return
@@ -370,6 +395,7 @@ def train_alone(settings: dict[str, Any], run: Run, device: torch.device = CPU) 
         for index in micro_steps:
             for rank in range(run.ranks):
                 inputs = [tensor.to(device) for tensor in batch(run, index, rank)]
+                inputs[3:] = [(ids[:, None, :, None] == ids[:, None, None]).tril() for ids in inputs[3:]]
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=run.autocast):
                     loss = model(*inputs)
                 # A mean over micro-batches, of which each counts alike; over tokens it is one of all of them.

@@ -25,6 +25,7 @@ from tests.helpers.composition import (
 from tests.helpers.composition_runs import check, check_run, train
 
 PAIRS = covering(2)
+INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}, "run": {"blocks": 4}}
 
 
 def cases(combinations: list[Combination]) -> list[Any]:
@@ -65,6 +66,25 @@ VIRTUAL = {**{axis: next(iter(values)) for axis, values in AXES.items()}, "pp": 
 def test_gradients_reduced_between_passes_of_virtual_stages_are_summed_once_over_other_axes(more: Combination) -> None:
     """Three settings, of which pairs find no fault."""
     check({**VIRTUAL, **more})
+
+
+PACKED = covering(
+    2,
+    {
+        "schedule": {**AXES["schedule"], "interleaved": INTERLEAVED},
+        **{axis: {value: AXES[axis][value] for value in ("1", "2")} for axis in ("tp", "sp", "cp")},
+        "recompute": {value: AXES["recompute"][value] for value in ("no", "blocks")},
+        "documents": {value: AXES["documents"][value] for value in ("packed", "ids")},
+    },
+    most_ranks=2,  # of a stage
+)
+
+
+@pytest.mark.parametrize("more", [pytest.param(each, id=" ".join(each.values())) for each in PACKED])
+def test_packed_documents_reach_every_pipeline_stage(more: Combination) -> None:
+    axes = {**AXES, "schedule": {**AXES["schedule"], "interleaved": INTERLEAVED}}
+    plain = {axis: next(iter(values)) for axis, values in AXES.items()}
+    check_run(*settings_of({**plain, "stage": "1", "ranks": "1", "pp": "2", "accumulation": "2", **more}, axes))
 
 
 @pytest.mark.parametrize(

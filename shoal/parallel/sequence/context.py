@@ -91,8 +91,9 @@ class SequenceContext:
     _last: list[tuple[tuple[Tensor | None, ...], list[int | None], Documents | None]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
-    # What ``shard`` has returned, as long as it exists: cut from tensors of the whole sequence.
-    _cut: MutableMapping[Tensor, bool] = field(
+    # What ``shard`` has returned, as long as it exists: cut from tensors of the whole sequence. Of positions, the
+    # documents that they are known to be of.
+    _cut: MutableMapping[Tensor, Documents | None] = field(
         default_factory=WeakTensorKeyDictionary, init=False, repr=False, compare=False
     )
 
@@ -182,7 +183,7 @@ class SequenceContext:
         part = parts[0 if self.sp is None else self.sp.rank].contiguous()
         for comm in self.comms:
             comm.backend.divides(tensor, part, dim, "context.shard")
-        self._cut[part] = True
+        self._cut[part] = None
         return part
 
     def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
@@ -225,6 +226,14 @@ class SequenceContext:
         assert documents is not None
         return documents
 
+    def know(self, positions: Tensor, documents: Documents) -> None:
+        """``documents_of(positions, None)`` returns these from now on. Every rank calls; nothing writes to positions.
+
+        Args:
+            positions: what ``shard`` has returned.
+        """
+        self._cut[positions] = documents
+
     def _kept(self, given: tuple[Tensor | None, ...], make: Callable[[], Documents | None]) -> Documents | None:
         """What was made last, if it was made of these tensors, and no kernel has written to them since."""
         # Inference tensors have no version: their documents are exchanged again.
@@ -252,6 +261,8 @@ class SequenceContext:
         Communicates: as :meth:`unshard`, for each of the two, and an exchange.
         Order: the host waits for the result, once.
         """
+        if positions is not None and padding is None and (known := self._cut.get(positions)) is not None:
+            return known
         return self._kept((positions, padding), lambda: self._documents_of(positions, padding))
 
     def _documents_of(self, positions: Tensor | None, padding: Tensor | None) -> Documents | None:

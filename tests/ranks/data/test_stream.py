@@ -1,145 +1,168 @@
-"""Runs over a token stream that change their layout again and again: the tokens and the losses of one process."""
+"""Runs over a token stream in any layout: the tokens and the losses of one process, and which ranks read them."""
 
 from __future__ import annotations
 
-import random
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import shoal
 from shoal.comm.threads import run_ranks
-from shoal.data import InMemorySource, RepeatingLoader, TokenStream
-from shoal.engine.pipeline import PipelineEngine
+from shoal.comm.world import current_world
+from shoal.data import TokenStream
+from shoal.errors import UsageError
 from shoal.models.gpt import GPT, GPTConfig
-from shoal.parallel.loss import count_tokens, linear_cross_entropy
+from shoal.parallel.loss import count_tokens
+from shoal.pipeline.module import PipelineModule
+from tests.helpers.data_layouts import LENGTH, PACKINGS, Layout, check, random_legs, stream
 
-Step = tuple[float, list[tuple[int, ...]]]  # the mean loss of its tokens, and its rows
-Layout = tuple[
-    int, dict[str, int], int, int, int
-]  # ranks, degrees, micro-batch, accumulation steps, ZeRO stage: 8 rows
-
-LENGTH = 16
-ONE: Layout = (1, {}, 8, 1, 0)
-MASKED: list[Layout] = [
-    (2, {}, 2, 2, 3),
-    (4, {}, 1, 2, 1),
-    (2, {"cp": 2}, 2, 4, 2),
-    (4, {"cp": 2}, 4, 1, 3),
-    (2, {"sp": 2}, 4, 2, 1),
-    (2, {"tp": 2}, 2, 4, 0),
-    (4, {"tp": 2}, 2, 2, 3),
-]
-UNMASKED: list[Layout] = [(2, {}, 4, 1, 2), (2, {"pp": 2}, 2, 4, 1), (4, {"pp": 2}, 2, 2, 0), (4, {"tp": 2}, 4, 1, 1)]
+# More of them, on more ranks and with workers: tests/nightly.
+SEEDS = (1, 6, 10, 16)
 
 
-def stream(packing: Any, *, with_documents: bool) -> TokenStream:
-    sources = [
-        InMemorySource(
-            [np.random.default_rng(100 * each + n).integers(1, 64, 2 + 3 * n) for n in range(10)], f"s{each}"
-        )
-        for each in range(2)
-    ]
-    options: dict[str, Any] = {"weights": [3, 1], "epochs": None, "seed": 1, "packing": packing}
-    return TokenStream(sources, LENGTH, with_documents=with_documents, **options)
-
-
-def gpt(documents: list[Any], degrees: dict[str, int]) -> GPT:
-    loss = None if "tp" in degrees else linear_cross_entropy  # of a part without a target it is 0
-    model = GPT(GPTConfig(64, LENGTH, 2, 16, 2), loss=loss)
-    generator = torch.Generator().manual_seed(0)  # ranks that are threads share torch's own
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.2, generator=generator)
-
-    def attention(*given: Any, **options: Any) -> torch.Tensor:
-        return shoal.attention(*given, documents=documents[0], **options)
-
-    model.attend_by(attention)
-    return model
-
-
-def train(
-    layout: Layout, packing: Any, with_documents: bool, first: int, num_steps: int, folder: Path
-) -> tuple[int, list[Step]]:
-    """Steps of one rank from a checkpoint of step ``first``, and a checkpoint after them."""
-    _, degrees, micro_batch, num_micro, stage = layout
-    documents: list[Any] = [None]
-    config = {
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": num_micro,
-        "loss_reduction": "token",
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage},
-        "parallel": degrees,
-    }
-    data = stream(packing, with_documents=with_documents)
-    engine, _, loader, _ = shoal.initialize(model=gpt(documents, degrees), config=config, training_data=data)
-    if first:
-        engine.load_checkpoint(folder)
-    assert engine.global_steps == first
-    batches, context = RepeatingLoader(loader), engine.sequence_context
-    steps = []
-    for _ in range(num_steps):
-        rows: list[tuple[int, ...]] = []
-        total, count = 0.0, 0
-        together = [next(batches) for _ in range(num_micro)]
-        for tokens, targets, *_ in together:
-            rows += map(tuple, torch.cat([tokens, targets], dim=1).tolist())
-        if isinstance(engine, PipelineEngine):
-            total, count = float(engine.train_batch(iter(together))), 1
-        else:
-            for tokens, targets, *more in together:
-                documents[0] = more[1] if more else None
-                given = [tokens, targets]
-                if context is not None:
-                    given = [*(context.shard(part) for part in given), context.positions(LENGTH)]
-                num_tokens = int(count_tokens(given[1]))
-                with shoal.sequence_parallel(context):
-                    loss = engine(*given)
-                    engine.backward(loss, num_tokens=num_tokens)
-                engine.step()
-                total, count = total + float(loss.detach()) * num_tokens, count + num_tokens
-            sums = engine.axes.world.gather_objects((total, count), label="losses")
-            total, count = (sum(each) for each in zip(*sums, strict=True))
-        steps.append((total / count, rows))
-    engine.save_checkpoint(folder)
-    rank = engine.axes.batch.rank
-    engine.destroy()
-    return rank, steps
-
-
-def run(legs: list[tuple[Layout, int]], packing: Any, with_documents: bool, folder: Path) -> list[Step]:
-    first, result = 0, []
-    for layout, num_steps in legs:
-        of_ranks = run_ranks(layout[0], train, layout, packing, with_documents, first, num_steps, folder)
-        by_part = dict(of_ranks)
-        assert all(steps == by_part[rank] for rank, steps in of_ranks) or "pp" in layout[1]
-        for number in range(num_steps):
-            rows = sorted(row for steps in by_part.values() for row in steps[number][1])
-            result.append((of_ranks[0][1][number][0], rows))
-        first += num_steps
-    return result
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_layouts_kills_and_resumes_change_no_token_and_no_loss(seed: int, tmp_path: Path) -> None:
+    check(random_legs(seed, 3), PACKINGS[seed % 4], tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("with_documents", "packing", "seed"),
-    [(True, "first_fit", 0), (True, "concatenate", 1), (True, "none", 2), (False, "concatenate", 3)],
+    ("schedule", "virtual"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zbv", 2)], ids=str
 )
-def test_changes_of_the_layout_change_no_token_and_no_loss(
-    with_documents: bool, packing: str, seed: int, tmp_path: Path
+def test_packed_documents_in_pipeline_stages_have_the_bits_of_one_rank(schedule: str, virtual: int) -> None:
+    def job(pp: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(64, LENGTH, 4, 16, 2, tied=False))  # of tied ones the order of two sums differs
+        model.load_state_dict(weights)
+        model.attend_by(shoal.attention)
+        config = {**Layout(micro_batch=2, accumulation=4).config(), "gradient_clipping": 0.0}
+        if pp > 1:
+            config |= {"parallel": {"pp": pp}, "pipeline": {"schedule": schedule, "virtual_stages": virtual}}
+        engine: Any = shoal.initialize(model=model, config=config, training_data=stream("first_fit"))[0]
+        losses = []
+        if pp == 1:
+            for batch, _ in zip(engine.training_dataloader, range(8), strict=False):
+                loss = engine(*batch)
+                engine.backward(loss, num_tokens=count_tokens(batch.targets))
+                engine.step()
+                losses.append(float(loss.detach()))
+        else:
+            losses = [float(engine.train_batch()) for _ in range(2)]
+        values = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        engine.destroy()
+        return losses, values
+
+    torch.manual_seed(0)
+    weights = GPT(GPTConfig(64, LENGTH, 4, 16, 2, tied=False)).state_dict()
+    (_, expected), *_ = run_ranks(1, job, 1)
+    assert not torch.equal(expected["embedding.weight"], weights["embedding.weight"])
+    for _, values in run_ranks(2, job, 2):
+        assert all(torch.equal(value, expected[name]) for name, value in values.items())
+
+
+# who reads
+
+
+def count_reads(data: TokenStream) -> list[int]:
+    """The documents that are read from now on."""
+    reads: list[int] = []
+
+    def counted(tokens: Callable[..., Any]) -> Callable[..., Any]:
+        def read(index: int, *given: int) -> Any:
+            reads.append(index)
+            return tokens(index, *given)
+
+        return read
+
+    for packed in data._sources:
+        packed.source.tokens = counted(packed.source.tokens)  # type: ignore[method-assign]
+    return reads
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    def __init__(self) -> None:
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.reads.append(index)
+        return torch.full((4,), float(index)), torch.ones(4)
+
+
+def of_layers() -> PipelineModule:
+    return PipelineModule([nn.Linear(4, 4) for _ in range(4)], num_stages=4, loss_fn=nn.functional.mse_loss)
+
+
+def of_blocks() -> nn.Module:
+    model = GPT(GPTConfig(64, LENGTH, 4, 16, 2))
+    model.attend_by(shoal.attention)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "more", "between"),
+    [
+        (of_blocks, "stream", {}, "nothing"),
+        (of_blocks, "stream", {"data": {"read_on_every_stage": True}}, "all"),
+        (of_layers, "samples", {}, "nothing"),
+        (of_layers, "samples", {"pipeline": {"schedule": "zb_h1"}}, "nothing"),
+    ],
+)
+def test_stages_between_the_first_and_the_last_read_nothing(
+    make: Any, data: str, more: dict[str, Any], between: str, tmp_path: Path
 ) -> None:
-    draw = random.Random(seed)
-    layouts = draw.sample(MASKED if with_documents else UNMASKED, 3)
-    legs = [(layout, draw.randint(1, 2)) for layout in layouts]
-    total = sum(num_steps for _, num_steps in legs)
-    same = partial(run, packing=packing, with_documents=with_documents)
-    alone, changed = same([(ONE, total)], folder=tmp_path / "one"), same(legs, folder=tmp_path / "many")
-    for step, ((loss, rows), (expected, expected_rows)) in enumerate(zip(changed, alone, strict=True)):
-        assert len(rows) == 8 and rows == expected_rows, (legs, step)
-        assert loss == pytest.approx(expected, rel=2e-5), (legs, step)
-    assert len({loss for loss, _ in alone}) == total  # each step has trained
+    def job(num_steps: int, resumes: bool) -> tuple[int, float, Any]:
+        dataset: Any = stream("first_fit") if data == "stream" else Samples()
+        reads = count_reads(dataset) if data == "stream" else dataset.reads
+        config = {**Layout(micro_batch=2, accumulation=4).config(), "loss_reduction": "mean", **more}
+        config |= {"parallel": {"pp": 4}}
+        torch.manual_seed(0)
+        engine: Any = shoal.initialize(model=make(), config=config, training_data=dataset)[0]
+        if resumes:
+            engine.load_checkpoint(tmp_path)
+        losses = [float(engine.train_batch()) for _ in range(num_steps)]
+        position = engine.training_dataloader.state_dict()
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+        return len(reads), losses[-1], position
+
+    for resumes in (False, True):
+        ranks = run_ranks(4, job, 2, resumes)
+        first, *rest, last = [reads for reads, *_ in ranks]
+        assert first == last > 0
+        assert rest == ([0, 0] if between == "nothing" else [first, first])
+        assert all(position == ranks[0][2] for *_, position in ranks)  # which any rank may save
+
+
+def test_tensor_parallel_ranks_read_by_themselves_and_send_no_batch() -> None:
+    def job() -> tuple[int, list[str]]:
+        data = stream("first_fit")
+        reads = count_reads(data)
+        config = Layout(micro_batch=2, accumulation=4).config() | {"parallel": {"tp": 2}}
+        loader = shoal.initialize(model=of_blocks(), config=config, training_data=data)[2]
+        with current_world().recorder.recording() as entries:
+            for _, _ in zip(loader, range(4), strict=False):
+                pass
+        return len(reads), [entry.op for entry in entries]
+
+    (first, sent), (second, _) = run_ranks(2, job)
+    assert first == second > 0
+    assert sent == []
+
+
+def test_a_stage_that_uses_tokens_it_has_not_read_says_so() -> None:
+    def job() -> str:
+        config = Layout(micro_batch=2, accumulation=4).config() | {"parallel": {"pp": 4}}
+        engine: Any = shoal.initialize(model=of_blocks(), config=config, training_data=stream("none"))[0]
+        engine.set_batch_fn(lambda batch: (batch.tokens.clone().cpu(), *batch[1:]))
+        with pytest.raises((NotImplementedError, UsageError)) as caught:
+            engine.train_batch()
+        return " ".join(getattr(caught.value, "__notes__", []))
+
+    first, second, *_ = run_ranks(4, job)
+    assert "read_on_every_stage" in second and not first

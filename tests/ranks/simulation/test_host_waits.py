@@ -13,10 +13,12 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.data import InMemorySource, TokenStream
 from shoal.mesh import Mesh
 from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.layer import MoE
 from shoal.parallel.expert.stacked import ExpertFeedForward
+from shoal.parallel.loss import linear_cross_entropy
 from shoal.parallel.sequence.attention import attention
 from shoal.parallel.sequence.chunks import Documents
 from shoal.parallel.sequence.context import SequenceContext
@@ -127,6 +129,35 @@ def test_split_models_add_one_for_each_layer_of_experts_and_no_other(more: dict[
 
     for found in run_ranks(2, rank):
         assert found.total() == 1 + num_forward, found
+
+
+@pytest.mark.parametrize(
+    ("degrees", "schedule"), [({"pp": 4}, "1f1b"), ({"pp": 2, "cp": 2}, "zb_h1"), ({"pp": 2, "sp": 2}, "1f1b")], ids=str
+)
+@pytest.mark.parametrize("recompute", [{}, {"activation_checkpointing": {"modules": ["Block"]}}], ids=str)
+def test_packed_documents_in_pipeline_stages_add_none(
+    degrees: dict[str, int], schedule: str, recompute: dict[str, Any]
+) -> None:
+    def rank() -> Counter[str]:
+        torch.manual_seed(0)
+        documents = InMemorySource([range(1, 2 + each) for each in range(1, 40)])
+        with shoal.check_streams() as check:
+            model = GPT(DENSE, loss=linear_cross_entropy)
+            model.attend_by(attention)
+            settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "optimizer": ADAM}
+            settings |= {"parallel": degrees, "pipeline": {"schedule": schedule}, "loss_reduction": "token"}
+            data = TokenStream(documents, 16, packing="first_fit")
+            engine: Any = shoal.initialize(model=model, config={**settings, **recompute}, training_data=data)[0]
+            engine.set_batch_fn(lambda batch: batch.shard(engine.sequence_context))
+            for _ in range(3):
+                before = check.host_reads
+                engine.train_batch()
+            found = check.host_reads - before
+            engine.destroy()
+        return found
+
+    for found in run_ranks(4, rank):
+        assert found.total() == 1, found
 
 
 def test_documents_made_from_lengths_add_none_and_those_of_a_models_tensors_one_for_all_layers() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -31,9 +31,9 @@ def ahead_on(device: torch.device | None, batches: Iterator[T]) -> Iterator[T]:
     side = SideStream(device)
     waiting: tuple[Any, Any, Any] | None = None  # a batch, its copy's end, and its source, which exists until then
     for batch in batches:
-        pinned = tree_map_only(torch.Tensor, lambda tensor: _pinned(tensor, device), batch)
+        pinned = _map(lambda tensor: _pinned(tensor, device), batch)
         with side.queued() as copied:
-            moved = tree_map_only(torch.Tensor, lambda tensor: _copy(tensor, device), pinned)
+            moved = _map(lambda tensor: _copy(tensor, device), pinned)
         if waiting is not None:
             yield _handed_out(*waiting)
         waiting = moved, copied, pinned
@@ -41,19 +41,20 @@ def ahead_on(device: torch.device | None, batches: Iterator[T]) -> Iterator[T]:
         yield _handed_out(*waiting)
 
 
+def _map(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
+    """A batch with ``function`` of each tensor that has values."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor if tensor.is_meta else function(tensor), batch)
+
+
 def _handed_out(batch: Any, copied: Any, _: Any) -> Any:
     copied.wait()
-    tree_map_only(torch.Tensor, keep_for_current_stream, batch)
+    _map(keep_for_current_stream, batch)
     return batch
 
 
 def _pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if tensor.is_meta:
-        return tensor
     return host_memory(tensor, is_pinned=True) if device.type == "cpu" else tensor.pin_memory()
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if tensor.is_meta:
-        return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor, non_blocking=True)

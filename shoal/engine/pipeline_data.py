@@ -16,7 +16,7 @@ from shoal.pipeline.messages import signature_of
 from shoal.pipeline.run import Failure, MicroBatch
 from shoal.streams import host_memory
 
-_NO_DATA, _DATA, _ENDED = 0.0, 1.0, 2.0  # what a rank's iterator gave
+_NO_DATA, _DATA, _ENDED, _RAISED = 0.0, 1.0, 2.0, 3.0  # what a rank's iterator gave
 
 
 def next_batches(
@@ -48,7 +48,7 @@ def next_batches(
     except StopIteration:
         state = _ENDED
     except Exception as raised:
-        state, error = _ENDED, raised
+        state, error = _RAISED, raised
     signatures = [signature_of(batch, arguments) for batch in read] + [0] * (num_micro - len(read))
     number = int.from_bytes(hashlib.sha256(schedule.encode()).digest()[:6], "big")
     rows = [[state, float(len(read)), float(number), *map(float, signatures)]]
@@ -78,8 +78,8 @@ def _failure(rows: Sequence[Sequence[float]], num_micro: int, error: Exception |
     ended = {rank: int(row[1]) for rank, row in enumerate(rows) if row[0] == _ENDED}
     with_data = [rank for rank, row in enumerate(rows) if row[0] != _NO_DATA]
     others = {rank for rank, row in enumerate(rows) if row[2] != rows[0][2]}
-    if error is not None:
-        return Failure("next(data_iter)", error)
+    if any(row[0] == _RAISED for row in rows):
+        return Failure("next(data_iter)", error)  # its rank's error is raised on all
     if others:
         what = f"pipeline stages {sorted(others)} run another schedule than stage 0."
         return Failure("start", UsageError(what, do="give every rank the same config.", code="pipeline-schedule"))

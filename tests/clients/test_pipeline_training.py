@@ -14,6 +14,8 @@ from shoal.build.materialize import Materializer
 from shoal.build.plan import ModuleAsBuilt
 from shoal.comm.fake import SingleCommunicator
 from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from shoal.data import InMemorySource, TokenStream
 from shoal.errors import UsageError
 from shoal.mesh import Mesh
 from shoal.parallel.sequence.huggingface import register
@@ -251,3 +253,62 @@ def test_the_loss_of_the_routers_of_all_layers_trains_them(kind: str, schedule: 
         assert found == pytest.approx(losses, rel=1e-5)
         for name, value in values.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.usefixtures("transformers_functions")
+@pytest.mark.parametrize(
+    ("degrees", "schedule", "more"),
+    [
+        ({"pp": 2}, "1f1b", {}),
+        ({"pp": 4}, "zb_h1", {}),  # two stages read no tokens
+        ({"pp": 2}, "interleaved_1f1b", {"activation_checkpointing": {"modules": ["*layers.*"]}}),
+        ({"pp": 2, "tp": 2}, "1f1b", {}),
+        ({"pp": 2, "sp": 2}, "zbv", {}),
+        ({"pp": 2, "cp": 2}, "1f1b", {"activation_checkpointing": {"modules": ["*layers.*"]}}),
+    ],
+    ids=str,
+)
+def test_packed_documents_train_in_stages_as_with_a_mask_on_one_rank(
+    degrees: dict[str, int], schedule: str, more: dict[str, Any]
+) -> None:
+    register()
+    documents = InMemorySource([[3 + (7 * n + each) % 37 for each in range(2 + n % 5)] for n in range(60)])
+    data = TokenStream(documents, LENGTH, packing="first_fit")
+    whole = build("LlamaForCausalLM", attn_implementation="eager", use_cache=False)
+    optimizer, losses = torch.optim.SGD(whole.parameters(), 0.5), []
+    for step in range(STEPS):
+        batch: Any = data.batch(range(2 * MICRO * step, 2 * MICRO * (step + 1)))
+        ids = torch.tensor([[sum(at >= b for b in row) for at in range(LENGTH)] for row in batch.documents.begins])
+        mask = (ids[:, None, :, None] == ids[:, None, None]).tril()
+        bias = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+        logits = whole(batch.tokens, attention_mask=bias, position_ids=batch.positions).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    expected = whole.state_dict()
+    is_spread = bool({"sp", "cp"} & set(degrees))
+    model = build("LlamaForCausalLM", attn_implementation="shoal" if is_spread else "sdpa", use_cache=False)
+
+    def job() -> Any:
+        virtual = 2 if schedule in ("interleaved_1f1b", "zbv") else 1
+        config = config_of(2, loss_reduction="token", **more)
+        config |= {"parallel": degrees, "pipeline": {"schedule": schedule, "virtual_stages": virtual}}
+        engine: Any = shoal.initialize(model=copy.deepcopy(model), config=config, training_data=data)[0]
+
+        def arguments(batch: Any) -> dict[str, torch.Tensor]:
+            tokens, targets, positions, _ = batch.shard(engine.sequence_context)
+            return {"input_ids": tokens, "labels": targets, "shift_labels": targets, "position_ids": positions}
+
+        engine.set_batch_fn(arguments)
+        with current_world().recorder.recording() as entries:
+            found = [float(engine.train_batch()) for _ in range(STEPS)]
+        gathers = [entry for entry in entries if entry.label == "gather of a sequence"]
+        return found, engine.module_state_dict(), gathers
+
+    for found, values, gathers in run_ranks(2 if degrees == {"pp": 2} else 4, job):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, value in values.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+        assert not gathers  # the documents are known

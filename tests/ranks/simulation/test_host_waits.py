@@ -18,7 +18,6 @@ from shoal.mesh import Mesh
 from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.layer import MoE
 from shoal.parallel.expert.stacked import ExpertFeedForward
-from shoal.parallel.loss import linear_cross_entropy
 from shoal.parallel.sequence.attention import attention
 from shoal.parallel.sequence.chunks import Documents
 from shoal.parallel.sequence.context import SequenceContext
@@ -142,11 +141,11 @@ def test_packed_documents_in_pipeline_stages_add_none(
         torch.manual_seed(0)
         documents = InMemorySource([range(1, 2 + each) for each in range(1, 40)])
         with shoal.check_streams() as check:
-            model = GPT(DENSE, loss=linear_cross_entropy)
+            model = GPT(DENSE)
             model.attend_by(attention)
             settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "optimizer": ADAM}
-            settings |= {"parallel": degrees, "pipeline": {"schedule": schedule}, "loss_reduction": "token"}
-            data = TokenStream(documents, 16, packing="first_fit")
+            settings |= {"parallel": degrees, "pipeline": {"schedule": schedule}}
+            data = TokenStream(documents, 16)
             engine: Any = shoal.initialize(model=model, config={**settings, **recompute}, training_data=data)[0]
             engine.set_batch_fn(lambda batch: batch.shard(engine.sequence_context))
             for _ in range(3):

@@ -62,6 +62,11 @@ class TrainJob:
         "A tokenizer.json, a folder that Transformers reads, or hf:NAME. Default: text is read as bytes.",
         metavar="PATH",
     )
+    reset_attention_mask: bool | None = option(
+        "Attend within each document, with positions from 0 and no target of the next one; or across documents."
+        " Default: within, where --text names documents. Plain text is one run of tokens.",
+        names=("--reset-attention-mask/--no-reset-attention-mask",),
+    )
     ranks: int | None = option("Local ranks. Default: one per visible GPU, else 1.", names=("--ranks", "-n"), min=1)
     stage: int | None = option("ZeRO stage. Default: 3.", min=0, max=3)
     pp: int | None = option("Pipeline-parallel ranks: each holds different layers. Default: 1.", min=1)

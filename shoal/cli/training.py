@@ -45,6 +45,7 @@ from shoal.data import (
     split,
     tokenize,
 )
+from shoal.data.stream import PackedBatch
 from shoal.device import Device
 from shoal.engine.engine import Engine
 from shoal.engine.parts.save_on_signal import StopSignal
@@ -57,6 +58,7 @@ from shoal.observe.monitor import CsvWriter, JsonLinesWriter, Monitor, TensorBoa
 from shoal.observe.placement_table import HEADERS, Table
 from shoal.observe.report import METRICS_FILE, RunRecord, write_report
 from shoal.parallel.expert.stacked import ExpertFeedForward
+from shoal.parallel.loss import count_tokens
 from shoal.pipeline.simulate import simulate
 from shoal.pipeline.timeline import svg
 from shoal.text import format_bytes, format_count
@@ -132,6 +134,15 @@ class _Run:
         self.progress = TrainingProgress(enabled=self.is_writer)
         self.progress.say(f"reading {'Python documentation' if not job.text else ', '.join(job.text)} ...")
         sources, specs = job.open_sources(self.shape)
+        self.masks = bool(sources) if job.reset_attention_mask is None else job.reset_attention_mask
+        if self.masks and not sources:
+            raise UsageError(
+                "plain text is one run of tokens, without documents.",
+                where="--reset-attention-mask",
+                do="make documents of it: shoal data build, or .jsonl.",
+            )
+        if job.text:
+            self.progress.say(f"attention: {'within each document' if self.masks else 'across documents'}")
         self.training, self.validation = split(
             sources or tokenize(read_texts(job.text) if job.text else default_texts(), self.tokenizer),
             _VALIDATION_FRACTION,
@@ -139,12 +150,15 @@ class _Run:
             seed=self.seed,
             weights=[spec.weight for spec in specs if spec.weight is not None] or None,
             epochs=[spec.epochs for spec in specs] or None,
+            with_documents=self.masks,
         )
         self.config, self.messages = effective_config(
             job, read_config(job), self.shape.num_active_parameters(), has_accelerator=world.device.type != "cpu"
         )
         for message in self.messages:
             self.progress.say(message)
+        if self.masks:
+            self.config.setdefault("loss_reduction", "token")  # micro-batches have unequal numbers of targets
         self.budget = Budget(job.steps, job.seconds, job.schedule or "cosine")
         self.engine, self.batches = self._make_engine()
         stack.callback(self.engine.destroy)
@@ -352,41 +366,45 @@ class _Run:
         return math.floor(fraction * _VALIDATIONS) > math.floor(self.validated_fraction * _VALIDATIONS)
 
     def _step(self) -> torch.Tensor:
-        """One optimizer step; the mean loss of its micro-batches on this rank, [], still on the device."""
+        """One optimizer step; the mean loss of its targets on all ranks, [], on the device."""
         if isinstance(self.engine, PipelineEngine):
-            return self.engine.train_batch(self._inputs(*self._next_batch()) for _ in count()).double()
+            return self.engine.train_batch(self._inputs(self._next_batch()) for _ in count()).double()
         self.engine.train()
-        total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
-        num_batches = self.engine.gradient_accumulation_steps()
-        for _ in range(num_batches):
-            loss, num_tokens, share = self._loss(*self._next_batch())
-            self.engine.backward(loss, num_tokens=num_tokens if self.counts_tokens else None)
+        for _ in range(self.engine.gradient_accumulation_steps()):
+            loss, num_targets, _ = self._loss(self._next_batch())
+            self.engine.backward(loss, num_tokens=num_targets if self.counts_tokens else None)
             self.engine.step()
-            total += loss.detach() * share
-        return total / num_batches
+        loss_of_step = cast(float, self.engine.accumulation.step_loss)
+        return torch.full((), loss_of_step, dtype=torch.float64, device=self.engine.device)
 
-    def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _next_batch(self) -> tuple[Any, ...]:
         """The next micro-batch: whole sequences, [B, L]."""
-        tokens, targets = next(self.batches)
-        self.num_tokens += tokens.numel()
-        return tokens, targets
+        batch: tuple[Any, ...] = next(self.batches)
+        self.num_tokens += batch[0].numel()
+        return batch
 
-    def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int, float]:
-        """The mean loss, [], of this rank's positions; their number; and it over the mean of all ranks' numbers.
+    def _loss(self, batch: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+        """The mean loss, [], of this rank's targets; their number; and it over the mean of all ranks' numbers.
 
         Of a pipeline, which only validates here, the mean loss of all ranks.
         """
-        inputs = self._inputs(tokens, targets)
-        num_tokens = inputs[1].numel()
+        inputs = self._inputs(batch)
+        num_targets = count_tokens(inputs[1])
         if isinstance(self.engine, PipelineEngine):
-            return self.engine.eval_batch(iter([inputs]), num_micro_batches=1), num_tokens, 1.0
-        share = 1.0 if self.context is None else inputs[1].shape[1] * self.context.size / tokens.shape[1]
-        return self.engine(*inputs), num_tokens, share
+            return self.engine.eval_batch(iter([inputs]), num_micro_batches=1), num_targets, 1.0
+        whole = count_tokens(batch[1]).to(self.engine.device, non_blocking=True)
+        share = 1.0 if self.context is None else num_targets * self.context.size / whole.clamp(min=1)
+        return self.engine(*inputs), num_targets, share
 
-    def _inputs(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The model's arguments: this rank's positions of a batch."""
+    def _inputs(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The model's arguments: this rank's positions of a batch. What a pipeline stage has not read stays on meta."""
         device, context = self.engine.device, self.context
-        tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        tokens, targets, *packed = (
+            part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) and not part.is_meta else part
+            for part in batch
+        )
+        if packed:
+            return PackedBatch(tokens, targets, *packed).shard(context)
         if context is None:
             return tokens, targets
         return context.shard(tokens), context.shard(targets), context.positions(tokens.shape[1], device)
@@ -428,14 +446,18 @@ class _Run:
         self.engine.eval()
         indices, batch = self._validation_indices(), self.engine.train_micro_batch_size_per_gpu()
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        num_targets = torch.zeros_like(total)
         with torch.no_grad():
             for start in range(0, len(indices), batch):
-                together = indices[start : start + batch]
-                loss, _, share = self._loss(*self.validation.batch(together)[:2])
-                total += loss.double() * len(together) * share
+                together = self.validation.batch(indices[start : start + batch])
+                loss, _, share = self._loss(together)
+                count = count_tokens(together[1]).to(total)
+                total += loss.double() * count * share
+                num_targets += count
         self.engine.train()
         self.validated_step, self.validated_fraction = step, self.budget.fraction(step)
-        self.last_validation, *_ = self._agree(total / len(indices), 0.0)
+        (sums, *_), (counts, *_) = self._agree(total, 0.0), self._agree(num_targets, 0.0)
+        self.last_validation = sums / counts
         self.monitor.write_events([("validation/loss", self.last_validation, step)])
         self.progress.show_validation(step, self.last_validation)
         return self.last_validation

@@ -144,7 +144,7 @@ class TokenStream(Dataset[Any]):
         self._with_documents, self._padding = with_documents, padding
         self._sources = [self._packed(source, seed + number * 2**32) for number, source in enumerate(each)]
         self._given = None if weights is None else [float(weight) for weight in weights]
-        times = list(epochs) if isinstance(epochs, Sequence) else [epochs] * len(each)
+        self._epochs = times = list(epochs) if isinstance(epochs, Sequence) else [epochs] * len(each)
         sizes = [len(packed.index) for packed in self._sources]
         self.blend = Blend([source.name for source in each], sizes, self._given, times, num_samples)
 
@@ -247,16 +247,22 @@ class TokenStream(Dataset[Any]):
             "shuffle": self._shuffle,
             "sources": [[packed.source.name, packed.source.fingerprint] for packed in self._sources],
             "weights": self._given,
+            "epochs": self._epochs,
+            "with_documents": self._with_documents,
+            "padding": self._padding,
             "changes": [[change.position, list(change.weights), list(change.taken)] for change in self.blend.changes],
         }
 
     def problems(self, saved: dict[str, Any]) -> list[str]:
         """Why samples would not be those of the run that saved this state."""
         mine = self.state()
+        fixed = ["sequence_length", "packing", "seed", "shuffle", "with_documents", "padding"]
+        if self._given is None:  # else its own weights mix from here on
+            fixed += ["weights", "epochs"]
         problems = [
-            f"its {key} was {saved.get(key)}, this run's is {mine[key]}"
-            for key in ("sequence_length", "packing", "seed", "shuffle")
-            if saved.get(key) != mine[key]
+            f"its {key} was {saved[key]}, this run's is {mine[key]}"
+            for key in fixed
+            if key in saved and saved[key] != mine[key]
         ]
         theirs = saved.get("sources", [])
         if len(theirs) != len(self._sources):
@@ -288,11 +294,13 @@ def split(
     seed: int = 0,
     weights: Sequence[float] | None = None,
     epochs: Sequence[float | None] | None = None,
+    with_documents: bool = False,
 ) -> tuple[TokenStream, TokenStream]:
     """Training samples, and validation samples in order from each source's tail (at least one), all full.
 
     Batches are tokens and targets. The documents of a source are one run of tokens: each token's target is the next
     one, whichever document it is of. What is left at the end of each part is not used.
+    ``with_documents``: batches are ``PackedBatch``, and no target is of another document than its token.
     A tail shares no sentence with what comes before it, which samples drawn at random would.
 
     Args:
@@ -313,11 +321,12 @@ def split(
             problems.append(f"{source.name}: {few}")
             continue
         for part, start, stop in zip(parts, (0, cut), (cut, num), strict=True):
-            full = (stop - start - 1) // sequence_length * sequence_length + 1
-            part.append(TokenRange(source, start, start + full))
+            after = 0 if with_documents else 1  # the last target, which a document's last token does not have
+            full = (stop - start - after) // sequence_length * sequence_length + after
+            part.append(TokenRange(source, start, start + full, joined=not with_documents))
     if problems:
         raise UsageError("\n    ".join(problems), do="give more text, or shorten the sequences.")
-    options: dict[str, Any] = {"weights": weights, "seed": seed, "with_documents": False}
+    options: dict[str, Any] = {"weights": weights, "seed": seed, "with_documents": with_documents}
     return (
         TokenStream(parts[0], sequence_length, epochs=epochs, **options),
         TokenStream(parts[1], sequence_length, epochs=None, shuffle=False, **options),

@@ -89,24 +89,29 @@ class InMemorySource:
 class TokenRange:
     """Tokens ``start`` to ``stop`` of a source, counted over all its documents, as one document.
 
+    Args:
+        joined: False: as the documents that they are of, of which the first and the last may be cut.
+
     Memory: 8 bytes a document of the source, on the host.
     """
 
-    def __init__(self, source: TokenSource, start: int, stop: int) -> None:
+    def __init__(self, source: TokenSource, start: int, stop: int, *, joined: bool = True) -> None:
         self.name = source.name
-        self._source, self._start, self._stop = source, start, stop
+        self._source, self._joined = source, joined
         self._ends = np.cumsum(source.lengths)
+        self._bounds = np.unique(np.clip([start, stop] if joined else [start, *self._ends], start, stop))
 
     def __len__(self) -> int:
-        return 1
+        return len(self._bounds) - 1
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        return np.array([self._stop - self._start], dtype=np.int64)
+        return np.diff(self._bounds)
 
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
-        start, stop, _ = slice(start, stop).indices(self._stop - self._start)
-        at, last = self._start + start, self._start + stop
+        begin, end = map(int, self._bounds[index : index + 2])
+        start, stop, _ = slice(start, stop).indices(end - begin)
+        at, last = begin + start, begin + stop
         parts: list[NDArray[np.integer]] = []
         while at < last:
             document = self._document_of(at)
@@ -116,11 +121,12 @@ class TokenRange:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def place(self, index: int) -> tuple[str, int]:
-        return self._source.place(self._document_of(self._start))
+        return self._source.place(self._document_of(int(self._bounds[index])))
 
     @property
     def fingerprint(self) -> str:
-        return f"{self._source.fingerprint} {self._start}:{self._stop}"
+        bounds = f"{self._bounds[0]}:{self._bounds[-1]}"
+        return f"{self._source.fingerprint} {bounds}" + ("" if self._joined else " documents")
 
     def _document_of(self, token: int) -> int:
         return int(np.searchsorted(self._ends, token, side="right"))

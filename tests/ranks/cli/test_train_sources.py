@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,16 @@ def samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, 
     return read
 
 
-def run(folder: Path, name: str, text: str, ranks: int, steps: int, resume: str | None = None) -> list[float]:
+def run(
+    folder: Path, name: str, text: str, ranks: int, steps: int, resume: str | None = None, **more: Any
+) -> list[float]:
     """Train with global batches of 4. Returns: the losses by step."""
+    spread = math.prod(more.get(axis, 1) for axis in ("cp", "sp", "pp"))
+    options: dict[str, Any] = {"sequence": LENGTH, "hidden": 16, "heads": 2, "layers": 1, "validate_every": 100, **more}
     job = TrainJob(
-        text=(str(folder / text),), sequence=LENGTH, hidden=16, heads=2, layers=1, steps=steps, ranks=ranks,
-        micro_batch=4 // ranks, accumulation=1, stage=1, precision="fp32", sample_tokens=0, schedule="constant",
-        validate_every=100, out=str(folder / name), resume=None if resume is None else str(folder / resume),
+        text=(str(folder / text),), steps=steps, ranks=ranks, micro_batch=4 * spread // ranks, accumulation=1, stage=1,
+        precision="fp32", sample_tokens=0, schedule="constant", out=str(folder / name),
+        resume=None if resume is None else str(folder / resume), **options,
     )  # fmt: skip
     run_ranks(ranks, train, job)
     lines = map(json.loads, (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
@@ -89,6 +94,33 @@ def test_a_run_that_is_resumed_on_other_ranks_reads_and_learns_the_same(
     assert sorted(read) == sorted(whole[8:])
     if source == "blend":
         assert [number for number, _ in whole].count(0) == 6  # a quarter
+
+
+@pytest.mark.usefixtures("samples")
+@pytest.mark.parametrize("masks", [True, False])
+@pytest.mark.parametrize("degrees", [{"cp": 2}, {"sp": 2}, {}], ids=str)
+def test_documents_are_masked_on_any_ranks_unless_the_user_says_otherwise(
+    degrees: dict[str, int], masks: bool, tmp_path: Path
+) -> None:
+    write_sources(tmp_path)
+    more: dict[str, Any] = {} if masks else {"reset_attention_mask": False}
+    alone = run(tmp_path, "alone", "lines.jsonl", 1, 3, **more)
+    assert run(tmp_path, "spread", "lines.jsonl", 2, 3, **degrees, **more) == pytest.approx(alone, rel=1e-6)
+    others = run(tmp_path, "others", "lines.jsonl", 1, 3, reset_attention_mask=not masks)
+    assert all(abs(one - other) > 1e-4 for one, other in zip(alone, others, strict=True))
+
+
+@pytest.mark.usefixtures("samples")
+def test_pipeline_stages_that_read_no_tokens_train_on_documents(tmp_path: Path) -> None:
+    write_sources(tmp_path)
+    first, *_, last = run(tmp_path, "run", "blend.yaml", 3, 30, pp=3, layers=3, learning_rate=0.01)
+    assert last < 0.9 * first
+
+
+def test_plain_text_has_no_documents_to_mask(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a text. " * 50, encoding="utf-8")
+    with pytest.raises(UsageError, match="plain text is one run of tokens"):
+        run(tmp_path, "run", "text.txt", 1, 1, reset_attention_mask=True)
 
 
 def test_steps_that_the_epochs_of_a_source_do_not_allow_are_refused(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -218,6 +219,30 @@ def test_documents_of_sources_are_one_run_each_and_mixed_by_weights() -> None:
     assert {key.source for key in validation.keys(range(4))} == {0, 1}
     with pytest.raises(UsageError, match=r"(?s)many: 100 tokens are too few.*one: 200 tokens are too few"):
         split([many, InMemorySource([range(100, 300)], "one")], 0.2, 120)
+
+
+def test_parts_of_sources_may_have_their_documents() -> None:
+    lengths = [5, 0, 2, 29, 64]
+    begins = np.cumsum([0, *lengths])
+    source = InMemorySource([range(100 * n, 100 * n + length) for n, length in enumerate(lengths)], "many")
+    training, validation = split([source], 0.2, 8, with_documents=True)
+    assert (len(training), len(validation)) == (10, 2)  # 80 of 80 and 16 of 20 tokens
+    seen = []
+    for part in (training, validation):
+        for index in range(len(part)):
+            batch: Any = part.batch([index])
+            tokens, targets, positions = (each[0].tolist() for each in batch[:3])
+            assert batch.documents.begins[0][-1] == 8
+            for token, target, position in zip(tokens, targets, positions, strict=True):
+                document, place = divmod(token, 100)
+                is_last = place + 1 == lengths[document] or int(begins[document]) + place in (79, 95)
+                assert target == (-100 if is_last else token + 1)
+                assert position <= place
+            seen += tokens
+    everything = [100 * n + place for n, length in enumerate(lengths) for place in range(length)]
+    assert sorted(seen) == everything[:96]
+    with_joined = split([source], 0.2, 8)[0].state()["sources"]
+    assert training.state()["sources"] != with_joined  # a checkpoint of one is none of the other
 
 
 def test_too_short_a_text_is_refused() -> None:

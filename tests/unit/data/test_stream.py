@@ -271,6 +271,21 @@ def test_changed_data_are_named() -> None:
     ):
         with pytest.raises(UsageError, match=what):
             Loader(stream(**options), 2).load_state_dict(state)
+    changed = TokenStream([source(1), source(2, num=41)], 12, packing="none", seed=4, with_documents=False, padding=1)
+    with pytest.raises(UsageError) as caught:
+        Loader(changed, 2).load_state_dict(state)
+    for what in (
+        "its sequence_length was 16, this run's is 12",
+        "its packing was first_fit, this run's is none",
+        "its seed was 3, this run's is 4",
+        "its with_documents was True, this run's is False",
+        "its padding was 0, this run's is 1",
+        "its weights was [2.0, 1.0], this run's is None",
+        "its epochs was [None, None], this run's is [1, 1]",
+        "data source 1, 's2', is not what it was",
+    ):
+        assert what in str(caught.value)
+    Loader(stream(weights=[1, 1], epochs=2), 2).load_state_dict(state)  # other weights mix from here on
     with pytest.raises(UsageError, match="2 data sources, this run has 1"):
         Loader(TokenStream(source(1), 16, packing="first_fit", seed=3), 2).load_state_dict(state)
     with pytest.raises(UsageError, match="no TokenStream"):

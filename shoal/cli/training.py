@@ -399,12 +399,13 @@ class _Run:
     def _inputs(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
         """The model's arguments: this rank's positions of a batch. What a pipeline stage has not read stays on meta."""
         device, context = self.engine.device, self.context
-        tokens, targets, *packed = (
+        parts: list[Any] = [
             part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) and not part.is_meta else part
             for part in batch
-        )
-        if packed:
-            return PackedBatch(tokens, targets, *packed).shard(context)
+        ]
+        if isinstance(batch, PackedBatch):
+            return PackedBatch(*parts).shard(context)
+        tokens, targets = parts
         if context is None:
             return tokens, targets
         return context.shard(tokens), context.shard(targets), context.positions(tokens.shape[1], device)

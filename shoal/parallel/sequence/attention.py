@@ -208,6 +208,8 @@ def _attention(
     if isinstance(documents, Tensor):
         options = replace(options, documents=context.documents(documents))
     check_documents(options, query.shape[0], length)
+    if isinstance(options.documents, Documents) and context.cp_size == 1 and options.documents.are_whole_rows:
+        options = replace(options, documents=None)
     if options.window is not None and options.window >= length:
         options = replace(options, window=None)
     if context.sp is None or split is None:

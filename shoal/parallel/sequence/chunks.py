@@ -120,6 +120,11 @@ class Documents:
     def length(self) -> int:
         return self.begins[0][-1]
 
+    @property
+    def are_whole_rows(self) -> bool:
+        """True if each row is one document."""
+        return all(len(row) == 2 for row in self.begins)
+
     @classmethod
     def of_lengths(cls, lengths: Sequence[Sequence[int]]) -> Documents:
         """Documents of these lengths, one list for each row of the batch."""

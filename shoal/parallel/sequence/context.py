@@ -283,7 +283,7 @@ class SequenceContext:
         if padding is not None:
             of_padding = Documents.of_padding(parts[-1])
             documents = of_padding if documents is None else documents.and_of(of_padding)
-        if documents is not None and all(len(row) == 2 for row in documents.begins):
+        if documents is not None and documents.are_whole_rows:
             documents = None
         return documents
 

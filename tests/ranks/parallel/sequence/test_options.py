@@ -129,6 +129,26 @@ def test_only_keys_inside_the_window_are_sent() -> None:
     assert whole == [3 * 16 * POSITION] * 4  # the ring: all keys, of the other ranks
 
 
+def test_documents_that_end_at_the_cuts_send_nothing_forward_or_backward() -> None:
+    """Nor are empty messages exchanged: the ring takes no step."""
+    documents = Documents.of_lengths([[16, 10, 6, 16, 4, 4, 4, 4], [1] * 16 + [8] * 6])
+
+    def num_messages() -> int:
+        with current_world().recorder.recording() as entries:
+            assert received("contiguous", None, documents) == []
+        return len(entries)
+
+    assert run_ranks(4, num_messages) == [0] * 4
+
+
+def test_rows_of_one_document_are_computed_by_torchs_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value, _ = tensors(4, 4, 16)
+    wanted = attention(query, key, value, is_causal=True)
+    monkeypatch.setattr("shoal.parallel.sequence.attention.ring_attention", None)
+    found = attention(query, key, value, is_causal=True, documents=Documents.of_lengths([[16], [16]]))
+    assert torch.equal(found, wanted)
+
+
 def test_only_keys_of_documents_that_reach_over_a_cut_are_sent() -> None:
     documents = Documents.of_lengths([[16, 16, 20, 12]])
     assert run_ranks(4, received, "contiguous", None, documents) == [

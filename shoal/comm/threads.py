@@ -34,14 +34,14 @@ T = TypeVar("T")
 class _CallRecord:
     """One call of a group: what each rank posted, and how far each rank is."""
 
-    __slots__ = ("calls", "marks", "num_done", "ready", "sources")
+    __slots__ = ("calls", "marks", "num_posted", "ready", "sources")
 
     def __init__(self, size: int) -> None:
         self.calls: list[GroupCall | None] = [None] * size
         self.sources: list[torch.Tensor | None] = [None] * size
         self.ready: list[Any] = [None] * size  # events after which an accelerator's source may be read
         self.marks = (bytearray(size), bytearray(size))  # by Mark
-        self.num_done = 0
+        self.num_posted = 0
 
 
 class _SharedGroup:
@@ -58,8 +58,9 @@ class ThreadWorld:
     def __init__(self, size: int, timeout: float) -> None:
         self.size = size
         self.timeout = timeout
-        self.changed = threading.Condition()
-        self.generation = 0
+        self.lock = threading.RLock()
+        self.changed = [threading.Condition(self.lock) for _ in range(size)]  # by the rank that waits
+        self.generations = [0] * size
         self.failure: tuple[int, str] | None = None  # rank, traceback
         self.error: BaseException | None = None
         self.left: set[int] = set()  # ranks whose function has returned
@@ -67,17 +68,19 @@ class ThreadWorld:
         self.shared: dict[str, Any] = {}  # ``World.shared``
 
     def group(self, axis: str, ranks: tuple[int, ...], name: str) -> _SharedGroup:
-        with self.changed:
+        with self.lock:
             return self.groups.setdefault((axis, ranks, name), _SharedGroup(ranks))
 
-    def notify(self) -> None:
-        with self.changed:
-            self.generation += 1
-            self.changed.notify_all()
+    def notify(self, ranks: Sequence[int] | None = None) -> None:
+        """Wake ``ranks``, by default all, to look whether what they wait for is there."""
+        with self.lock:
+            for rank in range(self.size) if ranks is None else ranks:
+                self.generations[rank] += 1
+                self.changed[rank].notify_all()
 
     def fail(self, rank: int, text: str, error: BaseException | None = None) -> None:
         """The first failure counts; the others are its consequences."""
-        with self.changed:
+        with self.lock:
             if self.failure is None:
                 self.failure = (rank, text)
                 self.error = error
@@ -106,6 +109,7 @@ class ThreadGroup:
     def __init__(self, world: ThreadWorld, axis: str, ranks: tuple[int, ...], name: str, rank: int) -> None:
         group = world.group(axis, ranks, name)
         self.rank = group.ranks.index(rank)
+        self._world_rank = rank
         self.size = len(group.ranks)
         self.timeout = world.timeout
         self._world = world
@@ -126,7 +130,7 @@ class ThreadGroup:
 
     def post(self, number: int, call: GroupCall, source: torch.Tensor) -> None:
         group = self._group
-        with self._world.changed:
+        with self._world.lock:
             calls = group.rounds.get(number)
             if calls is None:
                 calls = group.rounds[number] = _CallRecord(self.size)
@@ -135,7 +139,9 @@ class ThreadGroup:
             calls.calls[self.rank] = call
             group.last[self.rank] = call
             group.num_issued[self.rank] = number + 1
-            self._world.notify()
+            calls.num_posted += 1
+            if calls.num_posted == self.size:  # a rank waits for all of its peers, so the others need not wake it
+                self._world.notify(group.ranks)
 
     def has_posted(self, peer: int, number: int) -> bool:
         calls = self._group.rounds.get(number)
@@ -154,29 +160,29 @@ class ThreadGroup:
         return source
 
     def mark(self, number: int, mark: Mark) -> None:
-        with self._world.changed:
+        with self._world.lock:
             calls = self._group.rounds[number]
-            calls.marks[mark.value][self.rank] = 1
+            marks = calls.marks[mark.value]
+            marks[self.rank] = 1
             source = calls.sources[self.rank]
             if mark is Mark.REDUCED and source is not None:
                 calls.ready[self.rank] = _recorded(source.device)
-            if mark is Mark.DONE:
-                calls.num_done += 1
-                if calls.num_done == self.size:
+            if sum(marks) == self.size:
+                if mark is Mark.DONE:
                     del self._group.rounds[number]
-            self._world.notify()
+                self._world.notify(self._group.ranks)
 
     def has_marked(self, peer: int, number: int, mark: Mark) -> bool:
         calls = self._group.rounds.get(number)
         return calls is None or calls.marks[mark.value][peer] == 1  # a round is forgotten once all ranks are done
 
     def ticket(self) -> int:
-        return self._world.generation
+        return self._world.generations[self._world_rank]
 
     def pause(self, ticket: int, attempt: int) -> None:
-        with self._world.changed:
-            if self._world.generation == ticket:
-                self._world.changed.wait(0.02)
+        with self._world.lock:
+            if self._world.generations[self._world_rank] == ticket:
+                self._world.changed[self._world_rank].wait(0.02)
 
     def check(self, missing: Sequence[int]) -> None:
         if self._world.failure is not None:

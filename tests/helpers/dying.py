@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.helpers.forking import forking
 from tests.helpers.models import Plain
 from tests.helpers.resuming import Run, engine_of, micro_steps
 from tests.helpers.training import adamw, config
@@ -25,7 +24,6 @@ EVERY_RANKS_PHASES = ("snapshot", "shard_write", "shard_fsync", "exchange")
 FIRST_RANKS_PHASES = ("manifest", "rename", "latest", "gc")
 BETWEEN_RENAMES = "between the renames"  # of the checkpoint that is replaced, and of the new one
 SURVIVED, FAILED = 0, 3  # exit codes
-_PRELOADED = ["torch._dynamo", "shoal.compat.initialize", "shoal.optim.build", "shoal.checkpoint.save", __name__]
 
 
 def tiny(stage: int = 1, **sections: Any) -> Run:
@@ -38,8 +36,7 @@ class Nursery:
     """Forks pairs of ranks."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
+        self._context = forking()
         self._run_all(_nothing, [()], 60.0)
 
     def run(self, function: Callable[..., Any], out: Path, *args: Any, timeout: float = 30.0) -> list[int]:
@@ -67,9 +64,6 @@ class Nursery:
             process.join(5)
         assert not late, f"ranks {late} hung for {timeout} s"
         return [process.exitcode for process in processes]
-
-    def close(self) -> None:
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def _nothing() -> None:

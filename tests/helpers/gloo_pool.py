@@ -1,6 +1,6 @@
 """Real Gloo processes for tests, started once and kept: a call costs milliseconds, not the seconds of a new process.
 
-One pool per world size. Each worker is a spawned process with one thread whose process group stays initialised between
+One pool per world size. Each worker is a forked process with one thread whose process group stays initialised between
 calls. A function travels by its name (``module:qualname``), arguments and results as tensors and plain values. A worker
 that hangs, or that fails while its peers wait for it, ends its whole pool; the next call starts a new one.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import multiprocessing
 import os
 import socket
 import sys
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.helpers.forking import forking, stop_server
 
 GRACE_SECONDS = 5.0  # what a rank's peers get to finish after it has failed
 
@@ -40,7 +41,7 @@ class GlooPool:
     def __init__(self, size: int) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="gloo-pool-")
-        context = multiprocessing.get_context("spawn")
+        context = forking()
         port = _free_port()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -142,6 +143,7 @@ class GlooPools:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
+        stop_server()
 
 
 def _worker(pipe: Connection, rank: int, size: int, store: str, port: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -12,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,9 @@ from shoal.engine.parts.fault_tolerance import FaultTolerance
 from shoal.engine.parts.part import Part
 from shoal.running.status import GlobalStatus
 from tests.helpers import composition
+from tests.helpers.forking import forking
 
 NUM_SAMPLES, ROWS, SEED = 2000, 2, 1
-_PRELOADED = ["torch._dynamo", "shoal.engine.entry", "shoal.optim.build", "shoal.engine.peer_state", __name__]
 
 
 class Samples(torch.utils.data.Dataset[Any]):
@@ -211,8 +209,7 @@ class Run:
     ) -> None:
         self._folder, self._config, self._size = folder, config, size
         self._task, self._num_batch = task or Task(), num_batch or size
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
+        self._context = forking()
         self.server = QuorumServer(0, num_replicas=num_replicas, timeout_seconds=timeout_seconds)
         self._thread = threading.Thread(target=self.server.serve, daemon=True)
         self._thread.start()
@@ -347,7 +344,6 @@ def running(folder: Path, num_replicas: int, config: dict[str, Any], size: int =
         yield run
     finally:
         run.close()
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 class Mean(Part):

@@ -9,12 +9,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from shoal.config import json_schema, schema_paths
+from tests.helpers.forking import run_program
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = sorted((ROOT / "shoal").rglob("*.py"))
@@ -45,6 +47,7 @@ def codes_in(tree: ast.AST) -> Iterator[str]:
                 )
 
 
+@cache
 def codes_of_the_source() -> set[str]:
     return {code for path in SOURCES for code in codes_in(ast.parse(path.read_text(encoding="utf-8")))}
 
@@ -123,9 +126,7 @@ def snippets(page: str) -> list[str]:
 
 def test_the_snippet_that_checks_streams_runs() -> None:
     program = snippets("debugging.md")[3]
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
-    )
+    done = run_program(program)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"\d{3} operations, 0 faults\.", done.stdout.splitlines()[-1])
 
@@ -139,9 +140,7 @@ def test_the_snippets_of_the_how_to_pages_run() -> None:
     program = "\n".join(
         [timeout, precision, "engine.destroy()", units, micro_batch, record, micro_batch, "engine.step()", memory]
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
-    )
+    done = run_program(program)
     assert done.returncode == 0, done.stderr
     assert "torch.bfloat16" in done.stdout
     assert "('blocks.3', 526080)" in done.stdout
@@ -162,31 +161,25 @@ def test_the_snippets_of_the_how_to_pages_run() -> None:
 )
 def test_the_first_snippet_of_a_page_prints_what_the_page_says(page: str, printed: str) -> None:
     program, *_ = snippets(page)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
-    )
+    done = run_program(program)
     assert done.returncode == 0, done.stderr
     assert done.stdout == printed
 
 
 @pytest.mark.parametrize(
-    ("page", "command"),
-    [
-        ("axes.md", ["{script}"]),
-        ("expert-parallelism.md", ["{script}"]),
-        ("the-life-of-a-parameter.md", ["-m", "shoal", "run", "--ranks", "2", "{script}"]),
-    ],
+    ("page", "ranks"), [("axes.md", 1), ("expert-parallelism.md", 1), ("the-life-of-a-parameter.md", 2)]
 )
-def test_the_script_of_a_concept_page_prints_what_the_page_says(page: str, command: list[str], tmp_path: Path) -> None:
+def test_the_script_of_a_concept_page_prints_what_the_page_says(page: str, ranks: int, tmp_path: Path) -> None:
     text = (ROOT / "docs" / "concepts" / page).read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     (printed,) = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
-    script = tmp_path / "script.py"
-    script.write_text(program, encoding="utf-8")
-    arguments = [part.format(script=script) for part in command]
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
-    )
+    if ranks == 1:
+        done = run_program(program)
+    else:
+        script = tmp_path / "script.py"
+        script.write_text(program, encoding="utf-8")
+        command = [sys.executable, "-m", "shoal", "run", "--ranks", str(ranks), str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("[rank 0] ") for line in done.stdout.splitlines()]
     assert [line for line in lines if line in printed.splitlines()] == printed.splitlines()
@@ -194,9 +187,7 @@ def test_the_script_of_a_concept_page_prints_what_the_page_says(page: str, comma
 
 def test_the_snippets_of_the_page_on_profiles_run() -> None:
     program = "\n".join(snippets("profile.md"))
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
-    )
+    done = run_program(program)
     assert done.returncode == 0, done.stderr
     assert "Flops Profiler: step 0" in done.stdout
     assert "Linear 4.1 KMACs" in done.stdout

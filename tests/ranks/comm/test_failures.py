@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from shoal.comm.torch_dist import ProcessTransport
 from shoal.comm.world import World
 from shoal.errors import RankFailedError
 from shoal.mesh import Mesh
+from tests.helpers.forking import forking
 
 SIZE = 3
 DOOMED = 1
@@ -83,7 +83,7 @@ def free_port() -> int:
 def test_a_rank_that_fails_stops_the_others(tmp_path: Path, shared_memory: bool, how: str, said: str) -> None:
     if not shared_memory and how != "raised":
         said = "never done"  # a closed connection shows that a rank is gone, not why; the call is named
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     port = free_port()
     processes: list[Any] = [
         context.Process(target=run_rank, args=(rank, str(tmp_path), port, shared_memory, how)) for rank in range(SIZE)

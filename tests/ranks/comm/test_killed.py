@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,10 +23,8 @@ LIMIT_SECONDS = 10.0
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
+def nursery() -> Nursery:
+    return Nursery()
 
 
 def meet(folder: Path, name: str, rank: int, others: set[int]) -> None:

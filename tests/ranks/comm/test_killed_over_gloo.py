@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import shoal.hang
 from shoal.comm.world import current_world
 from shoal.errors import CommError
 from shoal.mesh import Mesh
+from tests.helpers.forking import forking
 from tests.ranks.comm.test_failures import free_port
 
 SIZE = 4
@@ -57,8 +56,7 @@ def run_rank(rank: int, folder: str, port: int, killed: int, has_own_machine: bo
 def test_a_killed_rank_is_named_by_all_others_within_seconds(
     killed: int, has_own_machine: bool, tmp_path: Path
 ) -> None:
-    context = multiprocessing.get_context("forkserver")  # which imports torch once
-    context.set_forkserver_preload([__name__, "shoal.comm.world"])
+    context = forking()
     port = free_port()
     processes: list[Any] = [
         context.Process(target=run_rank, args=(rank, str(tmp_path), port, killed, has_own_machine))
@@ -82,4 +80,3 @@ def test_a_killed_rank_is_named_by_all_others_within_seconds(
         for process in processes:
             process.kill()
             process.join(10)
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]

@@ -191,7 +191,7 @@ AXES: dict[str, Values] = {
     },
 }
 
-# What failed in use were combinations of three: of these values of these axes any three together are in `make test`.
+# What failed in use were combinations of three: any three of these values have rows of their own in tests/nightly.
 _OF_TRIPLES: dict[str, tuple[str, ...]] = {
     "stage": ("0", "1", "2", "3"),
     "ranks": ("1", "2"),

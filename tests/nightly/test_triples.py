@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.composition import Combination, covering, named
+from tests.helpers.composition import Combination, covering, named, triples_of_sums
 from tests.helpers.composition_runs import check
 
 TRIPLES = covering(3)
+OF_SUMS = triples_of_sums()  # what failed in use: with accumulation, and nothing else in the way
 
 
 @pytest.mark.parametrize("combination", TRIPLES, ids=map(named, TRIPLES))
 def test_any_three_settings_together_end_where_one_process_ends(combination: Combination) -> None:
+    check(combination)
+
+
+@pytest.mark.parametrize("combination", OF_SUMS, ids=map(named, OF_SUMS))
+def test_any_three_of_stage_schedule_sums_precision_and_recomputation_end_where_one_process_ends(
+    combination: Combination,
+) -> None:
     check(combination)

@@ -20,7 +20,6 @@ from tests.helpers.composition import (
     named,
     refused,
     settings_of,
-    triples_of_sums,
 )
 from tests.helpers.composition_runs import check, check_run, train
 
@@ -38,16 +37,6 @@ def cases(combinations: list[Combination]) -> list[Any]:
 
 @pytest.mark.parametrize("combination", cases(PAIRS))
 def test_any_two_settings_together_end_where_one_process_ends(combination: Combination) -> None:
-    check(combination)
-
-
-TRIPLES = triples_of_sums()
-
-
-@pytest.mark.parametrize("combination", cases(TRIPLES))
-def test_any_three_of_stage_schedule_sums_precision_and_recomputation_end_where_one_process_ends(
-    combination: Combination,
-) -> None:
     check(combination)
 
 

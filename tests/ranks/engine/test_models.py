@@ -67,7 +67,7 @@ ZOO = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])  # 2: below, with accumulation
 @pytest.mark.parametrize("model", ZOO, ids=lambda model: model.__name__)
 def test_every_stage_trains_the_model_as_one_process_does(model: type[nn.Module], world: int) -> None:
     alone = train_alone(model, world=world)

@@ -20,6 +20,7 @@ from shoal.comm.threads import run_ranks
 from shoal.errors import ConfigError, TierError
 from shoal.observe.placement_table import Table, cells_of
 from shoal.sharding.placement import Tier
+from tests.helpers.any_two import any_two
 
 VOCABULARY = 13
 
@@ -89,13 +90,18 @@ def make_apart(monkeypatch: pytest.MonkeyPatch, is_apart: bool = True) -> None:
     monkeypatch.setattr("shoal.engine.settings.ZeroSettings", settings)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(
-    ("stage", "places"),
-    [(1, ("optimizer",)), (2, ("optimizer",)), (3, ("optimizer",)), (3, ("param",)), (3, ("optimizer", "param"))],
+@any_two(
+    {
+        "size": [1, 2, 3],
+        "precision": ["fp32", "bf16", "fp16"],
+        "stage, places": [
+            *((stage, ("optimizer",)) for stage in (1, 2, 3)),
+            (3, ("param",)),
+            (3, ("optimizer", "param")),
+        ],
+        "optimizer, accumulation": [("AdamW", 1), ("AdamW", 2), ("Lamb", 1)],
+    }
 )
-@pytest.mark.parametrize(("optimizer", "accumulation"), [("AdamW", 1), ("AdamW", 2), ("Lamb", 1)])
 def test_training_from_host_memory_gives_the_same_bits(
     size: int,
     precision: str,
@@ -220,10 +226,14 @@ def on_disk(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     return settings
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(("optimizer", "accumulation"), [("AdamW", 2), ("SGD", 1), ("Lamb", 1), ("Muon", 1)])
+@any_two(
+    {
+        "size": [1, 2, 3],
+        "precision": ["fp32", "bf16", "fp16"],
+        "stage": [1, 2, 3],
+        "optimizer, accumulation": [("AdamW", 2), ("SGD", 1), ("Lamb", 1), ("Muon", 1)],
+    }
+)
 def test_training_from_a_disk_gives_the_same_bits(
     size: int, precision: str, stage: int, optimizer: str, accumulation: int, tmp_path: Path
 ) -> None:

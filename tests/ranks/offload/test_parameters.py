@@ -15,6 +15,7 @@ from shoal.comm.world import current_world
 from shoal.errors import ConfigError, OutOfMemoryError
 from shoal.memory.disk_store import DiskStore
 from shoal.offload.policy import Free
+from tests.helpers.any_two import any_two
 from tests.helpers.composing import MODEL as COMPOSED
 from tests.helpers.live_storages import LiveStorages
 from tests.ranks.offload.test_offload import MODEL, accessed, config, go_on, held, loaded, make_apart, train
@@ -35,11 +36,15 @@ def assert_same(plain: list[Any], away: list[Any]) -> None:
         assert all(torch.equal(values[name], other_values[name]) for name in values)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("state", ["none", "cpu", "nvme"])
-@pytest.mark.parametrize("is_apart", [False, True])
-@pytest.mark.parametrize(("optimizer", "accumulation"), [("AdamW", 1), ("AdamW", 2), ("Muon", 1)])
+@any_two(
+    {
+        "size": [1, 2, 3],
+        "precision": ["fp32", "bf16", "fp16"],
+        "state": ["none", "cpu", "nvme"],
+        "is_apart": [False, True],
+        "optimizer, accumulation": [("AdamW", 1), ("AdamW", 2), ("Muon", 1)],
+    }
+)
 def test_training_with_parameters_on_a_disk_gives_the_same_bits(
     size: int,
     precision: str,
@@ -210,10 +215,7 @@ def test_main_parameters_and_shards_go_to_the_disk_unit_by_unit_in_initialize(
 # Some here, some there
 
 
-@pytest.mark.parametrize("state", ["cpu", "nvme"])
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.6])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@any_two({"state": ["cpu", "nvme"], "ratio": [0.0, 0.3, 0.6], "precision": ["fp32", "bf16"], "stage": [1, 2, 3]})
 def test_a_part_of_the_state_on_the_device_gives_the_same_bits(
     state: str, ratio: float, precision: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,9 +352,7 @@ LAYER = 256 * 256
 MODELS = {number: Deep(number, 256) for number in (4, 16)}
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@any_two({"accumulation": [1, 2], "size": [1, 2], "tier": ["cpu", "nvme"]})
 def test_device_memory_is_two_units_and_their_activations_whatever_the_number_of_layers(
     accumulation: int, size: int, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

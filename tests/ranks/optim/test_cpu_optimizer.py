@@ -22,6 +22,7 @@ from shoal.comm.world import current_world
 from shoal.engine.engine import Engine
 from shoal.errors import NonFiniteError
 from shoal.sharding.offloaded_gradient import OffloadedGradient, ShardBuffers
+from tests.helpers.any_two import any_two
 from tests.ranks.offload.test_offload import MODEL, VOCABULARY, make_apart
 
 STAGES = [(1, ("optimizer",)), (2, ("optimizer",)), (3, ("optimizer",)), (3, ("optimizer", "param"))]
@@ -93,9 +94,7 @@ def pair(
     return [result["counts"] for result in away]
 
 
-@pytest.mark.parametrize(("stage", "places"), STAGES)
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@any_two({"stage, places": STAGES, "precision": ["bf16", "fp16", "fp32"], "accumulation": [1, 2]})
 def test_updates_in_the_backward_pass_give_the_same_bits(
     stage: int, places: tuple[str, ...], precision: str, accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from shoal.comm.threads import run_ranks
 from shoal.engine.engine import Engine
+from tests.helpers.any_two import any_two
 from tests.helpers.models import Plain
 from tests.helpers.training import adamw, batch, config, start
 
@@ -94,9 +95,7 @@ def check(engine: Engine, phase: str) -> None:
     assert not strangers, (phase, strangers)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp32 in 8 bits"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@any_two({"stage": [0, 1, 2, 3], "precision": ["fp32", "bf16", "fp32 in 8 bits"], "accumulation": [1, 2]})
 def test_every_large_tensor_is_in_one_buffer_after_each_phase(stage: int, precision: str, accumulation: int) -> None:
     def job() -> None:
         sections: dict[str, Any] = {"bf16": {"enabled": True}} if precision == "bf16" else {}

@@ -8,6 +8,7 @@ import torch
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.processor import has_instructions_for
+from tests.helpers.any_two import any_two
 from tests.helpers.models import OddParameters, Plain
 from tests.helpers.training import (
     STAGES,
@@ -28,9 +29,7 @@ from tests.helpers.training import (
 CLIP = 0.5  # below the norm of every step here, so it always bites
 
 
-@pytest.mark.parametrize("clip", [0.0, CLIP], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@any_two({"clip": [0.0, CLIP], "accumulation": [1, 3], "world": [1, 2, 3, 4, 5]})
 def test_fp32_stages_are_bit_equal_and_like_one_process(world: int, accumulation: int, clip: float) -> None:
     alone = train_alone(Plain, world=world, accumulation=accumulation, clip=clip)
     assert min(alone.norms) > CLIP

@@ -14,6 +14,7 @@ from shoal.comm.formats import format_named
 from shoal.comm.world import current_world
 from shoal.engine import profiling
 from shoal.mesh import factor_axis
+from tests.helpers.any_two import any_two
 from tests.helpers.models import Plain
 from tests.helpers.training import (
     Trained,
@@ -140,9 +141,7 @@ WIRES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("num_micro", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("wire", WIRES, ids=lambda wire: " ".join(map(str, wire.values())))
+@any_two({"num_micro": [1, 2], "stage": [0, 1, 2, 3], "wire": WIRES})
 def test_a_run_has_the_bits_of_one_process_that_does_the_same(
     stage: int, wire: dict[str, Any], num_micro: int, ranks: Callable[..., Any]
 ) -> None:

@@ -26,6 +26,7 @@ from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.sharding.layout import ParameterSpec
+from tests.helpers.any_two import in_turn
 from tests.helpers.expert_layers import TOP_K, WIDTH
 from tests.helpers.models import VOCABULARY
 from tests.helpers.training import batch, config, make, start_with
@@ -53,21 +54,23 @@ def folded(form: str, stage: int, ep: int, *, tp: int = 4, etp: int = 2, dense: 
     return made
 
 
-@pytest.mark.parametrize("form", ["listed", "stacked"])
 @pytest.mark.parametrize(
-    ("size", "tp", "etp", "ep", "stage", "accumulation", "more"),
-    [
-        (4, 4, 2, 1, 0, 1, {}),
-        (4, 4, 2, 2, 1, 2, {}),
-        (8, 4, 2, 1, 3, 2, {}),
-        (8, 4, 2, 2, 0, 1, {}),
-        (8, 4, 2, 4, 2, 2, {}),
-        (8, 4, 2, 2, 3, 1, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
-        (8, 4, 2, 2, 1, 1, {"parallel": {"dp_replicate": 2}}),
-        (8, 8, 4, 2, 2, 1, {}),
-        (8, 8, 2, 4, 3, 1, {}),
-        (8, 8, 2, 2, 3, 1, {}),
-    ],
+    ("form", "size", "tp", "etp", "ep", "stage", "accumulation", "more"),
+    in_turn(
+        ["listed", "stacked"],
+        [
+            (4, 4, 2, 1, 0, 1, {}),
+            (4, 4, 2, 2, 1, 2, {}),
+            (8, 4, 2, 1, 3, 2, {}),
+            (8, 4, 2, 2, 0, 1, {}),
+            (8, 4, 2, 4, 2, 2, {}),
+            (8, 4, 2, 2, 3, 1, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+            (8, 4, 2, 2, 1, 1, {"parallel": {"dp_replicate": 2}}),
+            (8, 8, 4, 2, 2, 1, {}),
+            (8, 8, 2, 4, 3, 1, {}),
+            (8, 8, 2, 2, 3, 1, {}),
+        ],
+    ),
 )
 def test_experts_split_over_some_tensor_parallel_ranks_end_where_one_process_ends(
     form: str,
@@ -104,9 +107,9 @@ def test_experts_split_over_some_tensor_parallel_ranks_end_where_one_process_end
             assert shapes["experts.layers.0.mlp.experts.down_proj_bias"] == (4 // ep, WIDTH)
 
 
-@pytest.mark.parametrize("form", ["listed", "stacked"])
 @pytest.mark.parametrize(
-    ("size", "ep", "stage", "accumulation"), [(4, 1, 0, 1), (4, 2, 2, 2), (8, 1, 3, 2), (8, 1, 1, 1), (8, 4, 3, 1)]
+    ("form", "size", "ep", "stage", "accumulation"),
+    in_turn(["listed", "stacked"], [(4, 1, 0, 1), (4, 2, 2, 2), (8, 1, 3, 2), (8, 1, 1, 1), (8, 4, 3, 1)]),
 )
 def test_experts_split_over_some_ranks_of_a_split_sequence_end_where_one_process_ends(
     form: str, size: int, ep: int, stage: int, accumulation: int, ranks: Callable[..., Any]

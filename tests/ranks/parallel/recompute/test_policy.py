@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -71,6 +72,13 @@ def train(name: str, settings: dict[str, Any], section: dict[str, Any]) -> tuple
     return losses, values
 
 
+@cache
+def run_plain(layout: str) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Without recomputation."""
+    name, num_ranks, settings = LAYOUTS[layout]
+    return run_ranks(num_ranks, train, name, settings, {})
+
+
 LISTED = ["mm", "addmm", "bmm", "cat", "clone", "_to_copy"]
 
 
@@ -78,7 +86,7 @@ LISTED = ["mm", "addmm", "bmm", "cat", "clone", "_to_copy"]
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_recomputed_blocks_that_communicate_give_the_same_bits(layout: str, policy: Any) -> None:
     name, num_ranks, settings = LAYOUTS[layout]
-    plain = run_ranks(num_ranks, train, name, settings, {})
+    plain = run_plain(layout)
     again = run_ranks(num_ranks, train, name, settings, {"modules": ["Block"], "policy": policy})
     for (losses, values), (other_losses, other_values) in zip(plain, again, strict=True):
         assert other_losses == losses
@@ -88,7 +96,7 @@ def test_recomputed_blocks_that_communicate_give_the_same_bits(layout: str, poli
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.startswith("tp")])
 def test_recomputed_parts_of_blocks_whose_input_entered_before_them_give_the_same_bits(layout: str) -> None:
     name, num_ranks, settings = LAYOUTS[layout]
-    plain = run_ranks(num_ranks, train, name, settings, {})
+    plain = run_plain(layout)
     again = run_ranks(num_ranks, train, name, settings, {"modules": ["Attention", "FeedForward"]})
     for (losses, values), (other_losses, other_values) in zip(plain, again, strict=True):
         assert other_losses == losses

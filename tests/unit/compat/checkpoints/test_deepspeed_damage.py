@@ -17,6 +17,7 @@ from shoal.checkpoint.manifest import MODEL
 from shoal.compat.checkpoints.deepspeed import DeepSpeedSource
 from shoal.compat.checkpoints.files import open_file
 from shoal.errors import CheckpointError, NotBuiltError
+from tests.helpers.any_two import ALL_ROWS
 from tests.helpers.deepspeed_made import MADE, everything
 
 
@@ -186,7 +187,8 @@ def test_whatever_is_in_a_file_it_is_read_or_refused(case: str, deepspeed_copy: 
     folder = deepspeed_copy(case)
     generator = random.Random(0)
     refused = 0
-    for _ in range(60):
+    number = 60 if ALL_ROWS else 20
+    for _ in range(number):
         file = generator.choice(sorted(folder.glob("*.pt")))
         before = file.read_bytes()
         state = open_file(file, verify=False)
@@ -203,7 +205,7 @@ def test_whatever_is_in_a_file_it_is_read_or_refused(case: str, deepspeed_copy: 
             refused += 1
         file.unlink()
         file.write_bytes(before)
-    assert 5 < refused < 60
+    assert number / 12 < refused < number
 
 
 class Payload:

@@ -23,30 +23,29 @@ import sys
 import torch
 import shoal
 
-model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)))
-config = {
-    "train_micro_batch_size_per_gpu": 2,
-    "bf16": {"enabled": STAGE > 0},
-    "optimizer": {"type": "KIND", "params": {"lr": 1e-3}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
-    "zero_optimization": {"stage": STAGE},
-}
-engine, *_ = shoal.initialize(model=model, config=config)
-for _ in range(2):
-    loss = engine(torch.ones(2, 8, dtype=torch.bfloat16 if STAGE else torch.float32)).float().sum()
-    engine.backward(loss)
-    engine.step()
-engine.memory_report()
-engine.destroy()
-print([name for name in ("torch._dynamo", "sympy", "torch._inductor") if name in sys.modules])
+for stage, kind in ((0, "AdamW"), (3, "AdamW"), (2, "Lion"), (1, "Adagrad")):
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": stage > 0},
+        "optimizer": {"type": kind, "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = shoal.initialize(model=model, config=config)
+    for _ in range(2):
+        loss = engine(torch.ones(2, 8, dtype=torch.bfloat16 if stage else torch.float32)).float().sum()
+        engine.backward(loss)
+        engine.step()
+    engine.memory_report()
+    engine.destroy()
+    print(stage, [name for name in ("torch._dynamo", "sympy", "torch._inductor") if name in sys.modules])
 """
 
 
-@pytest.mark.parametrize(("stage", "kind"), [(0, "AdamW"), (3, "AdamW"), (2, "Lion"), (1, "Adagrad")])
-def test_training_imports_no_compiler(stage: int, kind: str) -> None:
-    script = TRAINS.replace("STAGE", str(stage)).replace("KIND", kind)
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-    assert ended.stdout.splitlines()[-1:] == ["[]"], ended.stderr[-2000:]
+def test_training_imports_no_compiler() -> None:
+    ended = subprocess.run([sys.executable, "-c", TRAINS], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.stdout.splitlines()[-4:] == ["0 []", "3 []", "2 []", "1 []"], ended.stderr[-2000:]
 
 
 @pytest.fixture

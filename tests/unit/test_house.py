@@ -9,9 +9,12 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.forking import run_program
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "shoal"
@@ -71,9 +74,20 @@ def uses(tree: ast.AST, name: str) -> Iterator[int]:
             yield node.lineno
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_trees() -> Iterator[None]:
+    yield
+    tree_of.cache_clear()
+
+
 def trees() -> Iterator[tuple[str, ast.Module]]:
     for path in SOURCES:
-        yield relative(path), ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        yield relative(path), tree_of(path)
 
 
 def places_of(name: str, allowed: tuple[str, ...]) -> list[str]:
@@ -194,7 +208,7 @@ def test_there_is_no_package_for_leftovers() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_a_file_opens_with_a_sentence_and_postpones_annotations(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     if not tree.body:
         pytest.skip("an empty file has nothing to say")
     docstring = ast.get_docstring(tree)
@@ -355,9 +369,7 @@ def test_the_smallest_script_of_the_readme_runs() -> None:
     program = text[text.index("```python\n") + 10 :]
     program = program[: program.index("```")]
     assert "shoal.initialize(" in program
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
-    )
+    done = run_program(program)
     assert done.returncode == 0, done.stderr
 
 

@@ -21,6 +21,8 @@ SETUP_INPUTS := pyproject.toml constraints.txt
 TEST_WORKERS ?= 2
 TESTS ?= tests/unit tests/ranks tests/device
 CLIENT_TESTS ?= tests/clients
+# Tests of which make test runs few rows (tests/helpers/any_two.py).
+PRODUCT_TESTS = $$(grep -rl "any_two import" tests/unit tests/ranks)
 RANDOM_TESTS ?= tests/ranks/running/test_property.py tests/ranks/offload/test_composition.py
 NIGHTLY_SECONDS ?= 7200
 SEARCH_MINUTES ?= 60
@@ -30,10 +32,12 @@ FIRST_GPU ?= --out runs/first-gpu.md
 
 # One thread a process: tests and benchmarks start several processes, which would otherwise fight for the cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Tests start hundreds of processes. Without bytecode files each of them compiles Shoal again, a quarter of its start.
+ONE_THREAD += PYTHONDONTWRITEBYTECODE=
 
 help:
 	@echo "make test        set up, run the tests (TESTS='tests/unit/test_x.py' for some of them)"
-	@echo "make test-nightly  set up, run what is too long for make test: any three settings together, every causal family of Transformers, the random tests longer, and the random search (SEARCH_MINUTES=60 SEARCH_SEED=1)"
+	@echo "make test-nightly  set up, run what is too long for make test: any three settings together, all rows of products, every causal family of Transformers, the random tests longer, and the random search (SEARCH_MINUTES=60 SEARCH_SEED=1)"
 	@echo "make test-clients  set up a third environment with Accelerate, Transformers and the others, run Shoal under them"
 	@echo "make lint        set up, run ruff, mypy and the import contract"
 	@echo "make quickstart  set up, train a small GPT on 2 local ranks with ZeRO-3 for about $(MINUTES) minutes"
@@ -72,12 +76,13 @@ $(VENV)/.stamp-kernels: Makefile | $(BIN)/python
 setup: $(VENV)/.stamp
 
 test: $(VENV)/.stamp-test $(VENV)/.stamp-kernels
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TESTS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
-# The second line draws 50 times as many examples as make test does, other ones each time.
+# The fourth line draws 50 times as many examples as make test does, other ones each time.
 test-nightly: $(VENV)/.stamp-test $(CLIENTS_VENV)/.stamp
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --timeout 300 tests/nightly
 	$(ONE_THREAD) $(CLIENTS_VENV)/bin/python -m pytest -n $(TEST_WORKERS) tests/nightly/test_families.py
+	$(ONE_THREAD) SHOAL_TESTS_ALL_ROWS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PRODUCT_TESTS)
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --hypothesis-profile thorough \
 	    --timeout $(NIGHTLY_SECONDS) $(RANDOM_TESTS)
 	$(ONE_THREAD) $(CLIENTS_VENV)/bin/python -m tests.search --minutes $(SEARCH_MINUTES) --seed $(SEARCH_SEED) \

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
-import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -17,10 +18,35 @@ import numpy
 import pytest
 import torch
 
+from tests.helpers.forking import server_pid
 from tests.helpers.gloo_pool import GlooPools
 
 LINGER_SECONDS = 5.0  # what a test's threads and processes get to end by themselves
 SERVICE_THREADS = ("pytest_timeout", "Thread-timeout", "execnet", "QueueFeederThread")
+# Files that take longest, the longest first: test workers begin with them, so that at the end none runs alone.
+LONG_FILES = (
+    "tests/ranks/test_composition.py",
+    "tests/ranks/simulation/test_stream_matrix.py",
+    "tests/unit/test_benchmarks.py",
+    "tests/ranks/checkpoint/test_resume.py",
+    "tests/ranks/cli/test_planning.py",
+    "tests/ranks/checkpoint/test_faults.py",
+    "tests/ranks/parallel/expert/test_parallel_folding.py",
+    "tests/ranks/engine/test_models.py",
+    "tests/unit/test_docs.py",
+    "tests/ranks/launch/test_jobs.py",
+    "tests/ranks/launch/test_elastic.py",
+    "tests/ranks/compat/test_scripts.py",
+    "tests/ranks/launch/test_machines.py",
+    "tests/unit/compat/checkpoints/test_deepspeed_damage.py",
+    "tests/unit/compat/test_finder.py",
+    "tests/ranks/running/test_wire_formats.py",
+    "tests/ranks/launch/test_launch.py",
+    "tests/ranks/cli/test_autotuning.py",
+)
+LONG_SHARE = 0.015  # of all tests' time: a file that takes more is one of them
+MANY_SECONDS = 300.0  # a run that is shorter is of some tests
+NUM_FILES_SHOWN = 15
 
 
 @pytest.fixture
@@ -123,27 +149,38 @@ def _nothing_left_behind(_gloo_pools: GlooPools) -> Iterator[None]:
 
 
 def _service_children() -> set[int]:
-    """Processes that outlive a test by design: multiprocessing's resource tracker."""
-    pid = getattr(getattr(resource_tracker, "_resource_tracker", None), "_pid", None)
-    return set() if pid is None else {pid}
+    """Processes that outlive a test by design: multiprocessing's resource tracker, and the server that forks ranks."""
+    tracker = getattr(getattr(resource_tracker, "_resource_tracker", None), "_pid", None)
+    return {pid for pid in (tracker, server_pid()) if pid is not None}
 
 
 def _children() -> dict[int, str]:
-    """Live child processes of this one: pid to command line."""
-    found: dict[int, str] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    """Live child processes of this one: pid to command line. Linux lists them by the thread that started them."""
+    result: dict[int, str] = {}
+    for children in Path("/proc/self/task").glob("*/children"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == os.getpid() and fields[0] != "Z":
-                command = stat.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found[int(stat.parent.name)] = command.strip()[:200]
+            pids = children.read_text().split()
         except OSError:
-            continue  # it ended while we looked
-    return found
+            continue  # the thread ended while we looked
+        for child in (Path("/proc", pid) for pid in pids):
+            try:
+                if child.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    command = child.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    result[int(child.name)] = command.strip()[:200]
+            except OSError:
+                continue  # it ended while we looked
+    return result
+
+
+def _place_of(name: str) -> int:
+    """Of the file of a test in ``LONG_FILES``; the others come after them, in their order."""
+    file = name.partition("::")[0]
+    return LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs an accelerator where there is none."""
+    """Run the longest files first; skip what needs an accelerator where there is none."""
+    items.sort(key=lambda item: _place_of(item.nodeid))
     if torch.accelerator.is_available():
         return
     for item in items:
@@ -158,3 +195,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if "needs an accelerator" in str(getattr(report, "longrepr", ""))
     ]
     terminalreporter.write_line(f"device tests skipped for want of an accelerator: {len(skipped)}")
+    seconds: Counter[str] = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        seconds[getattr(report, "nodeid", "").partition("::")[0]] += getattr(report, "duration", 0.0)
+    if (total := sum(seconds.values())) > MANY_SECONDS:
+        terminalreporter.section("the files that took longest")
+        for name, taken in seconds.most_common(NUM_FILES_SHOWN):
+            is_late = taken > LONG_SHARE * total and _place_of(name) == len(LONG_FILES)
+            hint = "  <- shorten it, or add it to LONG_FILES of tests/conftest.py" if is_late else ""
+            terminalreporter.write_line(f"{taken:6.0f} s {100 * taken / total:5.1f} %  {name}{hint}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from typing import Any
@@ -10,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.conftest import LONG_FILES
+from tests.helpers.any_two import covering_rows
 from tests.helpers.gloo_pool import GlooPool, GlooRankError
+from tests.helpers.places import ROOT
 
 
 def add_ranks(rank: int, size: int, start: torch.Tensor) -> torch.Tensor:
@@ -65,3 +69,15 @@ def test_ranks_that_hang_are_ended_within_the_timeout() -> None:
 def test_a_function_that_another_process_cannot_find_is_refused(gloo: Any) -> None:
     with pytest.raises(ValueError, match="cannot be found by name"):
         gloo(1, lambda rank, size: None)
+
+
+def test_any_two_indices_of_different_places_are_together_in_one_of_few_rows() -> None:
+    sizes = [3, 3, 3, 2, 3]
+    rows = covering_rows(sizes)
+    for (one, few), (other, many) in itertools.combinations(enumerate(sizes), 2):
+        assert {(row[one], row[other]) for row in rows} == set(itertools.product(range(few), range(many)))
+    assert len(rows) == len(set(rows)) == 12  # of 162
+
+
+def test_the_files_that_run_first_are_there() -> None:
+    assert [name for name in LONG_FILES if not (ROOT / name).is_file()] == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +35,9 @@ def compiling() -> Iterator[None]:
     """The compiler as in a fresh process, before and after; its warnings, about tensors without .grad, are dropped."""
     if CRASHES_IN_THREADS:
         pytest.skip("older torch crashes where several threads compile at once, as ranks that are threads do")
+    if "torch._dynamo" not in sys.modules:
+        importlib.import_module("torch._dynamo")
+        gc.freeze()  # as of all that is imported: tests/conftest.py
     torch._dynamo.reset()
     try:
         with warnings.catch_warnings():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -115,6 +116,8 @@ def open_axes(rank: int, size: int) -> int:
             for fd in os.listdir("/proc/self/fd")
         )
 
+    gc.collect()  # sockets of worlds that earlier tests have closed
+    dist.barrier()
     before = num_sockets()
     world = own_world(rank, size, "sockets", False)
     mesh = Mesh.of(size, tp=2)

@@ -57,4 +57,4 @@ def test_compiled_blocks_train_alike_and_are_not_compiled_again_after_the_second
 def test_a_compiled_model_over_ranks_ends_where_one_process_ends(axis: dict[str, str]) -> None:
     plain = {name: next(iter(values)) for name, values in AXES.items()}
     settings, run = settings_of({**plain, "stage": "3", **axis})
-    check_run(settings, replace(run, compiled="model", steps=3))
+    check_run(settings, replace(run, compiled="model", steps=3, blocks=2))

@@ -84,7 +84,7 @@ from shoal.observe.placement_table import Table
 from shoal.observe.timers import StepTimers
 from shoal.optim.host_rules import host_note
 from shoal.parallel.expert.apply import prepare_experts
-from shoal.parallel.expert.held import built_for, experts_if_used
+from shoal.parallel.expert.held import built_for, experts_if_used, let_trace
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.stage import StageModule
 from shoal.processor import emulation_notes
@@ -256,6 +256,7 @@ def _start(
             if_used=experts_if_used(model) if plan.zero.gathers_if_used else None,
             levels=levels_of(axes, plan.zero.wire, hosts, is_sharded=plan.zero.stage > 0 or is_apart),
         )
+        let_trace(model, [unit.name for unit in sharded.units])
         try:
             step = make_step(
                 made, sharded, properties, offload.num_ranks_here, lambda: accumulation.counters.global_steps

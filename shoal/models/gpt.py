@@ -332,7 +332,8 @@ class GPT(nn.Module):
         if positions is None:
             positions = torch.arange(length, device=hidden.device)
         cos, sin = rotations(positions, self.config.head_size, hidden.dtype)
-        auxiliary = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        # As the sum of later blocks it has a gradient: a compiler then makes one graph for all blocks.
+        auxiliary = torch.zeros((), dtype=torch.float32, device=hidden.device, requires_grad=hidden.requires_grad)
         for block in self.blocks:
             if self.config.num_experts:
                 hidden, auxiliary = block(hidden, cos, sin, auxiliary, documents)

@@ -21,17 +21,20 @@ class _KeptGraph(bytearray):
     """The memory of a ticket, and what its number stands for."""
 
     output: Tensor
-    inputs: list[Tensor]
+    inputs: list[Tensor]  # and parameters
 
 
 _numbers = itertools.count(1)
 _graphs: weakref.WeakValueDictionary[int, _KeptGraph] = weakref.WeakValueDictionary()
 
 
-def run(function: Callable[..., Tensor], tensors: Sequence[Tensor], *, keeps: bool) -> tuple[Tensor, Tensor]:
+def run(
+    function: Callable[..., Tensor], tensors: Sequence[Tensor], parameters: Sequence[Tensor] = (), *, keeps: bool
+) -> tuple[Tensor, Tensor]:
     """``function(*tensors)``, without autograd, and a ticket.
 
     Args:
+        parameters: leaves that the function reads itself. Backward returns their gradients after those of ``tensors``.
         keeps: keep the graph for a backward pass.
     """
     if not keeps:
@@ -42,7 +45,7 @@ def run(function: Callable[..., Tensor], tensors: Sequence[Tensor], *, keeps: bo
         output = function(*inputs)
     number = next(_numbers)
     graph = _KeptGraph(number.to_bytes(8, "little"))
-    graph.output, graph.inputs = output, inputs
+    graph.output, graph.inputs = output, [*inputs, *parameters]
     _graphs[number] = graph
     return output.detach(), torch.frombuffer(graph, dtype=torch.int64)
 

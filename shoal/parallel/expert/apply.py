@@ -396,12 +396,7 @@ def prepare_experts(
             extend(layer.block, ExpertParallelBlock, **made)
     for module in experts.values():
         is_before = section.score_apply == "auto" and getattr(module, "score_before", False)
-        use_experts(
-            module,
-            comm,
-            partial(dispatch, score_before=True) if is_before else dispatch,
-            is_gathered_if_used=section.gather_if_used,
-        )
+        use_experts(module, comm, partial(dispatch, score_before=True) if is_before else dispatch)
     return list(experts)
 
 

@@ -33,8 +33,9 @@ from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator, Work
 from shoal.comm.wire import RowBytes
 from shoal.compiler import untraced
+from shoal.parallel import kept_graph
 from shoal.parallel.expert.grouped import gather_rows, sum_rows, with_zeros
-from shoal.parallel.expert.held import ExpertsHeld
+from shoal.parallel.expert.held import ExpertsHeld, TracedExperts, traced_experts
 from shoal.parallel.expert.losses import tokens_per_expert
 from shoal.parallel.expert.route import Route, compare_tables, route, table_digest
 from shoal.streams import is_accelerator
@@ -43,7 +44,6 @@ Compute = Callable[[Tensor, Sequence[int]], Tensor]
 Counts = Sequence[Sequence[int]]  # rows by source and target
 
 
-@untraced
 def run_experts(
     hidden: Tensor,
     expert_index: Tensor,
@@ -59,6 +59,10 @@ def run_experts(
     label: str = "experts",
 ) -> Tensor:
     """The weighted sum of the outputs of each token's experts, in the order of ``expert_index``.
+
+    In compiled code it is one operator of the graph where an engine has the model, ``compute`` is the module that the
+    layer's ``Stack`` names, and nothing runs ``meanwhile``; outputs are then as wide as ``hidden``. Else it breaks the
+    graph.
 
     Args:
         hidden: [tokens, width]. Every rank has tokens of its own, in any number.
@@ -89,6 +93,81 @@ def run_experts(
     Memory: until backward the rows of the experts' outputs (``score_before``: ``hidden``), if ``weights`` needs
         a gradient. With ``capacity``, where no kernel gathers, a copy of ``hidden`` meanwhile.
     """
+    options: dict[str, Any] = {"score_before": score_before, "overlap": overlap, "may_drop": may_drop}
+    options |= {"capacity": capacity, "label": label}
+    traced = held.traced
+    if torch.compiler.is_dynamo_compiling() and traced is not None and traced.compute is compute and meanwhile is None:
+        return _in_graph(hidden, expert_index, weights, traced, **options)
+    return _run_experts(hidden, expert_index, weights, compute, held, meanwhile=meanwhile, **options)
+
+
+def _in_graph(hidden: Tensor, expert_index: Tensor, weights: Tensor, traced: TracedExperts, **options: Any) -> Tensor:
+    """As one operator of the graph that a compiler traces."""
+    tensors = [hidden, weights, *traced.parameters]
+    keeps = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    out, _ = torch.ops.shoal.experts(tensors, expert_index, traced.number, *options.values(), dtype, keeps)
+    return out  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("shoal::experts", mutates_args=())
+def _experts_operator(
+    tensors: list[Tensor],
+    expert_index: Tensor,
+    number: Tensor,
+    score_before: bool,
+    overlap: int,
+    may_drop: bool,
+    capacity: int | None,
+    label: str,
+    autocast: torch.dtype | None,
+    keeps: bool,
+) -> tuple[Tensor, Tensor]:
+    """
+    Args:
+        tensors: ``hidden``, ``weights`` and the parameters that are trained.
+        number: of the ``TracedExperts``.
+        autocast: its dtype; None: it is off. A compiler turns it off around its operators.
+    """
+    traced = traced_experts(number)
+
+    def compute(hidden: Tensor, weights: Tensor) -> Tensor:
+        options: dict[str, Any] = {"score_before": score_before, "overlap": overlap, "may_drop": may_drop}
+        given = (hidden, expert_index, weights, traced.compute, traced.held)
+        is_on = autocast is not None
+        with torch.autocast(hidden.device.type, dtype=autocast, enabled=is_on, cache_enabled=False):
+            return _run_experts(*given, meanwhile=None, capacity=capacity, label=label, **options)
+
+    hidden, weights, *_ = tensors
+    out, ticket = kept_graph.run(compute, [hidden, weights], traced.parameters, keeps=keeps)
+    return kept_graph.result_like(hidden.new_empty(hidden.shape), out), ticket
+
+
+@_experts_operator.register_fake
+def _(tensors: list[Tensor], *_others: Any) -> tuple[Tensor, Tensor]:
+    return tensors[0].new_empty(tensors[0].shape), torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+_experts_operator.register_autograd(kept_graph.backward, setup_context=kept_graph.setup_context)
+
+
+@untraced
+def _run_experts(
+    hidden: Tensor,
+    expert_index: Tensor,
+    weights: Tensor,
+    compute: Compute,
+    held: ExpertsHeld,
+    *,
+    score_before: bool,
+    overlap: int,
+    meanwhile: Callable[[], None] | None,
+    may_drop: bool,
+    capacity: int | None,
+    label: str,
+) -> Tensor:
+    """``run_experts``, uncompiled."""
     held.router_check.note(weights)
     is_first = not held.router_check.has_checked
     held.router_check.check_index(expert_index, held.num_experts, label)

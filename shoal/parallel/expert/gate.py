@@ -227,8 +227,14 @@ def capacity_of(num_tokens: int, num_experts: int, factor: float, min_capacity: 
     Args:
         factor: of the gate, times the experts that a token goes to.
     """
-    wanted = math.ceil(numpy.float32(num_tokens / num_experts) * numpy.float32(factor))
+    wanted = math.ceil(_in_fp32(_in_fp32(num_tokens / num_experts) * _in_fp32(factor)))
     return max(wanted, min_capacity)
+
+
+def _in_fp32(number: float) -> float:
+    """``number``, rounded to fp32 by Python's arithmetic, which a compiler can follow."""
+    mantissa, exponent = math.frexp(number)
+    return math.ldexp(round(math.ldexp(mantissa, 24)), exponent - 24)
 
 
 def kept_by_score(scores: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -9,7 +9,9 @@ are *stacked* (dim 0 of each parameter is the experts), or *listed* (the module 
 
 from __future__ import annotations
 
+import itertools
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -93,6 +95,7 @@ class TensorRanks:
         """
         if self.region is None or not self.region.splits_sequence:
             return rows
+        # Not traced: a check of the loss finds this gather in autograd's graph.
         return autograd.gather(rows, self.region.comm, label="router's rows of all tokens")
 
 
@@ -203,6 +206,7 @@ class ExpertsHeld:
         load: counts this rank's tokens by expert; None: nothing asks for them.
         usage: where experts are gathered only if they are used; None: all are.
         copies: the experts that every rank has a copy of; None: there are none.
+        traced: the experts as compiled code finds them; None: they break its graph.
     """
 
     num_experts: int
@@ -219,6 +223,7 @@ class ExpertsHeld:
     load: ExpertLoad | None = None
     usage: ExpertUsage | None = None
     copies: ExpertCopies | None = None
+    traced: TracedExperts | None = None
 
     def __post_init__(self) -> None:
         self.divide_among(self.ep_size)
@@ -286,6 +291,58 @@ class ExpertsHeld:
     def leave(self, rows: Tensor) -> Tensor:
         """The rows after the second matrices, before the bias. Communicates: an all-reduce of them."""
         return rows if self.tensor.etp is None else autograd.all_reduce(rows, self.tensor.etp, label="experts out")
+
+
+class TracedExperts:
+    """A layer's experts for compiled code.
+
+    A compiled graph takes ``number`` as an input and looks the experts up when it runs: one graph serves equal blocks,
+    and ranks that are threads.
+
+    Args:
+        module: that holds their parameters.
+        compute: the module whose forward computes rows.
+    """
+
+    def __init__(self, held: ExpertsHeld, module: nn.Module, compute: nn.Module) -> None:
+        self.held, self.module, self.compute = held, module, compute
+        number = next(_numbers)
+        self.number = torch.tensor(number, device="cpu")
+        _traced[number] = self
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return type(None), ()  # the number is this model's; a copy has none
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are trained."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+
+_numbers = itertools.count()
+_traced: weakref.WeakValueDictionary[int, TracedExperts] = weakref.WeakValueDictionary()
+
+
+def traced_experts(number: Tensor) -> TracedExperts:
+    return _traced[int(number)]
+
+
+def let_trace(model: nn.Module, units: Sequence[str]) -> None:
+    """Let compiled code run a model's experts as operators of its graph.
+
+    Args:
+        units: names of the modules whose hooks gather parameters. Experts that are such modules, or contain them, break
+            the graph: an operator's parameters are there before it runs.
+    """
+    for name, module, held in modules_with_experts(model):
+        around = model.get_submodule(name.rpartition(".")[0])
+        inner = None if held.stack is None else held.stack.compute_name
+        if getattr(around, "deepspeed_experts", None) is module:
+            compute, name = around, name.rpartition(".")[0]
+        else:
+            compute = module if inner is None else module.get_submodule(inner)
+        is_apart = any(unit == name or unit.startswith(f"{name}.") for unit in units)
+        held.traced = None if is_apart else TracedExperts(held, module, compute)
 
 
 class ListedExperts(nn.ModuleList):

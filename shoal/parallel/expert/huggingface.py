@@ -21,7 +21,6 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from shoal.comm.protocol import Communicator
-from shoal.compiler import untraced
 from shoal.errors import NotBuiltError
 from shoal.parallel.expert.dispatch import Compute
 from shoal.parallel.expert.grouped import feed_forward, grouped_linear
@@ -61,9 +60,8 @@ class ExpertParallelStack(nn.Module):
     experts_held: ExpertsHeld
     dispatch: Dispatch
 
-    @untraced
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        compute = getattr(self, _ROWS, None) or _compute_of(self)
+        compute = self.get_submodule(_ROWS)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # those of DBRX are [batch, sequence, width]
         out = self.dispatch(tokens, top_k_index, top_k_weights, compute, self.experts_held)
         return out.view(hidden_states.shape)
@@ -190,13 +188,8 @@ def check_experts(name: str, experts: nn.Module, comm: Communicator | None) -> N
         )
 
 
-def use_experts(
-    experts: nn.Module, comm: Communicator | None, dispatch: Dispatch, *, is_gathered_if_used: bool = False
-) -> None:
+def use_experts(experts: nn.Module, comm: Communicator | None, dispatch: Dispatch) -> None:
     """Let Shoal compute the experts. Stacked parameters stay whole; of a list this rank's experts are kept.
-
-    Args:
-        is_gathered_if_used: rows of stacked experts are computed by a module of its own.
 
     Memory: of a list, this rank's experts; the other modules are released.
     """
@@ -208,15 +201,13 @@ def use_experts(
         experts.extend(local)
         extend(experts, ListedExperts, experts_held=held)
         return
-    compute_name = _ROWS if is_gathered_if_used else None
     if isinstance(experts, DbrxInterface):
-        stack = Stack({}, compute_name, rows=int(cast(Any, experts).ffn_hidden_size))
+        stack = Stack({}, _ROWS, rows=int(cast(Any, experts).ffn_hidden_size))
     else:
-        stack = Stack(_split_dims(experts), compute_name)
+        stack = Stack(_split_dims(experts), _ROWS)
     held = ExpertsHeld(_num_experts(experts), stack=stack)
     extend(experts, ExpertParallelStack, experts_held=held, dispatch=dispatch)
-    if is_gathered_if_used:
-        setattr(experts, _ROWS, StackRows(_compute_of(experts)))
+    setattr(experts, _ROWS, StackRows(_compute_of(experts)))
 
 
 def _split_dims(experts: Any) -> dict[str, SplitDim]:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -321,10 +322,39 @@ def sum_over_sequence(numbers: Tensor, label: str) -> Tensor:
 
     Communicates: an all-reduce over ``sp``, and one over ``cp``; in backward too, if ``numbers`` have a gradient.
     """
+    if torch.compiler.is_dynamo_compiling():
+        traced: Tensor = torch.ops.shoal.sum_over_sequence(numbers, label, False) if may_be_spread() else numbers
+        return traced
     context = current_sequence_context()
     for comm in [] if context is None or context.is_alone else context.comms:
         numbers = autograd.all_reduce(autograd.copy(numbers, comm, label=label), comm, label=label)
     return numbers
+
+
+@torch.library.custom_op("shoal::sum_over_sequence", mutates_args=())
+def _sum_operator(numbers: Tensor, label: str, is_backward: bool) -> Tensor:
+    context = current_sequence_context()
+    comms = () if context is None or context.is_alone else context.comms
+    total = numbers.clone()
+    for comm in reversed(comms) if is_backward else comms:
+        total = autograd.all_reduce(total, comm, label=label)
+    return total
+
+
+@_sum_operator.register_fake
+def _(numbers: Tensor, label: str, is_backward: bool) -> Tensor:
+    return torch.empty_like(numbers)
+
+
+def _keep_label(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.label = inputs[1]
+
+
+def _sum_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.shoal.sum_over_sequence(gradient, f"{ctx.label} backward", True), None, None
+
+
+_sum_operator.register_autograd(_sum_gradients, setup_context=_keep_label)
 
 
 @dataclass

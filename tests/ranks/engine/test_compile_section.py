@@ -96,6 +96,17 @@ CASES: dict[str, tuple[int, dict[str, str], dict[str, Any]]] = {  # stage, axes,
     "cp": (3, {"cp": "2"}, {"enabled": True}),
     "tp in bf16": (3, {"tp": "2", "precision": "autocast"}, {"enabled": True}),
     "recomputed": (3, {"recompute": "blocks"}, {"enabled": True}),
+    "experts in bf16, int8 rows": (
+        3,
+        {"ranks": "2", "experts": "ep 2", "precision": "autocast", "wire": "activations"},
+        {"enabled": True},
+    ),
+    "experts that move, recomputed": (
+        3,
+        {"ranks": "2", "experts": "ep 2 moved", "recompute": "blocks"},
+        {"enabled": True},
+    ),
+    "experts split by tp": (1, {"ranks": "2", "tp": "2", "experts": "ep 2 split"}, {"enabled": True}),
     "DeepCompile": (3, {"state": "host", "parameters": "host"}, DEEP),
 }
 

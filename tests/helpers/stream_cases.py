@@ -18,6 +18,8 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.wire import Wire
 from shoal.comm.world import current_world
 from shoal.compat.sequence_parallel import UlyssesSPDataLoaderAdapter
+from shoal.data.prefetch import ahead_on
+from shoal.engine.peer_state import PeerState
 from shoal.memory.host import aligned_empty
 from shoal.memory.stream_copies import StreamCopies, copies_of, mark
 from shoal.mesh import Mesh
@@ -360,6 +362,38 @@ def in_a_folder(size: int, run: Callable[[str], Any]) -> list[StreamCheck]:
         return on_ranks(size, partial(run, name))
 
 
+class Loopback:
+    """A communicator whose messages this rank receives itself, in their order."""
+
+    def __init__(self) -> None:
+        self.blocking, self._sent = self, list[torch.Tensor]()
+
+    def send(self, tensor: torch.Tensor, peer: int, *, label: str) -> None:
+        self._sent.append(tensor)
+
+    def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> None:
+        tensor.copy_(self._sent.pop(0))
+
+
+def state_that_a_replica_gets_of_another(stage: int) -> None:
+    """Both before the gathers, and the updates on the host, of a step have ended."""
+    zero = {"overlap_param_gather": True, "offload_optimizer": {"device": "cpu"}}
+    engine = start(lambda: Plain(1), config(stage, zero_optimization=zero), adamw)
+    peer, link = PeerState(engine), Loopback()
+    run_steps(engine, 2)
+    peer.export().send(link, 0)  # type: ignore[arg-type]  # two methods of a communicator
+    run_steps(engine, 1)
+    peer.receive(link, 0)  # type: ignore[arg-type]
+    run_steps(engine, 1)
+    engine.destroy()
+
+
+def batches_that_are_copied_ahead() -> None:
+    batches = ({"tokens": torch.arange(64) + at} for at in range(3))
+    for each in ahead_on(CPU, batches):
+        each["tokens"].mul(2)
+
+
 def experts_that_move_beside_an_update_on_the_host() -> None:
     host = {"offload_optimizer": {"device": "cpu"}}
     engine = engine_of("stacked", 2, 2, adamw, every=1, zero_optimization=host)
@@ -421,6 +455,7 @@ CASES: dict[str, Callable[[], list[StreamCheck]]] = {
         (4, rows_that_are_summed_over_replicas),
         (2, gather_that_is_drained),
         (1, gradient_that_arrives_after_its_reduction),
+        (1, batches_that_are_copied_ahead),
         (2, experts_that_move_beside_an_update_on_the_host),
         (2, gradient_that_is_changed_while_it_moves_to_the_host),
     )
@@ -449,6 +484,12 @@ CASES |= {
         partial(replicas_that_are_compared, {"overlap_param_gather": True, "offload_optimizer": {"device": "cpu"}}),
     ),
     "states that move while they are saved": partial(in_a_folder, 2, states_that_move_while_they_are_saved),
+    **{
+        f"state that a replica gets of another, stage {stage}": partial(
+            on_ranks, 2, partial(state_that_a_replica_gets_of_another, stage)
+        )
+        for stage in (1, 3)
+    },
     "muon": partial(on_ranks, 2, partial(muon_with_buffers_that_grow, 1)),
     "on meta": partial(on_ranks, 2, partial(on_meta, 1)),
     **{

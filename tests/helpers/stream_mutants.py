@@ -65,6 +65,9 @@ OUTSIDE = {
     "shoal/comm/process_group.py": "torch's functions among ranks that are threads; NCCL has groups of torch's own",
     "shoal/comm/failure.py": "a thread that watches processes",
     "shoal/launch/": "processes",
+    "shoal/hang.py": "threads that watch processes",
+    "shoal/heartbeat.py": "a thread that tells a launcher",
+    "shoal/data/sources/build.py": "processes that tokenise",
     "shoal/cli/": "programs, which call the engine",
     "shoal/comm/fake.py": "dry runs: nothing is sent",
     "shoal/comm/waiting.py": "a thread that logs long waits",
@@ -87,6 +90,7 @@ OUTSIDE = {
 # Sites that no scenario runs, or that make no order in any of them: "file text", and why.
 _HOST = "waits for other ranks or threads of the host, which a stream does not see"
 _AGAIN = "a second wait for what its caller has waited for"
+_REPLICAS = "replicas that come and go are processes; nightly tests kill them"
 _NOTHING_LEFT = "where the scenarios come here nothing is pending"
 UNREACHED = {
     "shoal/checkpoint/blocks.py self._is_taken.wait()": "the host's own event; the order is ``_see_taken``",
@@ -107,6 +111,7 @@ UNREACHED = {
     "shoal/comm/protocol.py exchange_of(vector, self.size, label)).wait()": _HOST,
     "shoal/comm/protocol.py torch.uint8), self.size, label)).wait()": _HOST,
     "shoal/comm/protocol.py work.drain()": _AGAIN,
+    "shoal/comm/protocol.py work.wait()": "of a batch between hosts; on NCCL a batch is one call",
     "shoal/comm/two_level.py work.drain()": _AGAIN,
     "shoal/comm/encoded.py .drain()": "measures times",
     "shoal/compat/entry.py mark(made, resolved)": "not a wait: marks an optimizer as DeepSpeed's",
@@ -115,12 +120,17 @@ UNREACHED = {
     "shoal/parallel/saved_tensors.py work.drain()": _AGAIN,
     "shoal/parallel/segment.py Device(device).synchronize()": "measures times",
     "shoal/sharding/buffer.py self._work.drain()": _AGAIN,
+    "shoal/sharding/buffer.py self._works[-1].drain()": _AGAIN,
     "shoal/sharding/buffer.py self._gather.drain()": _AGAIN,
     "shoal/parallel/sequence/ring.py work.drain()": _AGAIN,
+    "shoal/parallel/sequence/ring.py works[step - 2].drain()": _AGAIN,
     "shoal/sharding/outer_state.py .wait()": _AGAIN,
     "shoal/sharding/param_group.py self.synchronize()": _NOTHING_LEFT,
     "shoal/engine/parts/experts.py self._sharding.wait()": _NOTHING_LEFT,
     "shoal/engine/parts/replicas.py group.synchronize()": _NOTHING_LEFT,
+    "shoal/engine/parts/fault_tolerance.py summed.redistribute": _REPLICAS,
+    "shoal/engine/parts/fault_tolerance.py gradient.copied.wait()": _REPLICAS,
+    "shoal/engine/parts/fault_tolerance.py self._device.synchronize()": _REPLICAS,
     "shoal/engine/parameter_check.py self.follow()": "not a wait: notes versions of parameters",
     "shoal/engine/sharding.py self.check.follow()": "not a wait: notes versions of parameters",
     "shoal/access/engine_parameters.py self._sharded.deferred.wait()": _NOTHING_LEFT,

@@ -150,7 +150,7 @@ class _SummedRow(torch.autograd.Function):
         works, stop = [], 0
         for chunk in tokens.chunk(NUM_CHUNKS):
             start, stop = stop, stop + chunk.shape[0] * weight.shape[0]
-            out[start:stop].view(-1, weight.shape[0]).copy_(F.linear(chunk, weight))
+            _multiply(chunk, weight.t(), out[start:stop])
             works.append(comm.all_reduce(out[start:stop], label=label))
         _drain(works)
         return out.resize_(*x.shape[:-1], weight.shape[0])
@@ -170,7 +170,7 @@ class _ScatteredRow(torch.autograd.Function):
         works, outs = [], []
         for chunk in by_rank.chunk(_num_chunks(by_rank, 2), 2):
             partial = comm.empty(chunk[..., :1].numel() * weight.shape[0], x.dtype, x.device)
-            partial.view(*chunk.shape[:-1], weight.shape[0]).copy_(F.linear(chunk, weight))
+            _multiply(chunk, weight.t(), partial)
             outs.append(torch.empty((*chunk.shape[1:-1], weight.shape[0]), dtype=x.dtype, device=x.device))
             works.append(comm.reduce_scatter(partial, outs[-1].view(-1), label=label))
         _drain(works)
@@ -302,12 +302,20 @@ def _drain(works: Iterable[Work]) -> None:
 
 def _sum_products(target: torch.Tensor, of_whole: torch.Tensor | None, pairs: Pairs) -> None:
     """The gradient of an input: of its own, and of its products."""
-    if of_whole is None:
-        target.zero_()
-    else:
+    if of_whole is not None:
         target.copy_(of_whole)
+    elif pairs:
+        (own, weight), *pairs = pairs
+        _multiply(own, weight, target)
+    else:
+        target.zero_()
     for own, weight in pairs:
         target += own @ weight
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor, target: torch.Tensor) -> None:
+    """Write ``left @ right`` to ``target``. Shape: [..., K], [K, M], contiguous."""
+    torch.mm(left.reshape(-1, left.shape[-1]), right, out=target.view(-1, right.shape[-1]))
 
 
 def _of_weight(ctx: Any, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:

@@ -87,7 +87,11 @@ class TensorParallel(Section):
     """Layers split over ranks (AutoTP)."""
 
     autotp_size: int = key(0, "tensor-parallel ranks; 0 is off", ge=0)
-    tp_overlap_comm: bool = key(False, "overlap sums over ranks with computation")
+    tp_overlap_comm: bool | Auto = key(
+        "auto",
+        "overlap sums over ranks with computation; auto: on accelerators, chunks of 8 MiB and more, unless blocks are "
+        "compiled, sequences split (tp_sequence_parallel) or activations encoded (wire.tensor)",
+    )
     partition_config: PartitionConfig | None = key(None, "rules for splitting layers")
     tp: TpDegree = section(TpDegree, "the same degree, as in the inference config")
 

@@ -42,10 +42,12 @@ from shoal.parallel.expert.held import ExpertsHeld, TensorRanks, modules_with_ex
 from shoal.parallel.tensor.apply import parallelize
 from shoal.parallel.tensor.grid import Grid
 from shoal.parallel.tensor.grid_apply import parallelize_grid
+from shoal.parallel.tensor.overlap import LEAST_NBYTES
 from shoal.parallel.tensor.plan import plan_for
 from shoal.running.parameter_owner import OWNERS
 from shoal.sharding.axes import Axes, DataAxes
 from shoal.sharding.layout import ParameterSpec
+from shoal.streams import is_accelerator
 
 Specs = dict[str, ParameterSpec]  # by name in this rank's model
 
@@ -131,7 +133,7 @@ def parts_of(
     if etp is not None and etp is not comm:
         _check_declared(model, parts, etp)
     if not parts:
-        parts, partial = split(model, axes, config, wire)
+        parts, partial = split(model, axes, config, device, wire)
     elif wire is not None:
         raise ConfigError(
             f'wire.tensor is "{wire.name}", and the model was split before initialize().',
@@ -288,12 +290,15 @@ def _levels(
     return local, node
 
 
-def split(model: nn.Module, axes: Axes, config: Config, wire: WireFormat | None = None) -> tuple[Specs, frozenset[str]]:
+def split(
+    model: nn.Module, axes: Axes, config: Config, device: torch.device, wire: WireFormat | None = None
+) -> tuple[Specs, frozenset[str]]:
     """Split a model by the config's plan, or by the model's own.
 
     Returns: the parts, by name; names of the parameters of whose gradient each rank has a summand.
     """
     comm, etp, mesh = axes.comms["tp"], axes.get("etp"), axes.mesh
+    overlap = config.tensor_parallel.tp_overlap_comm
     asked, partition = config.parallel, config.tensor_parallel.partition_config or PartitionConfig()
     plan = asked.tp_plan
     if plan == "auto":
@@ -304,7 +309,7 @@ def split(model: nn.Module, axes: Axes, config: Config, wire: WireFormat | None 
         _check_expert_split(config)
         plan = complete_plan(model, plan)
     if asked.tp_grid != "1d":
-        if asked.tp_sequence_parallel or config.tensor_parallel.tp_overlap_comm or wire is not None:
+        if asked.tp_sequence_parallel or overlap is True or wire is not None:
             raise ConfigError(
                 f"parallel.tp_grid is {asked.tp_grid!r}, with tp_sequence_parallel, tp_overlap_comm or wire.tensor, "
                 "which are of layers split along one dim.",
@@ -313,6 +318,10 @@ def split(model: nn.Module, axes: Axes, config: Config, wire: WireFormat | None 
             )
         grid = Grid.open(current_world(), mesh, asked.tp_grid)
         return parallelize_grid(model, grid, plan, loss_parallel=asked.tp_loss_parallel), frozenset()
+    least = LEAST_NBYTES if overlap == "auto" else 0
+    if overlap == "auto":  # a CPU computes while the host waits; a compiled block has its collectives in its graph
+        is_plain = not (config.compile.enabled or asked.tp_sequence_parallel) and wire is None
+        overlap = is_plain and is_accelerator(device)
     parallel = parallelize(
         model,
         comm,
@@ -320,7 +329,8 @@ def split(model: nn.Module, axes: Axes, config: Config, wire: WireFormat | None 
         sequence_parallel=asked.tp_sequence_parallel,
         loss_parallel=asked.tp_loss_parallel,
         strict=partition.strict_mode,
-        overlap=config.tensor_parallel.tp_overlap_comm,
+        overlap=overlap,
+        chunk_nbytes=least,
         inner={} if etp is None else {name: etp for name, _, _ in modules_with_experts(model)},
         wire=wire,
     )

@@ -93,6 +93,7 @@ def parallelize(
     loss_parallel: bool = False,
     strict: bool = True,
     overlap: bool = False,
+    chunk_nbytes: int = 0,
     inner: Mapping[str, Communicator] | None = None,
     wire: WireFormat | None = None,
 ) -> TensorParallelModel:
@@ -105,6 +106,7 @@ def parallelize(
             Off: the head gathers the logits.
         strict: a linear layer that the plan does not name is an error.
         overlap: communicate during the matrix products, in chunks, where possible (``shoal.parallel.tensor.overlap``).
+        chunk_nbytes: with ``overlap``, the least bytes of a sum that runs during the next product.
         inner: by name, modules (of experts) inside of which layers are split over these ranks instead. Their inputs are
             whole, also under ``sequence_parallel``.
         wire: the format in which activations and their gradients are sent where split layers sum and gather them;
@@ -117,7 +119,8 @@ def parallelize(
     plan = plan_for(model) if plan is None else plan
     splitter = _Splitter(
         model, comm, plan, inner or {},
-        sequence=sequence_parallel, strict=strict, overlaps=overlap, gathers_logits=not loss_parallel, wire=wire,
+        sequence=sequence_parallel, strict=strict, chunk_nbytes=chunk_nbytes if overlap else None,
+        gathers_logits=not loss_parallel, wire=wire,
     )  # fmt: skip
     loss = splitter.find_loss() if loss_parallel else None
     splitter.prepare()
@@ -230,7 +233,7 @@ class _Splitter(Resolver):
 
     Args:
         sequence: also split the sequence between them.
-        overlaps, gathers_logits: as ``parallelize``'s ``overlap``, and the opposite of its ``loss_parallel``.
+        chunk_nbytes: as ``parallelize``'s; None: without ``overlap``. ``gathers_logits``: not its ``loss_parallel``.
     """
 
     def __init__(
@@ -242,12 +245,12 @@ class _Splitter(Resolver):
         *,
         sequence: bool,
         strict: bool,
-        overlaps: bool,
+        chunk_nbytes: int | None,
         gathers_logits: bool,
         wire: WireFormat | None,
     ) -> None:
         super().__init__(model, plan)
-        self.comm, self.overlaps, self.gathers_logits = comm, overlaps, gathers_logits
+        self.comm, self.chunk_nbytes, self.gathers_logits = comm, chunk_nbytes, gathers_logits
         self.inner = {f"{name}.": TensorRegion(ranks, wire=wire) for name, ranks in inner.items()}
         self.plan = {name: plan[key] for name, key in self.keys.items()}
         if strict:
@@ -344,7 +347,7 @@ class _Splitter(Resolver):
             raise _misfit(name, style, "the heads of this attention are split, so that its outputs stay split")
         around = next((parent for parent in self.prepared if is_inside(name, [parent])), None)
         columns = None
-        if self.overlaps and kind == "column" and around is not None:
+        if self.chunk_nbytes is not None and kind == "column" and around is not None:
             columns = self.columns.setdefault(around, InputColumns(around, self.region_of(around)))
         split = LayerSplit(
             self.path(name),
@@ -358,7 +361,7 @@ class _Splitter(Resolver):
             own_input=ranges if kind == "row_split_input" else None,
             own_tokens=even_range(numel, comm.size, comm.rank) if kind == "vocab" else (0, 0),
             forks=any(is_inside(name, [each]) and self._forks(each) for each in (*self.prepared, *self.splitting)),
-            overlaps=self.overlaps,
+            chunk_nbytes=self.chunk_nbytes,
             keeps_logits=kind == "vocab_head" and not gathers,
             columns=columns,
         )

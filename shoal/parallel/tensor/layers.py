@@ -47,7 +47,7 @@ class LayerSplit(SharedByCopies):
         own_input: the input elements of this rank, taken from an input that all ranks have whole.
         own_tokens: the rows of a vocabulary parallel embedding on this rank.
         forks: True if the random states differ until this layer is left.
-        overlaps: True if communication runs during the layer's products.
+        chunk_nbytes: the least bytes of a chunk of which communication runs during the layer's products; None: of none.
         keeps_logits: True for the head of a model whose loss is computed from split logits.
         columns: what computes a column whose input entered with a module around it; None: it computes itself.
         products: how a column or a row multiplies. While they are on, its communication does not overlap them.
@@ -62,7 +62,7 @@ class LayerSplit(SharedByCopies):
     own_input: tuple[Range, ...] | None = None
     own_tokens: Range = (0, 0)
     forks: bool = False
-    overlaps: bool = False
+    chunk_nbytes: int | None = None
     keeps_logits: bool = False
     columns: InputColumns | None = None
     products: LayerProducts = AS_THEY_ARE
@@ -92,7 +92,7 @@ class ColumnParallelLinear(nn.Module):
         bias: torch.Tensor | None = getattr(self, "bias", None)
         weight = weight.t() if split.is_transposed else weight
         output = None
-        if split.overlaps and split.communicates and not split.products.is_on:
+        if split.chunk_nbytes is not None and split.communicates and not split.products.is_on:
             region.check_split(split.enters)
             splits, label = region.splits_sequence, split.enters.text
             output = column_linears(input, [weight], region.activations, splits_sequence=splits, label=label)[1][0]
@@ -124,9 +124,10 @@ class RowParallelLinear(nn.Module):
         if split.forks:
             region.fork.end()
         weight = self.weight.t() if split.is_transposed else self.weight
-        if split.overlaps and not split.products.is_on:
-            splits, label = region.splits_sequence, split.leaves.text
-            output = row_linear(own, weight, region.activations, splits_sequence=splits, label=label)
+        if split.chunk_nbytes is not None and not split.products.is_on:
+            splits, label, least = region.splits_sequence, split.leaves.text, split.chunk_nbytes
+            comm = region.activations
+            output = row_linear(own, weight, comm, splits_sequence=splits, label=label, chunk_nbytes=least)
         else:
             output = region.leave(split.products.linear(own, weight), split.leaves)
         return add_bias(output, getattr(self, "bias", None))

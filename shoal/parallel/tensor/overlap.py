@@ -31,22 +31,36 @@ from shoal.parallel.tensor.region import SharedByCopies, TensorRegion
 from shoal.sharding.storage import is_placeholder
 
 NUM_CHUNKS = 4
+LEAST_NBYTES = 8 * 2**20  # of a chunk by default: a shorter sum ends before the host has queued the next chunk
 
 
 @untraced
 def row_linear(
-    x: torch.Tensor, weight: torch.Tensor, comm: Communicator, *, splits_sequence: bool, label: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    comm: Communicator,
+    *,
+    splits_sequence: bool,
+    label: str,
+    chunk_nbytes: int = 0,
 ) -> torch.Tensor:
     """``x @ weight.t()`` summed over the ranks; with ``splits_sequence`` this rank's part of the sum.
 
     Args:
         x: [..., L, K].
         weight: [M, K].
+        chunk_nbytes: the least that a chunk's sum has; not with ``splits_sequence``.
 
     Communicates: as one all_reduce (reduce_scatter), in up to NUM_CHUNKS calls.
     """
-    apply: Callable[..., torch.Tensor] = (_ScatteredRow if splits_sequence else _SummedRow).apply
-    return apply(*cast_for_autocast(x, weight), comm, label)
+    x, weight = cast_for_autocast(x, weight)
+    if splits_sequence:
+        scattered: torch.Tensor = _ScatteredRow.apply(x, weight, comm, label)
+        return scattered
+    nbytes = x.numel() // x.shape[-1] * weight.shape[0] * x.element_size()
+    num_chunks = max(min(NUM_CHUNKS, nbytes // max(chunk_nbytes, 1)), 1)
+    summed: torch.Tensor = _SummedRow.apply(x, weight, comm, label, num_chunks)
+    return summed
 
 
 @untraced
@@ -143,12 +157,14 @@ class InputColumns(SharedByCopies):
 
 class _SummedRow(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, comm: Communicator, label: str, num_chunks: int
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         tokens = x.reshape(-1, x.shape[-1])
         out = comm.empty(tokens.shape[0] * weight.shape[0], x.dtype, x.device)
         works, stop = [], 0
-        for chunk in tokens.chunk(NUM_CHUNKS):
+        for chunk in tokens.chunk(num_chunks):
             start, stop = stop, stop + chunk.shape[0] * weight.shape[0]
             _multiply(chunk, weight.t(), out[start:stop])
             works.append(comm.all_reduce(out[start:stop], label=label))
@@ -158,7 +174,7 @@ class _SummedRow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return gradient @ weight, _of_weight(ctx, gradient, x), None, None
+        return gradient @ weight, _of_weight(ctx, gradient, x), None, None, None
 
 
 class _ScatteredRow(torch.autograd.Function):

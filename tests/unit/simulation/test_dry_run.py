@@ -332,6 +332,54 @@ def test_a_tensor_parallel_rank_is_dry_run(stage: int) -> None:
     assert len(of_layers) >= 2 * 2 * (2 + 2)
 
 
+@pytest.mark.parametrize(
+    ("machine", "sequences", "sections", "num_calls"),
+    [
+        ("h100", 2, {}, 1),  # a sum of 8 MiB
+        ("h100", 4, {}, 2),
+        ("h100", 16, {}, 4),
+        ("h100", 16, {"tensor_parallel": {"tp_overlap_comm": False}}, 1),
+        ("h100", 2, {"tensor_parallel": {"tp_overlap_comm": True}}, 4),
+        ("cpu", 16, {}, 1),
+    ],
+)
+def test_large_sums_of_split_layers_run_during_their_products(
+    machine: str, sequences: int, sections: dict[str, Any], num_calls: int
+) -> None:
+    shape = GPTConfig(vocab_size=64, sequence_length=2048, num_layers=1, hidden_size=1024, num_heads=8)
+    node = replace(H100, is_cpu=True) if machine == "cpu" else H100
+    with shoal.dry_run(2, machine=node):
+        made = config(1, parallel={"tp": 2}, bf16={"enabled": True}, optimizer=ADAM, **sections)
+        engine = shoal.initialize(model=GPT(shape), config=made)[0]
+        with engine.world.recorder.recording() as entries:
+            engine(*[torch.zeros(sequences, 2048, dtype=torch.long)] * 2)
+        engine.destroy()
+    sums = [entry.nbytes for entry in entries if entry.label == "blocks.0.feed_forward.down out"]
+    assert sums == [sequences * 2048 * 1024 * 2 // num_calls] * num_calls
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sections", "chunk_nbytes"),
+    [
+        ({}, {}, 8 * 2**20),
+        ({}, {"compile": {"enabled": True}}, None),
+        ({}, {"wire": {"tensor": "int8"}}, None),
+        ({"tp_sequence_parallel": True}, {}, None),
+        ({"tp_sequence_parallel": True}, {"tensor_parallel": {"tp_overlap_comm": True}}, 0),
+    ],
+)
+def test_sums_overlap_by_default_where_blocks_are_not_compiled_and_sequences_whole(
+    parallel: dict[str, Any], sections: dict[str, Any], chunk_nbytes: int | None
+) -> None:
+    shape = GPTConfig(vocab_size=64, sequence_length=16, num_layers=1, hidden_size=64, num_heads=4)
+    with shoal.dry_run(2):
+        made = config(1, parallel={"tp": 2, **parallel}, **sections)
+        engine = shoal.initialize(model=GPT(shape), config=made)[0]
+        split = engine.module.get_submodule("blocks.0.feed_forward.down").tensor_split
+        engine.destroy()
+    assert split.chunk_nbytes == chunk_nbytes
+
+
 class Accumulating(torch.optim.Optimizer):
     """An elementwise optimizer that Shoal does not know, whose constructor makes its state."""
 

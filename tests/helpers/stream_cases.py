@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 import shoal
 from shoal.comm import autograd
 from shoal.comm.formats import format_named
-from shoal.comm.protocol import Communicator
+from shoal.comm.protocol import Communicator, Message
 from shoal.comm.threads import run_ranks
 from shoal.comm.wire import Wire
 from shoal.comm.world import current_world
@@ -33,6 +33,7 @@ from shoal.parallel.sequence.chunks import chunks_of
 from shoal.parallel.sequence.ring import RingPlan, ring_attention
 from shoal.sharding.placement import Placement
 from shoal.simulation.check import StreamCheck
+from shoal.streams import host_memory
 from tests.helpers.composition import Combination, Run, settings_of
 from tests.helpers.models import HIDDEN, VOCABULARY, Plain
 from tests.helpers.sparse_models import Both, Tables
@@ -44,6 +45,7 @@ from tests.ranks.parallel.expert.test_balance import train as train_experts
 from tests.ranks.parallel.tensor.test_engine import gpt
 
 CPU = torch.device("cpu")
+_VERBS: tuple[Literal["send", "recv"], ...] = ("send", "recv")
 
 
 def world() -> Communicator:
@@ -70,6 +72,14 @@ def encoded_sum_that_is_drained(is_blocking: bool) -> None:
     else:
         comm.all_reduce(values, label="values", wire=wire).drain()
     values.mul_(2)
+
+
+def messages_between_hosts_that_are_drained() -> None:
+    comm, values = world(), [host_memory(torch.ones(4), is_pinned=False) for _ in range(2)]
+    comm.batch(
+        [Message(verb, each, 1 - comm.rank, "numbers") for verb, each in zip(_VERBS, values, strict=True)]
+    ).drain()
+    values[0].mul_(2)
 
 
 def experts_that_are_used() -> None:
@@ -435,6 +445,7 @@ CASES: dict[str, Callable[[], list[StreamCheck]]] = {
     run.__name__: partial(on_ranks, size, run)
     for size, run in (
         (2, calls_that_block),
+        (2, messages_between_hosts_that_are_drained),
         (2, experts_that_are_used),
         (2, routing_tables_that_are_compared),
         (1, saved_tensor_that_is_read),

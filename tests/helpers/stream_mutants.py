@@ -124,6 +124,7 @@ UNREACHED = {
     "shoal/sharding/buffer.py self._gather.drain()": _AGAIN,
     "shoal/parallel/sequence/ring.py work.drain()": _AGAIN,
     "shoal/parallel/sequence/ring.py works[step - 2].drain()": _AGAIN,
+    "shoal/parallel/sequence/ring.py self._under_way.wait()": _AGAIN,
     "shoal/sharding/outer_state.py .wait()": _AGAIN,
     "shoal/sharding/param_group.py self.synchronize()": _NOTHING_LEFT,
     "shoal/engine/parts/experts.py self._sharding.wait()": _NOTHING_LEFT,

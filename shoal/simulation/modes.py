@@ -208,7 +208,7 @@ class _RmsNorm(torch.autograd.Function):
         return None, of_source, None, of_weight, None
 
 
-class _Functions(TorchFunctionMode):
+class _FunctionCalls(TorchFunctionMode):
     """Reads of values that no operator shows, because a CPU's tensors are read where they lie, and the norm."""
 
     def __init__(self, watcher: Watcher) -> None:
@@ -242,5 +242,5 @@ class WithoutInitialValues(TorchFunctionMode):
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
     """Inside the block, ``watcher`` is told what this thread does."""
-    with _Functions(watcher), _Operators(watcher):
+    with _FunctionCalls(watcher), _Operators(watcher):
         yield

@@ -177,7 +177,8 @@ class Loader:
         self._collate = collate_fn or usual
         reader = BatchReader(dataset, self._collate, seed=seed, pins=pin_memory)
         if self._stream is not None:
-            reader = replace(reader, place=self._stream.place, source=self._stream.source)
+            stream = self._stream
+            reader = replace(reader, place=stream.place, source=stream.source, prefetch=stream.prefetch)
         self._workers = Workers(reader, num_workers)
         self._num_micro = num_micro
         self._device = device

@@ -191,6 +191,14 @@ class TokenStream(Dataset[Any]):
             lengths.append(stop - start)
         return PackedSample(np.concatenate(tokens), np.concatenate(targets), lengths)
 
+    def prefetch(self, keys: Sequence[StreamKey]) -> None:
+        """Start to read what these samples need, of sources that can; does not wait."""
+        for source, sample in keys:
+            packed = self._sources[source]
+            if (prefetch := getattr(packed.source, "prefetch", None)) is not None:
+                for document, start, stop in packed.index.pieces(sample):
+                    prefetch(document, start, stop + 1)
+
     def collate(self, samples: Sequence[PackedSample]) -> PackedBatch | tuple[Tensor, Tensor]:
         """Samples as one batch."""
         shape = (len(samples), self._sequence_length)

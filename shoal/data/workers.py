@@ -63,6 +63,7 @@ class BatchReader:
         place: where a sample comes from, by its key, for errors.
         source: the name of a sample's source, by its key; None: the data set is one.
         seed: of random numbers in a worker.
+        prefetch: starts to read the next batch's samples, without waiting; only in the main process, which has time.
         pins: put batches in page-locked memory where there is an accelerator.
     """
 
@@ -70,6 +71,7 @@ class BatchReader:
     collate: Callable[[list[Any]], Any]
     place: Callable[[Any], str] = "sample {}".format
     source: Callable[[Any], str] | None = None
+    prefetch: Callable[[list[Any]], None] | None = None
     seed: int = 0
     pins: bool = False
 
@@ -132,8 +134,14 @@ class Workers:
         Raises: what the reader raises, with the worker's traceback; UsageError: each worker dies of the same batch.
         """
         if not self._num:
-            for request, about in requests:
-                yield self._noted(*self._reader.read(request.keys)), about
+            following = next(requests, None)
+            while following is not None:
+                (request, about), following = following, None
+                result = self._reader.read(request.keys)
+                if self._reader.prefetch is not None and (following := next(requests, None)) is not None:
+                    self._reader.prefetch(following[0].keys)
+                yield self._noted(*result), about
+                following = following or next(requests, None)
             return
         while len(self._workers) < self._num:
             self._workers.append(_Worker(self._reader, len(self._workers), self._num))

@@ -132,8 +132,12 @@ class MappedArray:
 
     def part(self, begin: int, end: int) -> NDArray[Any]:
         """Elements ``begin`` to ``end``; the pages that they are in are read, and no others."""
+        self.prefetch(begin, end)
+        return self.array[begin:end]
+
+    def prefetch(self, begin: int, end: int) -> None:
+        """Let the system read these pages, without waiting for it."""
         if begin < end:
             first, last = begin * self.array.itemsize, end * self.array.itemsize
             page = first // mmap.PAGESIZE * mmap.PAGESIZE
             self._mapping.madvise(mmap.MADV_WILLNEED, page, last - page)
-        return self.array[begin:end]

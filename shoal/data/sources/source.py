@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from shoal.errors import UsageError
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -30,6 +33,8 @@ class TokenSource(Protocol):
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
         """Tokens ``start`` to ``stop`` (default: its end) of a document, without reading the rest; read-only."""
         ...
+
+    # Optional: ``prefetch(index, start, stop)`` starts to read what ``tokens`` will be asked for, and does not wait.
 
     def place(self, index: int) -> tuple[str, int]:
         """The file of a document, and its offset there in the file's own unit (bytes, or lines and rows)."""
@@ -100,6 +105,8 @@ class TokenRange:
         self._source, self._joined = source, joined
         self._ends = np.cumsum(source.lengths)
         self._bounds = np.unique(np.clip([start, stop] if joined else [start, *self._ends], start, stop))
+        of_source = getattr(source, "prefetch", None)
+        self.prefetch = None if of_source is None else partial(self._each, of_source)
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -109,16 +116,21 @@ class TokenRange:
         return np.diff(self._bounds)
 
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
+        parts = self._each(self._source.tokens, index, start, stop)
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def _each(self, call: Callable[[int, int, int], T], index: int, start: int = 0, stop: int | None = None) -> list[T]:
+        """Call with each document of the source and its tokens that are in the range."""
         begin, end = map(int, self._bounds[index : index + 2])
         start, stop, _ = slice(start, stop).indices(end - begin)
         at, last = begin + start, begin + stop
-        parts: list[NDArray[np.integer]] = []
+        results: list[T] = []
         while at < last:
             document = self._document_of(at)
             begin = int(self._ends[document] - self._source.lengths[document])
-            parts.append(self._source.tokens(document, at - begin, last - begin))
+            results.append(call(document, at - begin, last - begin))
             at = int(self._ends[document])
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        return results
 
     def place(self, index: int) -> tuple[str, int]:
         return self._source.place(self._document_of(int(self._bounds[index])))

@@ -238,9 +238,16 @@ class TokenFile:
         return self._index.lengths
 
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
+        return self._mapped.part(*self._range(index, start, stop))
+
+    def prefetch(self, index: int, start: int = 0, stop: int | None = None) -> None:
+        """Let the system read what ``tokens`` will ask for, without waiting for it."""
+        self._mapped.prefetch(*self._range(index, start, stop))
+
+    def _range(self, index: int, start: int, stop: int | None) -> tuple[int, int]:
         begin = int(self._index.begins[index])
         start, stop, _ = slice(start, stop).indices(int(self.lengths[index]))
-        return self._mapped.part(begin + start, begin + max(start, stop))
+        return begin + start, begin + max(start, stop)
 
     def place(self, index: int) -> tuple[str, int]:
         return str(self._file), int(self._index.begins[index]) * self._tokens.itemsize

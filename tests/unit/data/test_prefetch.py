@@ -93,3 +93,31 @@ def test_a_batch_that_is_copied_ahead_was_read_before_the_step_ahead_of_it() -> 
 def test_on_a_cpu_without_workers_each_batch_is_read_when_it_is_asked_for() -> None:
     source, stream = quickstart()
     assert reads_before_batches(source, Loader(stream, 2, device=torch.device("cpu"))) == [2, 4, 6, 8]
+
+
+class PrefetchingSource(InMemorySource):
+    """Records what is asked for, and what it was told of before."""
+
+    def __init__(self) -> None:
+        super().__init__([np.arange(50), np.arange(150)])
+        self.told: list[tuple[int, int, int | None]] = []
+        self.asked: list[tuple[int, int, int | None]] = []
+
+    def prefetch(self, index: int, start: int = 0, stop: int | None = None) -> None:
+        self.told.append((index, start, stop))
+
+    def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
+        self.asked.append((index, start, stop))
+        return super().tokens(index, start, stop)
+
+
+def test_the_next_batch_is_read_from_disk_while_one_is_computed() -> None:
+    source = PrefetchingSource()
+    loader = Loader(split([source], 0.05, 8)[0], 2)
+    num_first = 0
+    for number, _ in enumerate(loader):
+        num_first = num_first or len(source.asked)  # the first batch is read when it is asked for
+        is_last = number == len(loader) - 1
+        assert source.told[: len(source.asked) - num_first] == source.asked[num_first:]
+        assert (len(source.told) > len(source.asked) - num_first) != is_last
+    assert source.told == source.asked[num_first:]

@@ -13,8 +13,8 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.data import TokenStream
-from shoal.errors import UsageError
+from shoal.data import InMemorySource, TokenStream
+from shoal.errors import ShoalError, UsageError
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.loss import count_tokens
 from shoal.pipeline.module import PipelineModule
@@ -166,3 +166,22 @@ def test_a_stage_that_uses_tokens_it_has_not_read_says_so() -> None:
 
     first, second, *_ = run_ranks(4, job)
     assert "read_on_every_stage" in second and not first
+
+
+def test_a_checkpoint_of_other_data_is_refused_with_each_difference_in_one_error(tmp_path: Path) -> None:
+    def job(packing: Any, seed: int, first: int) -> str:
+        sources = [InMemorySource([range(n, 40) for n in range(first, 20)], "chats")]
+        data = TokenStream(sources, LENGTH, packing=packing, seed=seed)
+        engine: Any = shoal.initialize(model=of_blocks(), config=Layout().config(), training_data=data)[0]
+        if packing == "greedy":
+            engine.save_checkpoint(tmp_path)
+            return ""
+        with pytest.raises(ShoalError) as caught:
+            engine.load_checkpoint(tmp_path)
+        return str(caught.value)
+
+    run_ranks(1, job, "greedy", 1, 1)
+    (message,) = run_ranks(1, job, "none", 2, 2)
+    assert "its packing was greedy, this run's is none" in message
+    assert "its seed was 1, this run's is 2" in message
+    assert "data source 0, 'chats', is not what it was" in message

@@ -12,7 +12,8 @@ import io
 import logging
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch
 import shoal
 from shoal.comm.world import fake_world
 from shoal.models.gpt import GPT, GPTConfig
-from shoal.simulation.dry_run import DryRun
+from shoal.simulation.dry_run import DryRun, StepTime
 from shoal.simulation.times import COMMUNICATION, COMPUTE, COPY, HOST, UPDATE
 
 SHAPES = {
@@ -42,11 +43,18 @@ class Case:
     overlap: bool = False  # updates on the host and gathers after the step, with the next forward
     recompute: bool = False
     accumulation: int = 1
+    zenflow: str = ""  # "", "seen at once", "late" (overlap_step)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps whose mean is the row: with ZenFlow those of an interval."""
+        return 4 if self.zenflow else 1
 
     @property
     def name(self) -> str:
         overlap = "overlap" if self.overlap else ""
-        parts = (self.model, self.num_ranks, self.stage, self.offload, overlap)
+        flow = self.zenflow and f"zenflow {self.zenflow}"
+        parts = (self.model, self.num_ranks, self.stage, self.offload, overlap, flow)
         return "-".join(str(part) for part in parts if part != "")
 
     def config(self) -> dict[str, Any]:
@@ -55,6 +63,8 @@ class Case:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         if self.offload == "all":
             zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+        if self.zenflow:
+            zero["zenflow"] = {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": self.zenflow == "late"}
         if self.stage in (1, 2):
             zero["overlap_param_gather"] = self.overlap
         return {
@@ -78,6 +88,8 @@ CASES = [
     Case("7b", 1, 2, 8, "optimizer", recompute=True),
     Case("7b", 1, 2, 8, "optimizer", overlap=True, recompute=True),
     Case("7b", 1, 3, 8, "all", recompute=True),
+    *(Case("7b", 1, 2, 1, "optimizer", overlap=overlap, recompute=True) for overlap in (False, True)),
+    *(Case("7b", 1, 2, 1, "optimizer", True, True, zenflow=flow) for flow in ("seen at once", "late")),
     Case("7b", 8, 2, 2, "optimizer"),
     Case("7b", 8, 2, 2, "optimizer", overlap=True),
     Case("7b", 8, 3, 2, "optimizer"),
@@ -95,13 +107,20 @@ def run(case: Case, machine: str, num_steps: int = 1) -> DryRun:
                 block.forward = _recomputed(block.forward)
         engine, *_ = shoal.initialize(model=model, config=case.config())
         tokens = torch.zeros(case.micro_batch, shape.sequence_length, dtype=torch.long)
-        for _ in range(WARM_STEPS + num_steps):
+        for _ in range((8 if case.zenflow else WARM_STEPS) + num_steps):
             with dry.step():
                 for _ in range(case.accumulation):
                     engine.backward(engine(tokens, tokens))
                     engine.step()
         engine.destroy()
     return dry
+
+
+def mean_of(steps: Sequence[StepTime]) -> StepTime:
+    """The last step, with the mean times of all."""
+    count = len(steps)
+    by_kind = {kind: sum(step.by_kind[kind] for step in steps) / count for kind in steps[-1].by_kind}
+    return replace(steps[-1], seconds=sum(step.seconds for step in steps) / count, by_kind=by_kind)
 
 
 def _recomputed(forward: Any) -> Any:
@@ -179,8 +198,8 @@ def main() -> None:
             continue
         began = time.monotonic()
         with contextlib.redirect_stdout(io.StringIO()):
-            dry = run(case, arguments.machine)
-        last = dry.steps[-1]
+            dry = run(case, arguments.machine, case.num_steps)
+        last = mean_of(dry.steps[-case.num_steps :])
         name = case.name + (" recomputed" if case.recompute else "")
         shares = " | ".join(f"{1e3 * last.by_kind[kind]:.1f} ({100 * last.share(kind):.1f} %)" for kind in kinds)
         print(

@@ -120,6 +120,7 @@ class ZeroSettings:
     pins_state: bool = True
     wire: WireSettings = field(default_factory=WireSettings)
     num_outer_states: int = 0  # that replicas keep which take steps of their own; 0: they do not
+    is_updated_in_parts: bool = False  # the host updates some elements later than others, from copies of its own
     is_host_separate: bool | None = None  # is host memory other memory than the device's? None: unless that is a CPU
 
     def is_offloaded(self, tier: Tier, device: torch.device) -> bool:
@@ -128,7 +129,9 @@ class ZeroSettings:
 
     def has_separate_host(self, device: torch.device) -> bool:
         """True if host memory is other memory than the device's."""
-        return is_accelerator(device) if self.is_host_separate is None else self.is_host_separate
+        if self.is_host_separate is None:
+            return is_accelerator(device) or self.is_updated_in_parts
+        return self.is_host_separate
 
     def tiers(self, units: Sequence[UnitMemory]) -> Sequence[Tiers]:
         """The tiers that the file names."""

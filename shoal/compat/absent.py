@@ -29,6 +29,7 @@ _DISK = "set zero_optimization.offload_optimizer.device to nvme; Shoal's disk ti
 _SAVING = "call engine.save_checkpoint(); checkpoint.async_save in the config saves while training continues."
 _TENSOR = "train with ZeRO stage 3, which needs no change of the model."
 _OFFLOAD = "set zero_optimization.offload_optimizer.device to cpu."
+_ZENFLOW = "set zero_optimization.zenflow, with offload_optimizer on the cpu."
 _LINEAR = "use torch.nn.Linear, and PEFT for LoRA: its adapters train under every stage."
 _MUON = "name Muon as optimizer.type in the config."
 _STAGES = "Shoal runs any schedule through initialize() and train_batch(); this is a part of DeepSpeed's own runtime."
@@ -91,8 +92,8 @@ ABSENT: dict[str, tuple[str, str]] = {
     "ops.random_ltd": (_LTD, "gpt_sample_tokens bert_sample_tokens GatherTokens ScatterTokens"),
     "ops.random_ltd.dropping_utils": (_LTD, "gpt_sample_tokens bert_sample_tokens GatherTokens ScatterTokens"),
     "ops.gds": (_DISK, ""),
-    "ops.adam.zenflow_cpu_adam": (_OFFLOAD, "ZenFlowCPUAdam"),
-    "ops.adam.zenflow_torch_adam": (_OFFLOAD, "ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"),
+    "ops.adam.zenflow_cpu_adam": (_ZENFLOW, "ZenFlowCPUAdam"),
+    "ops.adam.zenflow_torch_adam": (_ZENFLOW, "ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"),
     "compression": (_COMPRESSION, ""),
     "compression.compress": (_COMPRESSION, "init_compression redundancy_clean student_initialization"),
     "compression.scheduler": (_COMPRESSION, "compression_scheduler"),
@@ -121,7 +122,7 @@ ABSENT: dict[str, tuple[str, str]] = {
     "runtime.domino": (_TENSOR, ""),
     "runtime.domino.transformer": (_TENSOR, "DominoTransformer DominoTransformerLayer"),
     "runtime.superoffload": (_OFFLOAD, ""),
-    "runtime.zenflow": (_OFFLOAD, ""),
+    "runtime.zenflow": (_ZENFLOW, ""),
     "runtime.rollout": (
         _HYBRID,
         "HybridEngineRollout RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig build_rollout"

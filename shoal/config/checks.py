@@ -193,6 +193,44 @@ def engine_problems(config: Schema) -> Iterator[Problem]:
         what = f"{shown(zero.offload_optimizer.device)} at stage 0, where every rank stores all optimizer state."
         do = "set zero_optimization.stage to 1, 2 or 3, or leave offload_optimizer out."
         yield Problem("zero_optimization.offload_optimizer.device", what, do, code="offload-stage")
+    yield from _zenflow_problems(config)
+
+
+def _zenflow_problems(config: Schema) -> Iterator[Problem]:
+    """Problems of ZenFlow, whose state lies in several places and whose parameters are updated at several times."""
+    zero, where = config.zero_optimization, "zero_optimization.zenflow"
+    flow, state = zero.zenflow, zero.offload_optimizer
+    if flow is None:
+        return
+    if state.device != "cpu":
+        what = f"given, and zero_optimization.offload_optimizer.device is {shown(state.device)}."
+        yield Problem(where, what, 'set it to "cpu", at stage 1, 2 or 3, or leave zenflow out.', code="zenflow")
+    if state.device != "cpu" or zero.stage == 0:
+        return
+    others = {
+        "zero_optimization.offload_param": zero.offload_param.device != "none",
+        "zero_optimization.offload_optimizer.super_offload": state.super_offload,
+        "zero_optimization.offload_optimizer.ratio": state.ratio < 1,
+        "precision.state_dtype": config.precision.state_dtype is not None,
+        "precision.stochastic_rounding": config.precision.stochastic_rounding,
+        "bf16.bf16_master_weights_and_grads": config.bf16.bf16_master_weights_and_grads,
+        "wire.difference": config.wire.difference,
+        "local_steps.every": config.local_steps.every is not None,
+        "fault_tolerance.quorum": bool(config.fault_tolerance.quorum),
+        "expert_parallel.rebalance_every": bool(config.expert_parallel.rebalance_every),
+    }
+    for name, is_given in others.items():
+        if is_given:
+            yield Problem(name, f"given with {where}.", "leave one of them out.", code="zenflow")
+    is_auto = flow.select_interval == "auto"
+    if (flow.select_strategy == "auto") is not is_auto:
+        what = f"{shown(flow.select_interval)} with select_strategy {shown(flow.select_strategy)}."
+        do = 'leave both "auto" (once an epoch), or name a strategy, step or epoch, and a number.'
+        yield Problem(f"{where}.select_interval", what, do, code="zenflow")
+    between = flow.steps_between_choices
+    if between is not None and isinstance(flow.update_interval, int) and between < flow.update_interval:
+        what = f"{flow.update_interval}, but the columns are chosen every {between} steps (select_interval)."
+        yield Problem(f"{where}.update_interval", what, f"write at most {between}.", code="zenflow")
 
 
 def loss_scale_problems(scale: Any) -> Iterator[tuple[str, str, str]]:

@@ -130,6 +130,7 @@ def unused_reasons(config: Schema) -> dict[str, str]:
     reduces = sends.reduce or zero.zero_quantized_gradients or any(unit.reduce for unit in sends.units.values())
     param_is = f'zero_optimization.offload_param.device is "{param.device}"'
     state_is = f'zero_optimization.offload_optimizer.device is "{state.device}"'
+    flow = zero.zenflow
     auto = '"offload": "auto" decides'
     is_local = config.local_steps.every is not None
     has_disk = "nvme" in (param.device, state.device) or bool(is_auto and (param.nvme_path or state.nvme_path))
@@ -186,6 +187,18 @@ def unused_reasons(config: Schema) -> dict[str, str]:
         "zero_optimization.offload_optimizer: ratio": (
             state.device != "none" and not is_auto,
             auto if is_auto else state_is,
+        ),
+        "zero_optimization.zenflow: auto_ratio": (
+            flow is None or flow.update_interval == "auto",
+            f"zero_optimization.zenflow.update_interval is {flow and flow.update_interval}",
+        ),
+        "zero_optimization.zenflow: steps_per_epoch": (
+            flow is None or flow.select_strategy != "step",
+            "zero_optimization.zenflow.select_strategy counts steps",
+        ),
+        "zero_optimization.zenflow: pt_reserved_cores_perc": (
+            flow is None or flow.overlap_step,
+            "zero_optimization.zenflow.overlap_step is false",
         ),
         "aio: block_size queue_depth intra_op_parallelism": (has_disk, "nothing is offloaded to a disk"),
         "debug: disk_sums": (has_disk, "nothing is offloaded to a disk"),

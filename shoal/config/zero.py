@@ -51,6 +51,47 @@ class OffloadOptimizer(Section):
     cpuadam_cores_perc: float = key(0.8, "share of the host's cores for the update", gt=0, le=1)
 
 
+class ZenFlowSection(Section):
+    """Update important columns of each matrix in every step, on the device, and the other ones on the host later."""
+
+    topk_ratio: float = key(0.1, "share of the columns of each parameter that are important", gt=0, le=1)
+    select_strategy: Literal["auto", "step", "epoch"] = key(
+        "auto", "what `select_interval` counts: steps or epochs; auto: the columns are chosen once an epoch"
+    )
+    select_interval: int | Auto = key("auto", "steps (or epochs) between two choices of the columns", ge=1)
+    update_interval: int | Auto = key(
+        "auto",
+        "gradients in one update of the other columns; auto: as many as `auto_ratio` says",
+        ge=1,
+    )
+    overlap_step: bool = key(
+        False, "the update of the other columns runs during the next interval, and is seen by the model at its end"
+    )
+    offload: bool = key(False, "keep the state of the important columns in host memory between steps, too")
+    auto_ratio: float = key(
+        0.99,
+        "with update_interval auto, update a unit when in this share of its parameters the summed gradient of the other"
+        " columns has reached the size of one gradient of the important ones",
+        ge=0,
+        le=1,
+    )
+    full_warm_up_rounds: int = key(0, "steps at the start that update all columns", ge=0)
+    steps_per_epoch: int | None = key(
+        None, "steps of an epoch, for select_strategy epoch and auto; null: the columns are chosen once", ge=1
+    )
+    pt_reserved_cores_perc: float = key(
+        0.5, "with overlap_step, share of the host's cores that updates leave to PyTorch", ge=0, le=1
+    )
+
+    @property
+    def steps_between_choices(self) -> int | None:
+        """Steps after which the columns are chosen anew; None: never."""
+        interval = 1 if self.select_interval == "auto" else self.select_interval
+        if self.select_strategy == "step":
+            return interval
+        return None if self.steps_per_epoch is None else interval * self.steps_per_epoch
+
+
 class LoCo(Section):
     """Error feedback for gradients that are reduced in few bits."""
 
@@ -200,6 +241,9 @@ class ZeroOptimization(Section):
     leaf_module: LeafModule = section(LeafModule, "modules that are one unit with everything inside them")
     offload_param: OffloadParam = section(OffloadParam, "where sharded parameters are stored between uses")
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "where optimizer state is stored")
+    zenflow: ZenFlowSection | None = key(
+        None, "update important columns of gradients at once, and the other ones on the host later; null: no"
+    )
 
 
 def rewrite_old_keys(zero: dict[str, Any]) -> list[tuple[str, str]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,12 @@ from shoal.config import Config
 from shoal.config.optimizer import sums_format, sums_stage
 from shoal.engine.settings import Plan, Properties, has_main_parameters, state_dtype_of
 from shoal.errors import ConfigError, OptimizerError
+from shoal.offload.cpu_optimizer import CpuOptimizer
+from shoal.offload.zenflow import ZenFlow
 from shoal.optim.build import build as build_optimizer
 from shoal.optim.elementwise import PROBE_MORE_STEPS, PROBE_NUMEL, inner_optimizers, is_known, of_sparse_only
 from shoal.optim.elementwise import check as check_elementwise
+from shoal.optim.host_rules import kind_of
 from shoal.optim.schedules import build_schedule
 from shoal.optim.sums_values import SumsValues
 from shoal.optim.variants import FP32States
@@ -30,6 +34,7 @@ from shoal.running.import_state import import_state
 from shoal.running.runtime import ShardedModel
 from shoal.running.step import ShardedStep
 from shoal.running.summing_step import SummingStep
+from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
 
 
@@ -220,7 +225,13 @@ def make_step(
     if made.is_direct:
         step = DirectStep(made.optimizer, groups)
     else:
-        section = config.zero_optimization.offload_optimizer
+        zero = config.zero_optimization
+        section, flow, share = zero.offload_optimizer, zero.zenflow, zero.offload_optimizer.cpuadam_cores_perc
+        make_cpu: Callable[..., CpuOptimizer] = CpuOptimizer
+        if flow is not None:
+            _check_zenflow(made.optimizer, groups)
+            make_cpu = partial(ZenFlow, section=flow, step_number=step_number)
+            share = 1 - flow.pt_reserved_cores_perc if flow.overlap_step else share
         kind = SummingStep if isinstance(made.optimizer, SumsValues) else ShardedStep
         step = kind(
             made.optimizer,
@@ -229,17 +240,35 @@ def make_step(
             sub_group_numel=int(config.zero_optimization.sub_group_size) or None,
             device=device,
             is_ahead=section.super_offload,
-            num_host_threads=_host_threads(section.cpuadam_cores_perc, num_ranks_here),
+            num_host_threads=_host_threads(share, num_ranks_here),
             pins_host=properties.plan.zero.pins_state,
             state_dtype=state_dtype,
             state_format=properties.plan.precision.state_format,
             step_number=step_number if config.precision.stochastic_rounding else None,
+            make_cpu_optimizer=make_cpu,
         )
     import_state(step, made.dtypes)
     step.state_was_loaded()
     if sharded.disks.state is not None:
         sharded.disks.state.bind([group for group in groups if group.row.state.tier is Tier.DISK])
     return step
+
+
+def _check_zenflow(optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup]) -> None:
+    """Raises: OptimizerError: its update cannot be divided into important columns and others."""
+    what = ""
+    if kind_of(optimizer) not in ("Adam", "AdamW") or any(group.get("amsgrad") for group in optimizer.param_groups):
+        what = f"{type(optimizer).__name__} is another optimizer, or has amsgrad or tensors as hyperparameters"
+    elif any(group.gradient.is_sparse for group in groups):
+        what = "the gradient of an embedding is sparse"
+    elif any(group.main.dtype != torch.float32 for group in groups):
+        what = "main parameters are not fp32"
+    if what:
+        raise OptimizerError(
+            f"zero_optimization.zenflow divides updates of Adam and AdamW of dense fp32 main parameters, and {what}.",
+            do="use Adam or AdamW with fp32 main parameters and sparse=False, or leave zenflow out.",
+            code="zenflow",
+        )
 
 
 def _host_threads(share: float, num_ranks_here: int) -> int:

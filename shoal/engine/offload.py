@@ -79,11 +79,14 @@ class Offload:
         if not self._is_host_separate:
             return
         copies = 2 if self._config.zero_optimization.offload_optimizer.super_offload else 1
+        flow = self._config.zero_optimization.zenflow
+        zenflow_nbytes = 0 if flow is None else 9 if flow.overlap_step else 5  # sums and a mask
         needed = 0
         for size, on in zip(sizes, tiers, strict=True):
             needed += size.parameter_nbytes * (on.parameter is Tier.HOST)
             needed += size.offloaded_state_nbytes * copies * (on.state is Tier.HOST)
             needed += size.transfer_nbytes * (on.state is not Tier.DEVICE)
+            needed += size.trained_numel * zenflow_nbytes
         if (self._zero.parameter_tier, self._zero.state_tier) != (Tier.DEVICE, Tier.DEVICE):
             needed *= self.num_ranks_here
             _agree(self._comm, host_too_small(needed) if needed > host_available_nbytes() else None)

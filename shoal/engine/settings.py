@@ -160,6 +160,7 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
             parameter_tier=parameter_tier,
             gathers_if_used=parameter_tier is not Tier.DEVICE and bool(config.expert_parallel.gather_if_used),
             state_tier=_state_tier(config),
+            is_updated_in_parts=zero.zenflow is not None,
             state_ratio=float(zero.offload_optimizer.ratio),
             max_host_numel=int(zero.offload_param.max_in_cpu),
             pins_parameters=bool(zero.offload_param.pin_memory),

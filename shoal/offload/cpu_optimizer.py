@@ -42,13 +42,15 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(eq=False)
-class _RangeUpdate:
+class RangeUpdate:
     """The update of one range, with everything that it reads."""
 
     range: ParameterRange
     rule: Rule
     hyper: dict[str, Any]
     state: dict[str, Any]  # the optimizer's, of the range
+    gradient: torch.Tensor | None = None  # [range's numel]; None: the group's
+    gradient_scale: float | None = None  # of ``gradient``
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -60,7 +62,7 @@ class _RangeUpdate:
 class _Update:
     """One group's update, under way or done."""
 
-    ranges: list[_RangeUpdate]
+    ranges: list[RangeUpdate]
     gradient_scale: float
     version: tuple[int, int]  # of the gradient
     work: ThreadResult[None]
@@ -143,6 +145,11 @@ class CpuOptimizer:
         held += [transfer.gradient for transfer in self._transfers.values() if not transfer.is_only_copy]
         return sum(tensor.nbytes for tensor in held if tensor is not None) + self._step.scratch_nbytes
 
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of optimizer state on the device."""
+        return 0
+
     def _transfer(self, group: ParameterGroup) -> _HostCopies:
         return self._transfers.setdefault(group, _HostCopies())
 
@@ -154,7 +161,7 @@ class CpuOptimizer:
         Args:
             at_step: it is the gradient for the step; else one micro-batch of several was added.
         """
-        transfer, offloaded = self._transfer(group), _offloaded(group)
+        transfer, offloaded = self._transfer(group), offloaded_gradient(group)
         if not (at_step or offloaded is not None):
             return
         if offloaded is None or offloaded.part is None:
@@ -176,7 +183,7 @@ class CpuOptimizer:
         if transfer.version == group.gradient.version and transfer.gradient is not None:
             return
         gradient = group.gradient.owned()
-        is_freed = transfer.is_only_copy = _offloaded(group) is not None
+        is_freed = transfer.is_only_copy = offloaded_gradient(group) is not None
         self._wait_for_readers(group)
         if transfer.gradient is None or transfer.gradient.dtype != gradient.dtype:
             transfer.gradient = host_empty(gradient.numel(), gradient.dtype, gradient.device, is_pinned=self._is_pinned)
@@ -188,10 +195,14 @@ class CpuOptimizer:
 
     def _wait_for_readers(self, group: ParameterGroup) -> None:
         """Wait for an update that reads the last step's gradient, and for an addition to one that was dropped."""
-        self.synchronize(group)
+        self._before_write(group)
         addition, self._transfer(group).addition = self._transfer(group).addition, None
         if addition is not None:
             addition.result()
+
+    def _before_write(self, group: ParameterGroup) -> None:
+        """Wait for what reads the gradient on the host."""
+        self.synchronize(group)
 
     def _add(self, group: ParameterGroup, part: torch.Tensor, *, is_for_step: bool) -> CopyDone:
         """Add what one more micro-batch gave to the gradient on the host.
@@ -202,7 +213,7 @@ class CpuOptimizer:
         transfer = self._transfer(group)
         total, arrival = transfer.gradient, transfer.arrival
         assert total is not None and arrival is not None
-        self.synchronize(group)
+        self._before_write(group)
         parts = self._parts.setdefault((part.numel(), part.dtype), deque())
         if len(parts) < MAX_SHARDS:
             host = host_empty(part.numel(), part.dtype, part.device, is_pinned=self._is_pinned)
@@ -301,7 +312,7 @@ class CpuOptimizer:
                 for old, value in zip(transfer.undo, part.tensors, strict=True):
                     value.copy_(old[part.range.start : part.range.stop])
 
-    def _range_updates(self, group: ParameterGroup, ranges: Sequence[ParameterRange]) -> list[_RangeUpdate] | None:
+    def _range_updates(self, group: ParameterGroup, ranges: Sequence[ParameterRange]) -> list[RangeUpdate] | None:
         if self.kind is None or group.main.dtype != torch.float32:
             return None
         if is_fake(group.main) and simulation() is None:
@@ -313,9 +324,11 @@ class CpuOptimizer:
             states = [state.get(name) for name in rule.state_names]
             if not all(isinstance(value, torch.Tensor) and value.dtype == torch.float32 for value in states):
                 return None
-            hyper = {k: v for k, v in self._optimizer.param_groups[part.group].items() if k != "params"}
-            updates.append(_RangeUpdate(part, rule, hyper, state))
+            updates.append(RangeUpdate(part, rule, self._hyper(part), state))
         return updates
+
+    def _hyper(self, part: ParameterRange) -> dict[str, Any]:
+        return {key: value for key, value in self._optimizer.param_groups[part.group].items() if key != "params"}
 
     def _rule(self, part: ParameterRange, state: Mapping[str, Any]) -> Rule:
         assert self.kind is not None
@@ -325,8 +338,16 @@ class CpuOptimizer:
         return Rule.of(self.kind, self._optimizer.param_groups[part.group], number)
 
     def _submit(
-        self, group: ParameterGroup, updates: list[_RangeUpdate], gradient_scale: float, *, is_ahead: bool
+        self,
+        group: ParameterGroup,
+        updates: list[RangeUpdate],
+        gradient_scale: float,
+        *,
+        is_ahead: bool,
+        before: Callable[[], None] = lambda: None,
+        thread: HostThread | None = None,
     ) -> _Update:
+        """Start updates on a thread; None: that of the additions. ``before``: what the thread calls first."""
         transfer, version = self._transfer(group), group.gradient.version
         is_sent_back = group.has_own_main and (is_ahead or not group.buffer.is_offloaded)
         target = self.rounded(group) if is_sent_back else group.buffer.shard if group.has_own_main else None
@@ -336,23 +357,26 @@ class CpuOptimizer:
 
         def run() -> None:
             arrival.block()
+            before()
             begin = time.perf_counter()
             for update in updates:
                 low, high = update.range.start, update.range.stop
+                own_scale = update.gradient_scale
                 self._step.start(
                     update.rule.kind,
                     update.range.param,
                     update.state,
-                    gradient[low:high],
+                    gradient[low:high] if update.gradient is None else update.gradient,
                     None if target is None else target[low:high],
                     update.hyper,
                     step=update.rule.step,
-                    gradient_scale=gradient_scale,
+                    gradient_scale=gradient_scale if own_scale is None else own_scale,
                     undo=None if undo is None else [old[low:high] for old in undo],
                 ).wait()
             self.update_seconds += time.perf_counter() - begin
 
-        return _Update(updates, gradient_scale, version, self._on_thread(run), is_ahead, is_sent_back)
+        work = self._on_thread(run) if thread is None else thread.submit(run)
+        return _Update(updates, gradient_scale, version, work, is_ahead, is_sent_back)
 
     def rounded(self, group: ParameterGroup) -> torch.Tensor:
         """Host memory for the rounded parameters. Shape: [owned numel]."""
@@ -376,10 +400,11 @@ class CpuOptimizer:
         if update.is_sent_back:
             self.send_back(group, [part.range for part in update.ranges])
 
-    def send_back(self, group: ParameterGroup, ranges: Sequence[ParameterRange]) -> None:
-        """Start to copy ``rounded`` to where the parameters are stored."""
+    def send_back(self, group: ParameterGroup, ranges: Sequence[ParameterRange]) -> CopyDone:
+        """Start to copy ``rounded`` to where the parameters are stored. Returns: the end of the copy."""
+        done = CopyDone()
         if not ranges:
-            return
+            return done
         rounded, parameters = self.rounded(group), group.buffer.shard
         low, high = min(part.start for part in ranges), max(part.stop for part in ranges)
         if high - low == sum(part.stop - part.start for part in ranges):
@@ -390,6 +415,7 @@ class CpuOptimizer:
             for start, stop in extents:
                 done = self._copy(rounded[start:stop], parameters[start:stop])
         done.wait()
+        return done
 
     def synchronize(self, group: ParameterGroup) -> None:
         """Wait for a group's update, and undo one that ran ahead of the step."""
@@ -400,11 +426,26 @@ class CpuOptimizer:
         """Wait for an update. One that failed stays, and fails every waiter: its group is half updated."""
         update = transfer.update
         assert update is not None
-        begin = time.perf_counter()
-        update.work.result()
-        self.waited_seconds += time.perf_counter() - begin
+        self._wait(update.work)
         transfer.update = None
         return update
+
+    def _wait(self, work: ThreadResult[None]) -> None:
+        begin = time.perf_counter()
+        work.result()
+        self.waited_seconds += time.perf_counter() - begin
+
+    # checkpoints
+
+    def before_save(self) -> None:
+        """A checkpoint is about to be saved, by every rank."""
+
+    def state_was_loaded(self, groups: Sequence[ParameterGroup]) -> None:
+        """Optimizer state was set from outside."""
+
+    def parameters_of(self, group: ParameterGroup) -> torch.Tensor:
+        """See ``Updates``."""
+        return group.main
 
     def drop_gradient(self, group: ParameterGroup) -> None:
         """This step's gradient is of no use any more; undo an update that ran ahead and was not confirmed."""
@@ -424,11 +465,12 @@ class CpuOptimizer:
         self._parts.clear()
 
 
-def _offloaded(group: ParameterGroup) -> OffloadedGradient | None:
+def offloaded_gradient(group: ParameterGroup) -> OffloadedGradient | None:
+    """The gradient of a group, if its sum is on the host between reductions."""
     return group.gradient if isinstance(group.gradient, OffloadedGradient) else None
 
 
-def _count(updates: Sequence[_RangeUpdate]) -> None:
+def _count(updates: Sequence[RangeUpdate]) -> None:
     for update in updates:
         if "step" in update.state:
             update.state["step"] += 1

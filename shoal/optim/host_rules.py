@@ -108,8 +108,12 @@ class Rule:
     def is_first(self) -> bool:
         return self.step <= 1
 
-    def kernel(self) -> Kernel:
-        """torch's kernel with this step's hyperparameters; without ``fused`` what ``step()`` of its optimizer calls."""
+    def kernel(self, device: torch.device | None = None) -> Kernel:
+        """torch's kernel with this step's hyperparameters; without ``fused`` what ``step()`` of its optimizer calls.
+
+        Args:
+            device: of the tensors; None: the host's.
+        """
         if self.kind == "Lion":
             return partial(_lion, self)
         betas = ("beta1", "beta2") if self.kind in ("Adam", "AdamW") else ()
@@ -124,7 +128,9 @@ class Rule:
             call = _UNFUSED[self.kind]
             settings |= {"foreach": self.foreach, "fused": False}
             settings |= {"decoupled_weight_decay": self.kind == "AdamW"} if call is adam else {}
-        return partial(self._run, call, settings, torch.tensor(self.step if self.fused else self.step - 1))
+        # A fused kernel reads the count on its device; the other functions read it on the host.
+        count = torch.full((), self.step if self.fused else self.step - 1, device=device if self.fused else None)
+        return partial(self._run, call, settings, count)
 
     def _run(
         self,

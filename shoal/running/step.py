@@ -60,6 +60,7 @@ class ShardedStep:
         state_format: how state of ``state_dtype`` fp32 is stored between steps; None: as it is.
         step_number: counts the steps, for stochastic rounding of bf16 main parameters; None: they are rounded to the
             nearest. Needs a ``state_dtype``.
+        make_cpu_optimizer: makes what updates on the host, from the arguments of ``CpuOptimizer``.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ShardedStep:
         state_dtype: torch.dtype | None = None,
         state_format: StateFormat | None = None,
         step_number: Callable[[], int] | None = None,
+        make_cpu_optimizer: Callable[..., CpuOptimizer] = CpuOptimizer,
     ) -> None:
         self.optimizer = optimizer
         self.groups = list(groups)
@@ -84,7 +86,7 @@ class ShardedStep:
         self.cpu_optimizer: CpuOptimizer | None = None
         if any(group.is_state_offloaded for group in groups):
             numel = sum(group.owned_numel for group in groups if group.is_state_offloaded)
-            self.cpu_optimizer = CpuOptimizer(
+            self.cpu_optimizer = make_cpu_optimizer(
                 optimizer,
                 device if device is not None else Device(torch.device("cpu")),
                 is_ahead=is_ahead,
@@ -106,8 +108,11 @@ class ShardedStep:
 
     @property
     def scratch_nbytes(self) -> int:
-        """Bytes of gradients that were cast for an update, on the tier that updates."""
-        return 0 if self._scratch is None else self._scratch.nbytes
+        """Bytes of gradients that were cast for an update, on the tier that updates; and what the CPU optimizer has on
+        the device.
+        """
+        on_device = 0 if self.cpu_optimizer is None else self.cpu_optimizer.device_nbytes
+        return on_device + (0 if self._scratch is None else self._scratch.nbytes)
 
     def free_scratch(self) -> None:
         """Free that memory until the next step."""
@@ -155,6 +160,7 @@ class ShardedStep:
 
     def _split(self, group: ParameterGroup, whole: ParameterRange, has_grad: bytes) -> list[ParameterRange]:
         """Cut a range into runs of parameters that did, and did not, get a gradient."""
+        group.synchronize()
         old = decoded(self.optimizer.state.pop(whole.param, {}))
         parts = self._replace(group, whole, _runs(whole, has_grad))
         for part in parts if old else ():
@@ -191,9 +197,13 @@ class ShardedStep:
 
     def state_was_loaded(self) -> None:
         """Optimizer state was set from outside."""
+        if self.cpu_optimizer is not None:
+            self.cpu_optimizer.state_was_loaded(self.groups)
 
     def before_save(self) -> None:
         """A checkpoint is about to be saved: every rank calls, the gradients of an open step stay as they are."""
+        if self.cpu_optimizer is not None:
+            self.cpu_optimizer.before_save()
 
     def release_state(self) -> None:
         """Optimizer state is about to move to other memory: keep it by range only."""

@@ -82,6 +82,10 @@ class Updates(Protocol):
         """As ``finish``; also undo an update that ran ahead of the step."""
         ...
 
+    def parameters_of(self, group: ParameterGroup) -> torch.Tensor:
+        """What the group's parameters are rounded from. Shape: [owned numel]."""
+        ...
+
 
 class DiskState(Protocol):
     """Where a group's main parameters and optimizer state are stored on a disk."""
@@ -284,7 +288,7 @@ class ParameterGroup:
         with torch.no_grad():
             if self.is_trained and self.has_own_main:
                 with self.resident(), self.buffer.storage.resident(is_overwritten=True):
-                    self.buffer.shard.copy_(self.main)
+                    self.buffer.shard.copy_(self.main if self.updates is None else self.updates.parameters_of(self))
             self.update_replicas(is_exact=is_exact).wait()
             self.buffer.wait_for_peers()
 

@@ -103,6 +103,11 @@ AXES: dict[str, Values] = {
         "ahead": _zero(offload_optimizer={"device": "cpu", "super_offload": True}),
         "ratio": _zero(offload_optimizer={"device": "cpu", "ratio": 0.5}),
         "disk": _zero(offload_optimizer={"device": "nvme"}),
+        # Where every gradient is applied in its step, the numbers are those of plain AdamW, whatever is important.
+        "zenflow": _zero(
+            offload_optimizer={"device": "cpu"},
+            zenflow={"topk_ratio": 0.5, "update_interval": 1, "select_strategy": "step", "select_interval": 2},
+        ),
     },
     "parameters": {
         "device": {},
@@ -233,7 +238,7 @@ class Refusal:
 
 
 REFUSALS = (
-    Refusal({"stage": ("0",), "state": ("host", "ahead", "ratio", "disk")}, "offload-stage"),
+    Refusal({"stage": ("0",), "state": ("host", "ahead", "ratio", "disk", "zenflow")}, "offload-stage"),
     Refusal({"tp": ("1",), "experts": ("ep 2 split",)}, "mesh"),
     Refusal({"ranks": ("1",), "hybrid": ("mics", "replicas", "local steps", "hpz")}, "mesh"),
     Refusal({"hybrid": ("local steps",), "experts": ("ep 2 moved",)}, "local-steps"),
@@ -246,6 +251,13 @@ REFUSALS = (
     Refusal({"optimizer": ("1 bit",), "hybrid": ("local steps",)}, "optimizer-sums"),
     # Of these another value of the stage is needed.
     Refusal({"optimizer": ("1 bit",), "state": ("host", "ahead", "ratio", "disk")}, "offload-stage"),
+    Refusal({"state": ("zenflow",), "optimizer": ("momentum", "1 bit")}, "offload-stage"),
+    Refusal({"state": ("zenflow",), "parameters": ("host", "disk")}, "offload-stage"),
+    Refusal({"state": ("zenflow",), "precision": ("bf16 alone",)}, "offload-stage"),
+    Refusal({"state": ("zenflow",), "hybrid": ("local steps",)}, "offload-stage"),
+    Refusal({"state": ("zenflow",), "experts": ("ep 2 moved",)}, "offload-stage"),
+    Refusal({"state": ("zenflow",), "wire": ("difference",)}, "offload-stage"),
+    Refusal({"state": ("zenflow",), "stored state": ("int8",)}, "offload-stage"),
 )
 # Neither refused at start-up nor run: a block that is called again is out of order in a pipeline, which its stage
 # refuses in the forward; the mean of replicas that step apart is that of one process where the step is linear.

@@ -67,22 +67,21 @@ def test_what_a_file_of_23_keys_sets_takes_at_most_40_lines_and_the_rest_is_ther
     assert len(out.splitlines()) > 400
 
 
-def with_zenflow(folder: pathlib.Path) -> pathlib.Path:
+def with_missing_part(folder: pathlib.Path) -> pathlib.Path:
     """The recipe for ZeRO-3 with offload, and a part that is not built."""
     path = folder / "ds.json"
     recipe = (RECIPES / "zero3_offload_config_accelerate.json").read_text()
-    part = '"zenflow": {"topk_ratio": 0.1}'
-    path.write_text(recipe.replace('"offload_optimizer": {"device": "cpu"}', part, 1))
+    path.write_text(recipe.replace("{", '{"graph_harvesting": true,', 1))
     return path
 
 
 def test_a_file_that_asks_for_a_missing_part_fails_and_still_shows_everything(
     capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
-    code, out = run(capsys, with_zenflow(tmp_path))
+    code, out = run(capsys, with_missing_part(tmp_path))
     assert code == 1
-    assert "not built yet: offload (ZenFlow)" in out
-    assert "1. zero_optimization.zenflow (line 5)" in out
+    assert "not built yet: CUDA graphs" in out
+    assert "1. graph_harvesting (line 1)" in out
     assert "--world-size computes them" in out
 
 
@@ -97,11 +96,11 @@ def test_a_wrong_file_lists_all_problems(capsys: pytest.CaptureFixture[str], tmp
 
 
 def test_what_is_printed_for_programs_is_json(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
-    code, out = run(capsys, with_zenflow(tmp_path), 4, json=True)
+    code, out = run(capsys, with_missing_part(tmp_path), 4, json=True)
     said = json.loads(out)
     assert code == 1
     assert said["effective"]["train_batch_size"] == {"value": 4, "origin": "derived"}
-    assert [problem["path"] for problem in said["problems"]] == ["zero_optimization.zenflow"]
+    assert [problem["path"] for problem in said["problems"]] == ["graph_harvesting"]
     assert {"path": "zero_optimization.stage", "value": 3, "verdict": "supported", "reason": "", "asks": True} in said[
         "keys"
     ]

@@ -131,10 +131,27 @@ def test_torch_is_not_imported_for_a_type_of_the_schema() -> None:
     assert subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+def flowing(more: dict[str, Any] | None = None, device: str = "cpu", **flow: Any) -> dict[str, Any]:
+    zero = {"stage": 3, "offload_optimizer": {"device": device}, "zenflow": flow}
+    return {**(more or {}), "zero_optimization": {**zero, **(more or {}).get("zero_optimization", {})}}
+
+
+FLOWS: list[tuple[dict[str, Any], str]] = [
+    ({"device": "none"}, "zenflow"),
+    ({"more": {"zero_optimization": {"offload_param": {"device": "cpu"}}}}, "offload_param"),
+    ({"more": {"precision": {"state_dtype": "int8"}}}, "precision.state_dtype"),
+    ({"more": {"fault_tolerance": {"quorum": "host:1"}}}, "fault_tolerance.quorum"),
+    ({"select_interval": 3}, "zenflow.select_interval"),
+    ({"select_strategy": "step"}, "zenflow.select_interval"),
+    ({"select_strategy": "step", "select_interval": 2, "update_interval": 3}, "zenflow.update_interval"),
+]
+
+
 @pytest.mark.parametrize(
     ("source", "code", "path"),
     [
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload-stage", "offload_optimizer.device"),
+        *((flowing(**keys), "zenflow", path) for keys, path in FLOWS),
         ({"fp16": {"enabled": True, "hysteresis": 0}}, "loss-scale", "fp16.hysteresis"),
         ({"fp16": {"enabled": True, "initial_scale_power": 128}}, "loss-scale", "fp16.initial_scale_power"),
         ({"fp16": {"enabled": True, "initial_scale_power": -1}}, "loss-scale", "fp16.initial_scale_power"),

@@ -12,7 +12,8 @@ copy. In the backward pass it holds those of the running call and of the one bef
 A call is a recomputed segment (``segment``), of which the inputs are saved; or with ``HostActivations`` (activation
 offload) a block of the model, of which all activations are saved and nothing is recomputed. Tensors saved outside of
 blocks, and parameters, stay on the device. A recomputed block, or a block inside of a recomputed function, saves the
-function's inputs only, in the store that ``activation_checkpointing`` names. Inside compiled code the compiler decides.
+function's inputs only, in the store that ``activation_checkpointing`` names. Of a compiled block, what its graph saves
+is stored.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from shoal.compiler import untraced
 from shoal.device import in_backward
 from shoal.errors import UsageError
 from shoal.memory.stream_copies import copies_of as stream_copies_of
@@ -290,11 +293,16 @@ class HostActivations:
         """Restore the modules' own ``forward``. Idempotent."""
         self._blocks.remove()
 
+    @partial(untraced, recursive=False)  # the block itself is compiled
     def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)``; the tensors that autograd saves are stored on the host."""
-        is_plain = not torch.is_grad_enabled() or in_backward()
-        if is_plain or torch.compiler.is_compiling() or checkpoint_around() is not None:
-            return function(*args, **kwargs)  # nothing is saved, or not by these hooks
+        with self._storing(name):
+            return function(*args, **kwargs)
+
+    @untraced
+    def _storing(self, name: str) -> AbstractContextManager[None]:
+        if not torch.is_grad_enabled() or in_backward() or checkpoint_around() is not None:
+            return nullcontext()  # nothing is saved, or not by these hooks
         if name in self._seen:  # another forward pass
             self._seen.clear()
             self._store.num_moved_nbytes = 0
@@ -318,8 +326,7 @@ class HostActivations:
                     code="activation-changed",
                 ) from None
 
-        with torch.autograd.graph.saved_tensors_hooks(pack_activation, unpack_activation):
-            return function(*args, **kwargs)
+        return torch.autograd.graph.saved_tensors_hooks(pack_activation, unpack_activation)
 
 
 def _parts(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:

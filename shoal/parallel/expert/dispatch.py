@@ -35,7 +35,7 @@ from shoal.comm.wire import RowBytes
 from shoal.compiler import untraced
 from shoal.parallel import kept_graph
 from shoal.parallel.expert.grouped import gather_rows, sum_rows, with_zeros
-from shoal.parallel.expert.held import ExpertsHeld, TracedExperts, traced_experts
+from shoal.parallel.expert.held import ExpertsHeld, traced_experts
 from shoal.parallel.expert.losses import tokens_per_expert
 from shoal.parallel.expert.route import Route, compare_tables, route, table_digest
 from shoal.streams import is_accelerator
@@ -93,21 +93,16 @@ def run_experts(
     Memory: until backward the rows of the experts' outputs (``score_before``: ``hidden``), if ``weights`` needs
         a gradient. With ``capacity``, where no kernel gathers, a copy of ``hidden`` meanwhile.
     """
-    options: dict[str, Any] = {"score_before": score_before, "overlap": overlap, "may_drop": may_drop}
-    options |= {"capacity": capacity, "label": label}
+    options = (score_before, overlap, may_drop, capacity, label)
     traced = held.traced
-    if torch.compiler.is_dynamo_compiling() and traced is not None and traced.compute is compute and meanwhile is None:
-        return _in_graph(hidden, expert_index, weights, traced, **options)
-    return _run_experts(hidden, expert_index, weights, compute, held, meanwhile=meanwhile, **options)
-
-
-def _in_graph(hidden: Tensor, expert_index: Tensor, weights: Tensor, traced: TracedExperts, **options: Any) -> Tensor:
-    """As one operator of the graph that a compiler traces."""
+    is_traced = torch.compiler.is_dynamo_compiling() and traced is not None and traced.compute is compute
+    if not is_traced or traced is None or meanwhile is not None:
+        return _run_experts(hidden, expert_index, weights, compute, held, meanwhile, *options)
     tensors = [hidden, weights, *traced.parameters]
     keeps = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    out, _ = torch.ops.shoal.experts(tensors, expert_index, traced.number, *options.values(), dtype, keeps)
+    out, _ = torch.ops.shoal.experts(tensors, expert_index, traced.number, *options, dtype, keeps)
     return out  # type: ignore[no-any-return]
 
 
@@ -133,11 +128,10 @@ def _experts_operator(
     traced = traced_experts(number)
 
     def compute(hidden: Tensor, weights: Tensor) -> Tensor:
-        options: dict[str, Any] = {"score_before": score_before, "overlap": overlap, "may_drop": may_drop}
-        given = (hidden, expert_index, weights, traced.compute, traced.held)
+        given = (hidden, expert_index, weights, traced.compute, traced.held, None)
         is_on = autocast is not None
         with torch.autocast(hidden.device.type, dtype=autocast, enabled=is_on, cache_enabled=False):
-            return _run_experts(*given, meanwhile=None, capacity=capacity, label=label, **options)
+            return _run_experts(*given, score_before, overlap, may_drop, capacity, label)
 
     hidden, weights, *_ = tensors
     out, ticket = kept_graph.run(compute, [hidden, weights], traced.parameters, keeps=keeps)
@@ -159,10 +153,9 @@ def _run_experts(
     weights: Tensor,
     compute: Compute,
     held: ExpertsHeld,
-    *,
+    meanwhile: Callable[[], None] | None,
     score_before: bool,
     overlap: int,
-    meanwhile: Callable[[], None] | None,
     may_drop: bool,
     capacity: int | None,
     label: str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from shoal.parallel.activations import HostActivations
 from shoal.parallel.recompute import Recompute
 from shoal.parallel.recompute_blocks import BudgetedRecompute
 from shoal.sharding.placement import Tier
+from tests.helpers.compiling import CountsGraphs, compiling
 from tests.helpers.slow_copies import SlowCopies
 from tests.helpers.training import config, make, start_with
 
@@ -74,6 +76,25 @@ def test_activations_on_the_host_give_the_same_bits(stage: int) -> None:
     assert everything > 4 * 12 * hidden  # a block keeps more than a dozen times its input
     assert 300_000 - 4 * hidden < limited <= 300_000
     assert recomputed == 0  # inputs of recomputed blocks are stored where activation_checkpointing says: on the device
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_of_compiled_blocks_what_their_graph_saves_is_on_the_host(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, compile_ = CountsGraphs("aot_eager"), torch.compile
+    compiled = partial(compile_, backend=backend, dynamic=False)
+    monkeypatch.setattr(torch, "compile", lambda function, *, mode: compiled(function))
+    with compiling():
+        torch._dynamo.utils.counters.clear()
+        ((losses, values, nbytes),) = run_ranks(
+            1, train, {"offload_activation": {"device": "cpu"}, "compile": {"enabled": True}}, stage
+        )
+        breaks = dict(torch._dynamo.utils.counters["graph_break"])
+    ((others, other_values, _),) = run_ranks(1, train, {}, stage)
+    assert backend.num_graphs == 1  # of four blocks and two steps
+    assert list(breaks.values()) == [1]
+    assert losses == others
+    assert all(torch.equal(values[name], value) for name, value in other_values.items())
+    assert nbytes > 4 * 8 * 64 * 64 * 4
 
 
 class Chain(nn.Module):

@@ -62,6 +62,12 @@ def capability(tensor: torch.Tensor) -> tuple[int, int]:
     return torch.cuda.get_device_capability(tensor.device)
 
 
+def pci_addresses() -> list[str]:
+    """Of the GPUs that this process sees, as the kernel writes them: ``0000:3b:00.0``."""
+    found: list[Any] = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [f"{each.pci_domain_id:04x}:{each.pci_bus_id:02x}:{each.pci_device_id:02x}.0" for each in found]
+
+
 @dataclass(frozen=True)
 class MemoryReading:
     """What the allocator says, in bytes. On CPU ``allocated`` is the resident set of the process."""

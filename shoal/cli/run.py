@@ -59,6 +59,13 @@ def run(
             " cluster 120.",
         ),
     ] = None,
+    bind_cores: Annotated[
+        bool,
+        typer.Option(
+            "--bind-cores",
+            help="Bind each rank to cores of its own, on a machine with GPUs to some of its GPU's NUMA node.",
+        ),
+    ] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Machines of the job.", rich_help_panel=_SEVERAL)] = 1,
     node_rank: Annotated[
         int | None, typer.Option(min=0, help="Number of this machine; 0 is the first.", rich_help_panel=_SEVERAL)
@@ -83,6 +90,7 @@ def run(
 ) -> None:
     """Start a script on several ranks, one process each: here, on this machine of several, or on a cluster."""
     from shoal.cli.as_deepspeed import become_command, is_command, job_as_deepspeed
+    from shoal.launch.cores import cores_near, describe_cores, pci_addresses
     from shoal.launch.environment import LOG_LEVEL
     from shoal.launch.local import check_script, misplaced_ranks
 
@@ -99,6 +107,7 @@ def run(
         if ranks is None and not job.gpus:
             raise UsageError("a cluster's node has no GPUs to count here.", do="give --ranks or --gpus: of each node.")
         options = [*(["--as-deepspeed"] if as_deepspeed else []), *(["--verbose"] if verbose else [])]
+        options += ["--bind-cores"] if bind_cores else []
         program = Program(
             script,
             given,
@@ -126,6 +135,11 @@ def run(
     check_script(script, is_module=module)
     if not module and (advice := misplaced_ranks(script, given)):
         print(advice, file=sys.stderr)
+    cores = None
+    if bind_cores:
+        devices = pci_addresses()
+        cores = cores_near(devices, num_ranks)
+        print(describe_cores(cores, devices), file=sys.stderr)
 
     def start(words: Sequence[str]) -> Outcome:
         if as_deepspeed:
@@ -135,7 +149,7 @@ def run(
         if verbose:
             job = replace(job, environment={**job.environment, LOG_LEVEL: "debug"})
         seconds = _STOP_SECONDS if stop_seconds is None else stop_seconds
-        return run_local(replace(job, stop_seconds=seconds, place=place))
+        return run_local(replace(job, stop_seconds=seconds, place=place, cores=cores))
 
     if autotuning is None:
         outcome = start(given)

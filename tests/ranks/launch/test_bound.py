@@ -1,4 +1,4 @@
-"""``shoal deepspeed`` with an srun that starts its tasks here, and with ranks that are bound to cores."""
+"""``shoal deepspeed`` with an srun that starts its tasks here, and ranks that are bound to cores, also by ``shoal run``."""
 
 from __future__ import annotations
 
@@ -73,3 +73,19 @@ def test_each_rank_keeps_to_its_core_and_the_launchers_number_is_in_a_file_meanw
     assert {threads for _, threads, _ in found} == {"1"}
     assert all(len(files) == 1 for _, _, files in found)  # type: ignore[arg-type]
     assert not list(tmp_path.glob("*.deepspeed"))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind processes")
+def test_shoal_run_binds_each_rank_to_its_core_and_says_so(tmp_path: Path) -> None:
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    (tmp_path / "script.py").write_text(BOUND)
+    command = [sys.executable, "-m", "shoal", "run", "--bind-cores", "--ranks", str(len(cpus)), "script.py", "-", "."]
+    taskset = ["taskset", "-c", ",".join(map(str, cpus))]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [*taskset, *command], cwd=tmp_path, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, check=True, timeout=120,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    found = [json.loads(path.read_text())[:2] for path in sorted(tmp_path.glob("*.json"))]
+    assert found == [[[cpu], "1"] for cpu in cpus]
+    assert f"shoal: cores of rank 0: {cpus[0]}; 1: {cpus[1]}; OMP_NUM_THREADS 1" in done.stderr

@@ -11,6 +11,7 @@ ShoalError
 ├── CheckpointError        a checkpoint: missing, damaged, of another model, or one that cannot be written
 ├── TierError              state on a disk that could not be read or written
 ├── StreamError            work of an accelerator without the order that it needs
+├── DeviceError            a device that is slow or computes wrong
 ├── NonFiniteError         a loss or gradient that is NaN or infinite
 ├── OutOfMemoryError       no memory; carries the ledger and the change that saves most
 ├── NotBuiltError          a part of Shoal that is not built yet, by name
@@ -127,6 +128,10 @@ class TierError(ShoalError, OSError):
 
 class StreamError(ShoalError, RuntimeError):
     code = "stream"
+
+
+class DeviceError(ShoalError, RuntimeError):
+    code = "device-check"
 
 
 class NonFiniteError(ShoalError, FloatingPointError):

@@ -49,7 +49,7 @@ _NUM_REPORTS = "reports"
 _OVER = "over"
 _DUMP_NBYTES = 1 << 20
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x(?P<number>[0-9a-f]+).*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<path>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _COLLECTIVES = re.compile(r"[/\\](?:shoal[/\\]comm|torch[/\\]distributed)[/\\]")
 
@@ -147,19 +147,21 @@ def _doing(each: Stuck) -> str:
     return f"{text}; collective {beat.num_issued}: {beat.last_issued}"
 
 
-def main_stack(dump: str) -> tuple[str, ...]:
-    """The frames of the thread that runs the program: the main one, which faulthandler writes last. Where backward runs
-    in a thread of autograd's, that one.
+def main_stack(dump: str, thread: int = 0) -> tuple[str, ...]:
+    """The frames of the thread that runs the program: ``thread`` (Ray's workers run it in another than the main one),
+    or the main one, which faulthandler writes last. Where backward runs in a thread of autograd's, that one.
     """
     threads: list[list[str]] = []
+    numbers: list[int] = []
     for line in dump.splitlines():
-        if _THREAD.match(line):
+        if match := _THREAD.match(line):
             threads.append([])
+            numbers.append(int(match["number"], 16))
         elif threads and _FRAME.match(line):
             threads[-1].append(line)
     if not threads:
         return ()
-    main = threads[-1]
+    main = threads[numbers.index(thread)] if thread in numbers else threads[-1]
     if main and "_engine_run_backward" in main[0]:
         main = next((each for each in threads if any("shoal/running" in frame for frame in each)), main)
     return tuple(main)
@@ -244,7 +246,7 @@ class RankReport:
 
     def of(self, rank: int) -> Stuck:
         beat = read_beat(bytes.fromhex(self.beat), rank)
-        return Stuck(beat, main_stack(self.dump), self.is_stopped, self.is_late)
+        return Stuck(beat, main_stack(self.dump, beat.thread), self.is_stopped, self.is_late)
 
 
 class HangGuard:

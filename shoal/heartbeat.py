@@ -29,7 +29,8 @@ SECTIONS = ("init", "data", "compile", "step", "evaluation", "checkpoint")
 
 NBYTES = 512
 _OWNER = struct.Struct("=qqq")  # rank, process number, its start
-_SECTION = struct.Struct("=dddq")  # number in SECTIONS, monotonic seconds at its start, time-out (0: none), step
+# Number in SECTIONS, monotonic seconds at its start, time-out (0: none), step, thread that has entered it.
+_SECTION = struct.Struct("=dddqQ")
 _NUMBER = struct.Struct("=q")  # collectives issued
 _SECTION_AT = _OWNER.size
 _NUMBER_AT = _SECTION_AT + _SECTION.size
@@ -62,6 +63,7 @@ class Beat:
     step: int
     num_issued: int
     last_issued: str
+    thread: int = 0  # that runs the program, as ``threading.get_ident`` numbers it; 0: not known
 
     @property
     def is_late(self) -> bool:
@@ -102,7 +104,8 @@ class Heartbeat:
         """
         if self._memory is not None:
             number = SECTIONS.index(section)
-            _SECTION.pack_into(self._memory, _SECTION_AT, number, time.monotonic(), seconds or 0.0, step)
+            began, thread = time.monotonic(), threading.get_ident()
+            _SECTION.pack_into(self._memory, _SECTION_AT, number, began, seconds or 0.0, step, thread)
         if self.log is not None:
             self.log.enter(section, step)
 
@@ -229,7 +232,8 @@ def read_heartbeats(folder: Path, *, has_ended: bool = False) -> list[Beat]:
 def read_beat(data: bytes, local_rank: int = 0) -> Beat:
     """Of the ``NBYTES`` of a heartbeat."""
     rank, pid, start = _OWNER.unpack_from(data)
-    number, began, seconds, step = _SECTION.unpack_from(data, _SECTION_AT)
+    number, began, seconds, step, thread = _SECTION.unpack_from(data, _SECTION_AT)
     label = data[_LABEL_AT:NBYTES].rstrip(b"\0").decode(errors="replace")
     num_issued = _NUMBER.unpack_from(data, _NUMBER_AT)[0]
-    return Beat(local_rank, rank, pid, start, SECTIONS[int(number)], began, seconds, step, num_issued, label)
+    section = SECTIONS[int(number)]
+    return Beat(local_rank, rank, pid, start, section, began, seconds, step, num_issued, label, thread)

@@ -395,6 +395,18 @@ class LossSpikeSection(Section):
     window: int = key(100, "of the losses of so many steps before", ge=2)
 
 
+class DeviceCheckSection(Section):
+    """Devices that are slow or compute wrong, found by a test of each: a product of matrices, a copy, its links."""
+
+    every: int | None = key(None, "steps between two tests, the first at the start; null: none", ge=1)
+    factor: float = key(1.5, "a device is slow that takes longer than so many times the median of the others", gt=1)
+    action: Literal["warn", "stop", "exclude"] = key(
+        "warn",
+        "what a device that is slow or computes wrong does: a warning, an error on every rank, or an error of its rank"
+        " after which `shoal run --slurm` and elastic jobs go on without its machine",
+    )
+
+
 class FaultToleranceSection(Section):
     """Replicas that are jobs of their own: one that fails is left out, and joins again."""
 
@@ -523,6 +535,7 @@ class Schema(Section):
     local_steps: LocalStepsSection = section(LocalStepsSection, "replicas that are synchronised from time to time")
     fault_tolerance: FaultToleranceSection = section(FaultToleranceSection, "replicas that are jobs of their own")
     loss_spike: LossSpikeSection = section(LossSpikeSection, "steps whose loss is far above those before")
+    device_check: DeviceCheckSection = section(DeviceCheckSection, "devices that are slow or compute wrong")
     timeouts: Timeouts = section(Timeouts, "hangs, which are explained and ended")
     debug: Debug = section(Debug, "checks that cost time")
     data: Data = section(Data, "the loader of `training_data`")

@@ -43,6 +43,7 @@ from shoal.engine.over_stages import from_stages
 from shoal.engine.parts.activations import SavedActivations
 from shoal.engine.parts.clipping import CheckClipping
 from shoal.engine.parts.curriculum import Curriculum
+from shoal.engine.parts.device_check import DeviceCheck
 from shoal.engine.parts.error_feedback import ErrorFeedback
 from shoal.engine.parts.experiment import ExperimentSteps
 from shoal.engine.parts.experts import ExpertBalance
@@ -356,6 +357,8 @@ def _parts(
     if properties.config.debug.replica_check_steps is not None:
         steps = properties.config.debug.replica_check_steps
         yield ReplicaCheck(sharding, properties, accumulation.counters, steps)
+    if properties.config.device_check.every is not None and properties.world.backend != "fake":
+        yield DeviceCheck(axes.world, properties, accumulation.counters, hosts)
     if properties.config.checkpoint.save_on_signal:
         yield SaveOnSignal()
     if properties.config.autotuning.enabled:

@@ -98,7 +98,8 @@ def cores_near(devices: Sequence[str], num_ranks: int, root: Path = _SYS) -> Bou
     """Cores for each rank of those of its GPU's NUMA node, divided evenly among the ranks of that node.
 
     Where some GPU's node has no core that this process may use, the kernel knows no nodes of GPUs, or ranks have none,
-    all cores are divided, in the order of their nodes. Ranks have the same number of threads: that of the one with the fewest cores.
+    all cores are divided, in the order of their nodes. Ranks have the same number of threads: that of the one with the
+    fewest cores.
 
     Args:
         devices: the PCI addresses of the GPUs, such as ``0000:3b:00.0``; rank ``r`` uses the ``r``-th.

@@ -38,8 +38,14 @@ _MARKS_OF_A_LOST_PEER = (
     "Connection reset by peer",
     "ncclRemoteError",
 )
-# Messages of CUDA, NVML and the kernel on a device that has failed.
-_MARKS_OF_HARDWARE = ("uncorrectable ECC error", "uncorrectable NVLink error", "GPU is lost", "fallen off the bus")
+# Messages of CUDA, NVML and the kernel on a device that has failed, and Shoal's own.
+_MARKS_OF_HARDWARE = (
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "GPU is lost",
+    "fallen off the bus",
+    "[device-failed]",
+)
 HARDWARE_EXIT_CODE = 74  # EX_IOERR
 _LINKS = ("The above exception was the direct cause", "During handling of the above exception")
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch's

@@ -102,7 +102,8 @@ class HangWatch:
             if (file := files[beat.local_rank]) is not None
         }
         stuck = [
-            Stuck(beat, main_stack(dumps.get(beat.rank, "")), beat.pid in stopped, beat.pid in late) for beat in beats
+            Stuck(beat, main_stack(dumps.get(beat.rank, ""), beat.thread), beat.pid in stopped, beat.pid in late)
+            for beat in beats
         ]
         self.report = describe_hang(stuck, kept_dumps(dumps))
 

@@ -1,4 +1,4 @@
-"""``shoal deepspeed`` with an srun that starts its tasks here, and ranks that are bound to cores, also by ``shoal run``."""
+"""``shoal deepspeed`` with an srun that starts its tasks here; ranks bound to cores, also by ``shoal run``."""
 
 from __future__ import annotations
 

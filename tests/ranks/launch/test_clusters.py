@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -54,6 +55,21 @@ while True:
     time.sleep(0.1)
 print("ends", where, flush=True)
 """
+HANG = """
+import sys, time
+import torch, shoal
+config = {"train_micro_batch_size_per_gpu": 1, "timeouts": {"step": 1.5}}
+config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        if engine.global_rank == 1:
+            time.sleep(600)
+        return super().forward(x)
+
+engine, *_ = shoal.initialize(model=Model(4, 2), config=config)
+engine.backward(engine(torch.ones(1, 4)).sum())
+"""
 
 
 def free_port() -> int:
@@ -84,8 +100,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         yield environment | cpu_only(SLURM_CONF=environment["SLURM_CONF"])
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
+_MPI = pytest.mark.parametrize(
     "command",
     [
         ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-x", "MASTER_PORT"),
@@ -93,6 +108,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     ],
     ids=["Open MPI", "MPICH"],
 )
+
+
+@pytest.mark.timeout(120)
+@_MPI
 def test_mpi_starts_ranks_that_find_each_other(command: tuple[str, ...], script: str, tmp_path: Path) -> None:
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed (Debian: openmpi-bin, mpich)")
@@ -128,6 +147,35 @@ def test_srun_starts_ranks_that_find_each_other(slurm: dict[str, str], script: s
     results = trained(tmp_path)
     assert [each[:2] for each in results] == [[4, 0], [4, 1], [4, 0], [4, 1]]
     assert all(each[2] == results[0][2] for each in results)
+
+
+def check_hang(command: tuple[str, ...], environment: dict[str, str], folder: Path) -> None:
+    """A rank that sleeps is named with its stack, and the launcher ends with the ranks' exit code, soon."""
+    (folder / "hang.py").write_text(HANG)
+    words = [*command, "-n", "2", sys.executable, str(folder / "hang.py")]
+    job = subprocess.run(
+        words, env=environment | {"TMPDIR": str(folder)}, capture_output=True, text=True, timeout=110, check=False
+    )
+    said = job.stdout + job.stderr
+    assert job.returncode == 134, said
+    assert said.count("[hang]") == 1 and "[hang] step 0: rank 1 hangs; section 'step' of rank" in said, said
+    assert re.search(r"rank 1: runs .*hang\.py:\d+, in forward; ", said), said
+    assert re.search(r"rank 0: waits in a collective, called at .*hang\.py:\d+, in ", said), said
+
+
+@pytest.mark.timeout(120)
+@_MPI
+def test_a_hang_under_mpi_is_explained_and_ends(command: tuple[str, ...], tmp_path: Path) -> None:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed (Debian: openmpi-bin, mpich)")
+    check_hang(command, cpu_only(MASTER_PORT=str(free_port())), tmp_path)
+
+
+@pytest.mark.timeout(180)
+def test_a_hang_under_srun_on_two_nodes_is_explained_and_ends(slurm: dict[str, str], tmp_path: Path) -> None:
+    check_hang(
+        ("srun", "--nodes", "2"), slurm | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, tmp_path
+    )
 
 
 class SlurmJob:

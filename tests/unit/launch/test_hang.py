@@ -73,6 +73,7 @@ Current thread 0x00007f02 (most recent call first):
 Extension modules: torch._C (total: 1)
 """.replace("_engine_run_backward", "_engine_run_backward" if "graph" in main else "run")
     assert main_stack(dump)[0].startswith(f'  File "/lib/{expected}"')
+    assert main_stack(dump, 0x7F01)[0].endswith("line 3 in on_gradient")  # where that thread runs the program
 
 
 def test_a_heartbeat_is_read_by_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

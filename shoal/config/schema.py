@@ -403,7 +403,7 @@ class DeviceCheckSection(Section):
     action: Literal["warn", "stop", "exclude"] = key(
         "warn",
         "what a device that is slow or computes wrong does: a warning, an error on every rank, or an error of its rank"
-        " after which `shoal run --slurm` and elastic jobs go on without its machine",
+        " after which `shoal run --slurm` goes on without its machine",
     )
 
 

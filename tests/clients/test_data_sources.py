@@ -63,7 +63,10 @@ def test_data_sets_on_disk_and_streams_are_documents(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     assert read(f"hf:{tmp_path}/files:train") == TEXTS
-    assert identity(f"hf:{tmp_path}/files:train") == identity(f"hf:{tmp_path}/files:train")
+    before = identity(f"hf:{tmp_path}/files:train")
+    assert identity(f"hf:{tmp_path}/files:train") == before == json.loads(json.dumps(before))
+    (tmp_path / "files" / "train.jsonl").write_text('{"text": "another"}')
+    assert identity(f"hf:{tmp_path}/files:train") != before  # also under the same name
     with pytest.raises(UsageError, match="splits:none cannot be read"):
         read(f"hf:{tmp_path}/splits:none")
     with pytest.raises(UsageError, match=r"row 0 of hf:.*has no text in the field 'body'"):

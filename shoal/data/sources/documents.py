@@ -76,10 +76,16 @@ def read_documents(name: str, *, field: str = "text", cache: str | Path) -> Iter
 
 
 def identity(name: str) -> list[Any]:
-    """What changes when a source does: names, sizes and times of files. Of a stream from a hub its name only."""
+    """What changes when a source does: names, sizes and times of files; of files on a hub the commit or ETag."""
     form = form_of(name)
     if form == "huggingface":
-        return [name, str(getattr(_open_dataset(name), "_fingerprint", ""))]
+        if (fingerprint := getattr(_open_dataset(name), "_fingerprint", None)) is not None:  # of one on disk
+            return [name, str(fingerprint)]
+        path, *rest = name.removeprefix(_HUGGING_FACE).split(":")
+        datasets = import_optional("datasets", f"reading {name}", "'shoal[data]'")
+        builder = datasets.load_dataset_builder(path, *rest[:-1])
+        files = (builder.config.data_files or {}).values()
+        return [name, builder.hash, *([*each, *map(list, each.origin_metadata)] for each in files)]
     if form == "text":
         return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in text_files(name)]
     import fsspec

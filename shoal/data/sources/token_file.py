@@ -12,10 +12,14 @@ whole or not at all.
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +37,7 @@ from shoal.errors import UsageError
 _HEADER, _PREFIX, _CHECKSUMS, _TOKENIZER = "header.json", "tokens", "checksums.bin", "tokenizer"
 _CHUNK_NBYTES = 1 << 20
 _NUM_SAMPLED = 8  # chunks that opening a file verifies, the first and the last among them
+_ABANDONED_SECONDS = 10.0  # since the last write, from which on a writer without a lock is dead
 _REPAIR = "name a whole file of tokens: copy it again, or build it with shoal data build (--overwrite)."
 
 
@@ -91,8 +96,10 @@ class TokenFileWriter:
         self._largest = 0
 
     def __enter__(self) -> Self:
+        self._remove_abandoned()
         self._folder.mkdir(parents=True)
         self._data = open(data_of(self._folder / _PREFIX), "xb")
+        fcntl.flock(self._data, fcntl.LOCK_EX)  # until this process is done, or dies
         return self
 
     def write(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> None:
@@ -125,12 +132,21 @@ class TokenFileWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._data.close()
         try:
+            self._data.flush()
             if error is None:
                 self._commit()
         finally:
+            self._data.close()
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _remove_abandoned(self) -> None:
+        """Remove what writers of this path left behind that were killed: nobody holds the lock of their data."""
+        for folder in self.path.parent.glob(f".{glob.escape(self.path.name)}.tmp-*"):
+            with suppress(OSError), open(data_of(folder / _PREFIX), "rb") as data:
+                if time.time() - os.fstat(data.fileno()).st_mtime > _ABANDONED_SECONDS:  # one that begins has no lock
+                    fcntl.flock(data, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
 
     def _add_bytes(self, data: memoryview) -> None:
         while data:

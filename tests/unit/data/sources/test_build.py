@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -83,3 +86,27 @@ def test_documents_of_a_source_are_copied(tmp_path: Path) -> None:
     assert source.lengths.tolist() == [2, 0, 2_000_000, 1, 1]
     for index in range(5):
         assert np.array_equal(source.tokens(index), documents[index])
+
+
+def test_a_build_that_is_killed_leaves_no_file_and_is_cleared_away_by_the_next(tmp_path: Path) -> None:
+    killed = os.fork()
+    if not killed:
+        with TokenFileWriter(tmp_path / "out", tokenizer=ByteTokenizer()) as writer:
+            writer.write([1, 2, 3])
+            writer._data.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(killed, 0)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".out.tmp-")
+    with TokenFileWriter(tmp_path / "out", tokenizer=ByteTokenizer()) as other:
+        other.write([4])
+        assert left.exists()  # it may be of a writer that has just begun
+        for folder in tmp_path.iterdir():
+            os.utime(folder / "tokens.bin", (1.0, 1.0))
+        with TokenFileWriter(tmp_path / "out", tokenizer=ByteTokenizer()) as writer:
+            assert not left.exists()
+            writer.write([5])
+            assert len([*tmp_path.iterdir()]) == 2  # the one that is being written is locked
+        shutil.rmtree(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert TokenFile(tmp_path / "out").tokens(0).tolist() == [4]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import attention, checkpoint, data_wait, experts, monitoring, parallel, parallel_bytes, pipeline
-from benchmarks.arena import ROOT, Result, compete, table
+from benchmarks.arena import ROOT, Result, table
 from benchmarks.compare_commits import Measured, compare, extract, show, summary
 from benchmarks.contenders import Task
 from benchmarks.memory import formula_bytes
@@ -39,18 +39,6 @@ def test_quiet_steps_count_alone_where_there_are_enough() -> None:
 
 def test_a_table_keeps_names_left_and_numbers_right() -> None:
     assert table([["name", "ms"], ["plain", "7.0"]]) == "name    ms\n-----  ---\nplain  7.0"
-
-
-@pytest.mark.gloo
-def test_contenders_are_measured_in_turn_and_a_failing_one_is_reported() -> None:
-    task = Task(precision="fp32", small_layers=4)
-    results = compete(["plain", "ddp", "fsdp2-stage2"], task, 2, rounds=2, steps=3)
-    assert results["plain"].error == results["ddp"].error == ""
-    assert [len(results[name].quiet + results[name].loud) for name in ("plain", "ddp", "fsdp2-stage2")] == [6, 6, 6]
-    assert results["ddp"].peak_bytes > 50 * 2**20
-    assert results["fsdp2-stage2"].loss == pytest.approx(results["ddp"].loss, rel=1e-3)
-    broken = compete(["plain"], Task(precision="fp32", num_heads=0), 1, rounds=1, steps=1)
-    assert "num_heads" in broken["plain"].error
 
 
 @pytest.mark.gloo
@@ -100,32 +88,6 @@ def test_the_largest_model_fills_both_memories() -> None:
 
     task = Task(num_layers=3, hidden_size=64, num_heads=2, vocab_size=100)
     assert num_parameters(task) == GPTConfig(100, 8, 3, 64, 2, tied=False).num_parameters()
-
-
-@pytest.mark.gloo
-def test_the_offload_benchmark_runs_its_phases_small_and_writes_what_it_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = argparse.Namespace(
-        device="cpu",
-        phases=["step-host", "largest", "link"],
-        minutes=5.0,
-        ranks=1,
-        rounds=1,
-        layers=1,
-        hidden=64,  # bf16 products take 58 times as long as fp32 on a processor without bf16 instructions
-        sequences=1,
-        folder=tmp_path / "disk",
-        out=tmp_path / "found.json",
-    )
-    run(arguments)
-    found = json.loads((tmp_path / "found.json").read_text())["phases"]
-    rows = {row["contender"]: row for row in found["step-host"]["rows"]}
-    assert rows["shoal-host"]["loss"] == rows["shoal-2"]["loss"]
-    assert rows["shoal-host"]["times_as_fast_as_fsdp2-host"] > 0
-    assert 200_000 < found["largest"]["largest"] < 4_000_000
-    assert "error" in found["link"]  # there is no GPU: the phase fails, the others do not
-    assert "the largest that trained" in capsys.readouterr().out
 
 
 def test_a_phase_for_which_no_time_is_left_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,17 @@ from tests.helpers.composition import Combination, covering, named, triples_of_s
 from tests.helpers.composition_runs import check
 
 TRIPLES = covering(3)
+COMPILED = [each for each in covering(2) if each["compile"] == "yes"]
 OF_SUMS = triples_of_sums()  # what failed in use: with accumulation, and nothing else in the way
 
 
 @pytest.mark.parametrize("combination", TRIPLES, ids=map(named, TRIPLES))
 def test_any_three_settings_together_end_where_one_process_ends(combination: Combination) -> None:
+    check(combination)
+
+
+@pytest.mark.parametrize("combination", COMPILED, ids=map(named, COMPILED))
+def test_compiled_blocks_with_any_other_setting_end_where_one_process_ends(combination: Combination) -> None:
     check(combination)
 
 

@@ -18,6 +18,7 @@ from tests.helpers.composition import (
     covering,
     is_allowed,
     named,
+    num_ranks,
     refused,
     settings_of,
 )
@@ -28,8 +29,12 @@ INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}
 
 
 def cases(combinations: list[Combination]) -> list[Any]:
-    """Each a test; one that compiles has the time for that on a busy machine."""
+    """Each a test; one that compiles has the time for that on a busy machine.
+
+    Of four ranks each compiles by itself: there the other settings run uncompiled, and all of them in tests/nightly.
+    """
     slow = [pytest.mark.timeout(240)]
+    combinations = [{**each, "compile": "no"} if num_ranks(each) > 2 else each for each in combinations]
     return [
         pytest.param(each, id=named(each), marks=slow if each.get("compile") == "yes" else ()) for each in combinations
     ]

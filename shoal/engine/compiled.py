@@ -11,6 +11,7 @@ from shoal.compiler import refuse_cuda_graphs
 from shoal.engine.settings import Properties
 from shoal.errors import ModelError
 from shoal.parallel.recompute_blocks import find_blocks
+from shoal.streams import simulation
 
 
 class CompiledModel:
@@ -40,6 +41,8 @@ class CompiledModel:
         Raises: ModelError: CUDA graphs at stage 3.
         """
         section = self._properties.config.compile
+        if simulation() is not None:
+            return "compile: no effect in a simulation, which reads each operator; is_fused=True is the compiled time."
         blocks = list(find_blocks(self._module).values()) if section.regional else []
         for module in blocks or [self._module]:
             if module._compiled_call_impl is None:

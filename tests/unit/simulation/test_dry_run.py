@@ -280,6 +280,22 @@ def test_one_rank_of_pipeline_stages_is_refused() -> None:
             shoal.initialize(model=model, config=made)
 
 
+def test_experts_in_blocks_to_be_compiled_have_the_times_and_bytes_of_uncompiled_ones() -> None:
+    shape = GPTConfig(vocab_size=256, sequence_length=64, num_layers=2, hidden_size=64, num_heads=2, num_experts=8)
+
+    def measured(**more: Any) -> tuple[Any, ...]:
+        with shoal.dry_run(4, machine="h100") as run:
+            model = GPT(shape, experts=ExpertFeedForward)
+            made = config(3, parallel={"ep": 2}, optimizer=ADAM, bf16={"enabled": True}, **more)
+            engine = shoal.initialize(model=model, config=made)[0]
+            take_steps(run, engine, torch.zeros(2, 64, dtype=torch.long), 3)
+            engine.destroy()
+        last = run.steps[-1]
+        return last.seconds, last.by_kind, last.busy, last.received, last.memory
+
+    assert measured(compile={"enabled": True}) == measured()
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_experts_get_equally_many_tokens(stage: int) -> None:
     shape = GPTConfig(vocab_size=256, sequence_length=64, num_layers=2, hidden_size=64, num_heads=2, num_experts=8)

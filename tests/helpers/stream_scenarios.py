@@ -42,6 +42,7 @@ TEST_FILES = tuple(
         "parallel/expert/test_overlap",
         "comm/test_wire",
         "offload/test_states",
+        "offload/test_zenflow",
         "running/test_overlap_param_gather",
         "pipeline/test_access",
         "parallel/sequence/test_attention",

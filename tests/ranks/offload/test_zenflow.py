@@ -100,12 +100,12 @@ def test_with_all_columns_it_is_the_offloaded_adamw(
 
 
 FLOWS = {
-    "sum of 3": {"topk_ratio": 0.3, "update_interval": 3},
-    "late": {"topk_ratio": 0.3, "update_interval": 2, "overlap_step": True},
     "chosen anew": {
         "topk_ratio": 0.3, "update_interval": 2, "select_strategy": "step", "select_interval": 3, "offload": True,
         "full_warm_up_rounds": 2,
     },
+    "sum of 3": {"topk_ratio": 0.3, "update_interval": 3},
+    "late": {"topk_ratio": 0.3, "update_interval": 2, "overlap_step": True},
     "chosen anew, late": {
         "topk_ratio": 0.2, "update_interval": 2, "select_strategy": "epoch", "select_interval": 2, "steps_per_epoch": 2,
         "overlap_step": True, "full_warm_up_rounds": 1,

@@ -129,7 +129,15 @@ class TokenStream(Dataset[Any]):
         with_documents: bool = True,
         padding: int = 0,
     ) -> None:
-        each = [sources] if isinstance(sources, TokenSource) else list(sources)
+        each = list(sources) if isinstance(sources, Sequence) else [sources]
+        if unknown := [type(source).__name__ for source in each if not hasattr(source, "lengths")]:
+            raise UsageError(
+                f"{', '.join(unknown)}: its tokens are not counted yet; packing needs the lengths of all documents.",
+                where="TokenStream",
+                do="tokenise ahead (`shoal data build` or open_source); or pass a data set that tokenises each sample"
+                " when it is read to initialize(training_data=), and set data.num_workers.",
+                code="data-lengths",
+            )
         if empty := [source.name for source in each if not (source.lengths > 1).any()]:
             what = f"{', '.join(empty)}: no document of two tokens or more."
             raise UsageError(what, do="leave this source out.", code="data-empty")

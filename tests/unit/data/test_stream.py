@@ -301,3 +301,11 @@ def test_data_without_samples_are_refused_by_name() -> None:
         TokenStream(source(1), 1)
     with pytest.raises(UsageError, match="s2: "):
         TokenStream([source(1), source(2)], 16, weights=[1, 5], num_samples=200)
+
+
+def test_data_without_lengths_cannot_be_packed() -> None:
+    texts = torch.utils.data.TensorDataset(torch.arange(4))
+    for sources in (texts, [texts]):
+        with pytest.raises(UsageError, match=r"(?s)TensorDataset: its tokens.*data.num_workers") as raised:
+            TokenStream(sources, 8)  # type: ignore[arg-type]
+        assert raised.value.code == "data-lengths"

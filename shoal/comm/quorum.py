@@ -46,6 +46,7 @@ TIMEOUT_SECONDS = 300.0
 _CONNECT_SECONDS = 60.0
 _POLL_SECONDS = 0.005
 _TICK_SECONDS = 1.0
+_OPS = ("hello", "join", "arrive", "vote")
 
 
 class _Replica:
@@ -138,9 +139,11 @@ class QuorumServer:
             if not data or len(replica.received) > 65536:
                 raise ConnectionError("closed")
             for line in lines:
-                replica.request = dict(json.loads(line))
-                replica.asked_at = time.monotonic()
-        except (OSError, ValueError, TypeError):
+                request = json.loads(line)
+                if request["op"] not in _OPS or not isinstance(request["is_ok"], bool):
+                    raise ValueError("no request")
+                replica.request, replica.asked_at = request, time.monotonic()
+        except (OSError, ValueError, TypeError, LookupError, RecursionError):  # closed, or no replica's
             self._leave_out(replica, "its connection was closed")
         self._decide()
 

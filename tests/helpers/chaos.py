@@ -53,7 +53,9 @@ _MOST_BYTES = 16000  # of a file, once the disk is full
 ACTIONS = (
     "kill", "stop", "abort", "raise", "leave", "exit 1", "terminate", "slow", "not finite", "link", "full", "flip",
 )  # fmt: skip
-PLACES = ("start", "load", "before_forward", "before_backward", "before_step", "at_step", "after_step", "save")
+PLACES = (
+    "start", "load", "before_forward", "before_backward", "reduce", "before_step", "at_step", "after_step", "save",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -186,13 +188,22 @@ class Jobs:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
+        first = self._context.Process(target=int)  # starts the process that forks, for all tests of a module
+        first.start()
+        first.join()
 
     def run(
-        self, folder: Path, layout: Layout, num_ranks: int, faults: Sequence[Fault], timeout: float
+        self,
+        folder: Path,
+        layout: Layout,
+        num_ranks: int,
+        faults: Sequence[Fault],
+        timeout: float,
+        max_restarts: int = 12,
     ) -> tuple[int, str]:
         """Returns: the exit code of the launcher, and what it has printed."""
         (folder / "tmp").mkdir(parents=True)
-        arguments = str(folder), asdict(layout), num_ranks, [asdict(fault) for fault in faults]
+        arguments = str(folder), asdict(layout), num_ranks, [asdict(fault) for fault in faults], max_restarts
         process = self._context.Process(target=_launch, args=arguments)
         process.start()
         process.join(timeout)
@@ -209,7 +220,9 @@ class Jobs:
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
-def _launch(folder: str, layout: dict[str, Any], num_ranks: int, faults: list[dict[str, Any]]) -> None:
+def _launch(
+    folder: str, layout: dict[str, Any], num_ranks: int, faults: list[dict[str, Any]], max_restarts: int
+) -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
     from shoal.launch import Elastic, LocalJob, run_local
@@ -224,7 +237,10 @@ def _launch(folder: str, layout: dict[str, Any], num_ranks: int, faults: list[di
     nursery = _Nursery()
     SubprocessHandler._popen = lambda self, args, environment: nursery.popen(self, args, environment)  # type: ignore[method-assign]
     job = LocalJob(
-        (folder, json.dumps(layout), json.dumps(faults)), num_ranks, elastic=Elastic(max_restarts=12), stop_seconds=1
+        (folder, json.dumps(layout), json.dumps(faults)),
+        num_ranks,
+        elastic=Elastic(max_restarts=max_restarts),
+        stop_seconds=1,
     )
     outcome = run_local(job)
     print(outcome.report, file=sys.stderr, flush=True)
@@ -308,6 +324,14 @@ class Faults(shoal.Part):
     def prepare(self, engine: Any) -> None:
         self._engine = engine
         engine.checkpointing.on_phase = self._on_phase
+        reducer = engine.sharded.reducer
+        issue = reducer._issue
+
+        def issue_and_fail(unit: Any) -> None:
+            issue(unit)
+            self.happen("reduce")  # other ranks wait in it
+
+        reducer._issue = issue_and_fail
 
     def _on_phase(self, phase: str) -> None:
         self.happen("save")

@@ -8,10 +8,15 @@ A job restarts from its last checkpoint after each fault. The seed of a run is i
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -113,3 +118,75 @@ def test_random_faults_change_no_bit(seed: int, jobs: Jobs, references: Referenc
     assert not any(is_alive(int(pid)) for pid in (folder / "pids").read_text().split()), what
     left = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("shoal-hang-")]
     assert left == [], f"{what}:\n{text}"
+
+
+def test_a_job_that_fails_more_often_than_it_may_says_each_time_why_and_ends(jobs: Jobs, tmp_path: Path) -> None:
+    faults = [Fault(step % 2, "before_step", "raise", step) for step in range(4)]
+    code, text = jobs.run(tmp_path / "job", LAYOUTS["dp 1"], 2, faults, SECONDS, max_restarts=2)
+    assert code == 1
+    for number in range(2):
+        assert f"shoal: all ranks are started anew: rank {number} failed: RuntimeError: fault {number} (at " in text
+    assert "RuntimeError: fault 2" in text.rpartition("shoal: rank 0 failed first: ")[2] and "fault 3" not in text
+    assert not any(is_alive(int(pid)) for pid in (tmp_path / "job" / "pids").read_text().split())
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+
+@contextmanager
+def two_hosts() -> Iterator[list[str]]:
+    """Two network namespaces, 10.99.0.1 and 10.99.0.2, joined by a link."""
+    names = [f"shoal-{os.getpid()}-{number}" for number in range(2)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no network namespaces here")
+    try:
+        ip("-n", names[0], "link", "add", "link0", "type", "veth", "peer", "name", "link0", "netns", names[1])
+        for number, name in enumerate(names):
+            ip("-n", name, "address", "add", f"10.99.0.{number + 1}/24", "dev", "link0")
+            for device in ("lo", "link0"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "delete", name)
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_a_link_that_is_down_for_two_seconds_changes_no_bit(references: References, tmp_path: Path) -> None:
+    patient = {"timeouts": dict.fromkeys(("init", "data", "step", "checkpoint"), 60)}
+    layout = replace(LAYOUTS["dp 3 host"], is_gloo=True, config=patient)
+    arguments = [str(tmp_path), json.dumps(asdict(layout)), json.dumps([asdict(Fault(0, "before_step", "slow", 2))])]
+    run = "import sys; from tests.helpers.chaos import rank_main; rank_main(*sys.argv[1:])"
+    with two_hosts() as names:
+        ranks = []
+        for rank, name in enumerate(names):
+            environment = {
+                **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29555", "GLOO_SOCKET_IFNAME": "link0",
+                "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": "",
+            }  # fmt: skip
+            command = ["ip", "netns", "exec", name, sys.executable, "-c", run, *arguments]
+            ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        try:
+            deadline = time.monotonic() + SECONDS
+            while not (tmp_path / "fault-0").exists():
+                assert time.monotonic() < deadline and all(rank.poll() is None for rank in ranks)
+                time.sleep(0.02)
+            ip("-n", names[0], "link", "set", "link0", "down")
+            time.sleep(2)
+            ip("-n", names[0], "link", "set", "link0", "up")
+            errors = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    for number in range(2):
+        found, expected = (
+            load_file(each / f"final-{number}.safetensors") for each in (tmp_path, references.get("dp 3 host"))
+        )
+        assert all(torch.equal(found[key], expected[key]) for key in expected)

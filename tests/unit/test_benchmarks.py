@@ -186,8 +186,10 @@ def test_what_a_step_waits_for_its_data_is_measured_in_pairs(source: str, tmp_pa
 
 
 def test_what_monitoring_costs_is_measured_in_pairs(tmp_path: Path) -> None:
-    found = monitoring.measure(tmp_path, model="nano", stage=1, micro=1, blocks=3, steps=2)
+    found = monitoring.measure(tmp_path, model="nano", stage=1, micro=1, seconds=0, steps=2)
     assert found["pairs"] == 3
+    assert found["monitoring_us"] > 0 < found["monitoring_percent"]
+    assert 0 < found["ring_us"] < 1000 and found["collectives_of_a_step"] > 0
     assert 0 < found["least"] <= found["ratio"] <= found["greatest"]
     assert found["with_ms"] > 0 < found["without_ms"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

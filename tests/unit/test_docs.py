@@ -194,7 +194,16 @@ def test_the_snippets_of_the_page_on_profiles_run() -> None:
 
 
 def test_every_test_that_the_table_of_faults_names_is_there() -> None:
-    named = re.findall(r"`(tests/\S+\.py)::(test_\w+)`", (ROOT / "docs" / "design" / "faults.md").read_text("utf-8"))
+    text = (ROOT / "docs" / "design" / "faults.md").read_text("utf-8")
+    numbers = {
+        number.strip(): "`tests/" in row
+        for numbers, row in re.findall(r"^\| ([A-Z]\d(?:, [A-Z]\d)*) \| .*? \|(.*)$", text, re.MULTILINE)
+        for number in numbers.split(",")
+    }
+    groups = {"F": 9, "H": 5, "N": 6}
+    expected = {f"{group}{number}" for group, last in groups.items() for number in range(1, last + 1)}
+    assert numbers == dict.fromkeys(expected | {"S1", "X3", "X4", "E1"}, True)
+    named = re.findall(r"`(tests/\S+\.py)::(test_\w+)`", text)
     assert len(named) > 20
     for path, name in named:
         functions = [node.name for node in ast.parse((ROOT / path).read_text("utf-8")).body if hasattr(node, "name")]

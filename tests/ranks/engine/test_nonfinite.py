@@ -259,3 +259,21 @@ def test_overflows_under_fp16_may_go_on_for_longer_than_bad_losses() -> None:
         return engine.skipped_steps
 
     assert run_ranks(2, job) == [12, 12]
+
+
+def test_overflows_at_the_lowest_scale_are_warned_of_in_each_step(caplog: pytest.LogCaptureFixture) -> None:
+    def job() -> list[float]:
+        engine = start(Plain, config(2, fp16={"enabled": True, "initial_scale_power": 4, "min_loss_scale": 4}))
+        scales = []
+        for index in range(5):
+            loss = engine(*batch(index, current_world().rank, 2))
+            engine.backward(BadGradient.apply(loss))
+            engine.step()
+            scales.append(engine.loss_scale)
+        engine.destroy()
+        return scales
+
+    first, second = run_ranks(2, job)
+    assert first == second and first[-2:] == [4.0, 4.0]
+    warned = [r.getMessage() for r in caplog.records if "overflow at the lowest loss scale 4" in r.getMessage()]
+    assert warned and warned[-1].startswith("step 4: ")

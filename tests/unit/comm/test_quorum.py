@@ -1,0 +1,62 @@
+"""Strangers that connect to the server of replicas: what they send ends their own connection, and nothing else."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from shoal.comm.quorum import Quorum, QuorumServer
+
+
+@pytest.fixture
+def server() -> Iterator[QuorumServer]:
+    server = QuorumServer(0, timeout_seconds=30)
+    thread = threading.Thread(target=server.serve, daemon=True)
+    thread.start()
+    yield server
+    server.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def connected(server: QuorumServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+GARBAGE = {
+    "bytes": b"\x16\x03\x01\x00\xff\xfe\n",
+    "no object": b"[1, 2]\n",
+    "nested": b"[" * 60_000 + b"\n",
+    "oversized": b"x" * 200_000,
+    "http": b"GET / HTTP/1.1\r\nHost: quorum\r\n\r\n",
+    "no status": b'{"op": "join"}\n',
+    "another type": b'{"op": "join", "is_ok": {}}\n',
+    "number": b'{"op": 3, "is_ok": true}\n',
+}
+
+
+def test_the_server_listens_to_this_machine_alone_unless_it_is_told_otherwise(server: QuorumServer) -> None:
+    assert server._listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_garbage_half_a_line_and_strangers_stop_no_replica(server: QuorumServer) -> None:
+    member = Quorum(("127.0.0.1", server.port))
+    serial = member.ask("hello", is_ok=True)["serial"]
+    slow = connected(server)
+    slow.sendall(b'{"op": "ar')  # and no more
+    strangers = [connected(server) for _ in GARBAGE]
+    for stranger, sent in zip(strangers, GARBAGE.values(), strict=True):
+        stranger.sendall(sent)
+    for _ in range(2):
+        assert member.ask("arrive", is_ok=True)["contributors"] == [serial]
+        reply = member.ask("vote", is_ok=True)
+        assert reply["is_committed"] and reply["members"] == [serial] and reply["sources"] == []
+    for stranger in strangers:
+        with stranger, suppress(ConnectionResetError):  # closed before all was read
+            assert stranger.recv(1) == b""
+    slow.close()
+    member.close()

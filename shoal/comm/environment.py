@@ -24,6 +24,7 @@ from shoal.heartbeat import HeartbeatPlace
 
 TRACEBACK = "SHOAL_TRACEBACK"
 HEARTBEATS = "SHOAL_HEARTBEATS"
+_GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,17 @@ def heartbeat_place() -> HeartbeatPlace | None:
     if not folder or not local_rank.isdecimal():
         return None
     return HeartbeatPlace(folder, int(local_rank), int(os.environ.get("RANK", local_rank)))
+
+
+def chosen_interfaces() -> tuple[str, str]:
+    """What GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME say; empty: not set."""
+    return os.environ.get(_GLOO_INTERFACE, ""), os.environ.get(_NCCL_INTERFACE, "")
+
+
+def set_interface(name: str) -> None:
+    """Set the variables that the user has not. Gloo and NCCL take an interface in no other way."""
+    os.environ.setdefault(_GLOO_INTERFACE, name)
+    os.environ.setdefault(_NCCL_INTERFACE, f"={name}")
 
 
 def launcher_has_store() -> bool:

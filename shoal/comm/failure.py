@@ -32,6 +32,7 @@ from typing import ClassVar
 from torch._C._distributed_c10d import Store
 
 from shoal.comm.environment import wants_tracebacks
+from shoal.comm.interface import own_address
 from shoal.errors import CommError, RankFailedError, ShoalError
 from shoal.hang import RankProcesses
 from shoal.text import clip
@@ -401,9 +402,4 @@ def _own_address(store: Store) -> str:
     """This machine's address in the network of the store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-            way.connect((getattr(store, "host", "127.0.0.1"), getattr(store, "port", 1)))  # sends nothing
-            return str(way.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
+    return own_address(getattr(store, "host", "127.0.0.1"), getattr(store, "port", 1)) or "127.0.0.1"

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.comm.environment import Launch, check_alone, heartbeat_place, launcher_has_store, read_launch
 from shoal.comm.failure import ExceptHook
 from shoal.comm.fake import FakeCommunicator, FakeStages, FakeStageTransport, FakeTransport
+from shoal.comm.interface import CommonInterface, Interface
 from shoal.comm.local_device import (
     accelerator,
     device_of,
@@ -390,6 +391,7 @@ def init_distributed(
     if launch is None:
         check_alone()
         launch = Launch(0, 1, 0, None, None, "none")
+    interface: Interface | None = None
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if accelerator(None) is not None else "gloo")
     arguments: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
     if init_method is not None:
@@ -408,12 +410,14 @@ def init_distributed(
         seconds = _start_seconds(config, timeout)
         heartbeat(heartbeat_place()).enter("init", seconds + timeout.total_seconds())
         address, port = launch.address or "127.0.0.1", launch.port or distributed_port
-        arguments["store"] = _meet(launch, address, port, seconds)
+        arguments["store"], interface = _meet(launch, address, port, seconds)
     dist.init_process_group(backend, **arguments)
     world = _adopt(timeout, owns_group=True)
     world.heartbeat.enter("data", None)
     if verbose and world.rank == 0:
         logger.info("joined %d ranks (%s, launcher %s)", world.size, backend, launch.launcher)
+    if interface is not None and world.rank == 0:
+        logger.info("communication over %s (store, Gloo, NCCL)", interface)
     return world
 
 
@@ -424,10 +428,11 @@ def _start_seconds(config: Any, timeout: timedelta) -> float:
     return timeout.total_seconds()
 
 
-def _meet(launch: Launch, host: str, port: int, seconds: float) -> Store:
-    """The store of rank 0's process, or of torchrun's, once all ranks have connected to it.
+def _meet(launch: Launch, host: str, port: int, seconds: float) -> tuple[Store, Interface | None]:
+    """The store of rank 0's process, or of torchrun's, once all ranks have connected to it, and the interface for all
+    other sockets; None: there is one machine.
 
-    Raises: CommError: after ``seconds`` some ranks have not, which it names.
+    Raises: CommError: after ``seconds`` some ranks have not, which it names; or a rank does not reach the next one.
     Communicates: four requests to the store, and one more each half second.
     """
     began, pause, is_logged = time.monotonic(), 0.01, False
@@ -440,11 +445,12 @@ def _meet(launch: Launch, host: str, port: int, seconds: float) -> Store:
             limit = timedelta(seconds=seconds)
             store = TCPStore(host, port, None, has_store, limit, wait_for_workers=False, multi_tenant=True)
             arrived: Any = PrefixStore(f"shoal/start/{store.add(f'shoal/starts/{launch.rank}', 1)}", store)
+            common = CommonInterface(arrived, launch.rank, launch.world_size, host, port)
             arrived.append("ranks", f"{launch.rank} ")
             arrived.add("count", 1)
         try:
             if store is not None and arrived.add("count", 0) >= launch.world_size:
-                return PrefixStore("default_pg", store)  # as torch names it
+                break
         except RuntimeError as error:
             raise CommError(
                 f"the store at {host}:{port} has ended while rank {launch.rank} waited for others",
@@ -470,6 +476,8 @@ def _meet(launch: Launch, host: str, port: int, seconds: float) -> Store:
             is_logged = True
         time.sleep(min(pause, max(0.0, seconds - waited)))
         pause = min(2 * pause, 0.5)
+    with closing(common):
+        return PrefixStore("default_pg", store), common.settle()  # as torch names it
 
 
 def _is_reachable(host: str, port: int) -> bool:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comm.environment import HEARTBEATS
+from shoal.comm.interface import own_address
 from shoal.errors import UsageError
 from shoal.launch.cores import BoundCores
 from shoal.launch.environment import read_environment
@@ -220,19 +221,8 @@ def _rendezvous(place: Place | None, elastic: Elastic | None) -> dict[str, Any]:
             "last_call_timeout": _LAST_CALL_SECONDS,
             "read_timeout": _MEETING_SECONDS,  # machine 0 may come last
         },
-        "local_addr": place.address if is_host else _own_address(place),
+        "local_addr": place.address if is_host else own_address(place.address, place.port),
     }
-
-
-def _own_address(place: Place) -> str | None:
-    """This machine's address in the network of machine 0, by which others reach its ranks; None: no route yet."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-            way.connect((place.address, place.port))  # sends nothing
-            address: str = way.getsockname()[0]
-            return address
-    except OSError:
-        return None
 
 
 def _shutdown(config: type[Any], seconds: int) -> dict[str, Any]:

@@ -1,0 +1,203 @@
+"""The interface of all of a rank's sockets: chosen once, for the store, Gloo and NCCL, and reachable by other machines.
+
+1  before the ranks meet   the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, else that of the route to
+                           rank 0's machine
+2  they have met           on several machines: each rank connects to the next one, from its address to the other's
+3  all could               both variables are set where they are not
+
+The host name, which Gloo would take, often resolves to a loopback address, and NCCL would take any interface.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch._C._distributed_c10d import Store
+
+from shoal.comm.environment import chosen_interfaces, set_interface
+from shoal.errors import CommError, ConfigError
+from shoal.process import boot
+
+_CONNECT_SECONDS = 3.0
+_LINGER_SECONDS = 1.0
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_VARIABLES = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One that is up, and its address. ``name``: empty: it has another address than the kernel lists first."""
+
+    name: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.address}".lstrip()
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.address == "::1" or self.address.startswith("127.")
+
+
+def interfaces() -> list[Interface]:
+    """Those of this machine, with their first IPv4 address, then IPv6 addresses of wide scope."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                answer = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", name.encode()))
+                found.append(Interface(name, socket.inet_ntoa(answer[20:24])))
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if scope != "20":  # of the link
+                found.append(Interface(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
+    return found
+
+
+def choose(host: str, port: int) -> tuple[Interface | None, str]:
+    """The interface for this rank's sockets, and the address of ``host`` as it is reached from here; sends nothing.
+
+    Raises: ConfigError: a variable names an interface that this machine does not have.
+    """
+    mine, route, peer = interfaces(), None, ""
+    with suppress(OSError):  # there is no route yet
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as way:
+            way.connect(address)
+            source, peer = way.getsockname()[0], way.getpeername()[0]
+        route = next((each for each in mine if each.address == source), Interface("", source))
+    gloo, nccl = chosen_interfaces()
+    wanted = gloo or nccl
+    if not wanted:
+        return route, peer
+    fitting = [each for each in mine if (each.name in gloo.split(",") if gloo else _is_of_nccl(each.name, nccl))]
+    if not fitting:
+        raise ConfigError(
+            f"{'GLOO' if gloo else 'NCCL'}_SOCKET_IFNAME={wanted} names no interface of {socket.gethostname()} with an"
+            " address.",
+            do=f"name one of: {', '.join(map(str, mine))}.",
+            code="comm-interface",
+        )
+    return route if route in fitting else fitting[0], peer
+
+
+def _is_of_nccl(name: str, pattern: str) -> bool:
+    """True if NCCL_SOCKET_IFNAME is for this interface: prefixes; ``=`` in front: whole names; ``^``: all others.
+
+    >>> _is_of_nccl("eth0", "ib,eth"), _is_of_nccl("eth01", "=eth0"), _is_of_nccl("eth0", "^docker,lo")
+    (True, False, True)
+    """
+    names = pattern.lstrip("^=").split(",")
+    fits = name in names if "=" in pattern[:2] else name.startswith(tuple(names))
+    return fits != pattern.startswith("^")
+
+
+def own_address(host: str, port: int) -> str | None:
+    """This machine's address for sockets of ranks that meet at ``host``; None: no route yet."""
+    interface, _ = choose(host, port)
+    return None if interface is None else interface.address
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What a rank tells the others. ``port``: where it listens. ``has``: the interfaces of its machine."""
+
+    host: str
+    network: str
+    name: str
+    address: str
+    port: int
+    has: str
+
+
+class CommonInterface:
+    """One rank's part.
+
+    Args:
+        store: of this start alone. Every rank makes its object before it says that it is there.
+        host: where rank 0 is.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, host: str, port: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._interface, peer = choose(host, port)
+        # The kernel completes connections before they are accepted, so no thread needs to wait for one.
+        self._listener = socket.create_server(("", 0))
+        network = boot()
+        with suppress(OSError):
+            network += f"/{os.stat('/proc/self/ns/net').st_ino}"  # a container's own
+        mine = self._interface or Interface("", "")
+        number, has = self._listener.getsockname()[1], ", ".join(map(str, interfaces()))
+        self._mine = _Record(socket.gethostname(), network, mine.name, mine.address, number, has)
+        store.set(f"interface/{rank}", json.dumps(asdict(self._mine)))
+        if store.compare_set("network", "", network).decode() != network:
+            store.set("networks", "several")
+        if peer and not mine.is_loopback:
+            store.set("first machine", peer)
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def settle(self) -> Interface | None:
+        """Once all ranks are there: check that the next rank is reached, and set the variables. Every rank calls.
+
+        Returns: the interface; None: all ranks are on one machine, and nothing was set.
+        Raises: CommError: some rank does not reach the next one; the same error on every rank.
+        Communicates: through the store: two requests; on several machines five, and one more each quarter of a second.
+        """
+        store = self._store
+        if not store.check(["networks"]):
+            return None
+        # Where rank 0's name is a loopback address on its own machine, the others know a better one.
+        first = store.get("first machine").decode() if store.check(["first machine"]) else ""
+        mine = self._interface
+        if mine is None or mine.is_loopback:
+            mine = next((each for each in interfaces() if each.address == first), mine)
+        next_rank = (self._rank + 1) % self._size
+        theirs = _Record(**json.loads(store.get(f"interface/{next_rank}")))
+        if theirs.network != self._mine.network and (fault := self._fault(mine, theirs, first)):
+            own = f"rank {self._rank} on {self._mine.host} ({mine or 'no route'})"
+            other = f"rank {next_rank} on {theirs.host} ({Interface(theirs.name, theirs.address)})"
+            has = f"{self._mine.host} has {self._mine.has}; {theirs.host} has {theirs.has}"
+            store.set("unreachable", json.dumps([f"{own} does not reach {other}: {fault}.", has]))
+        store.add("checked", 1)
+        pause, end = 0.01, time.monotonic() + 2 * _CONNECT_SECONDS
+        while store.add("checked", 0) < self._size and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.25)
+        if store.check(["unreachable"]):
+            what, has = json.loads(store.get("unreachable"))
+            if self._rank == 0:
+                time.sleep(_LINGER_SECONDS)  # this process may have the store, which the others still read
+            raise CommError(
+                what,
+                do=f"set {_VARIABLES} on each machine to an interface that the others reach, and let its ports through"
+                f" the firewall: {has}.",
+                code="comm-interface",
+            )
+        if mine is not None and mine.name:
+            set_interface(mine.name)
+        return mine
+
+    def _fault(self, mine: Interface | None, theirs: _Record, first: str) -> str:
+        """Why the next rank's address is not reached from this one's; empty: it is."""
+        loopback = Interface(theirs.name, theirs.address).is_loopback
+        address = first if loopback else theirs.address
+        if mine is None or mine.is_loopback:
+            return "its own address is of no network"
+        if not address or address == mine.address:
+            return "the other address is of no network, or this machine's own"
+        try:
+            socket.create_connection((address, theirs.port), _CONNECT_SECONDS, (mine.address, 0)).close()
+        except OSError as error:
+            return f"{error.strerror or error}"
+        return ""

@@ -108,7 +108,7 @@ def own_address(host: str, port: int) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Record:
+class _RankNetwork:
     """What a rank tells the others. ``port``: where it listens. ``has``: the interfaces of its machine."""
 
     host: str
@@ -137,7 +137,7 @@ class CommonInterface:
             network += f"/{os.stat('/proc/self/ns/net').st_ino}"  # a container's own
         mine = self._interface or Interface("", "")
         number, has = self._listener.getsockname()[1], ", ".join(map(str, interfaces()))
-        self._mine = _Record(socket.gethostname(), network, mine.name, mine.address, number, has)
+        self._mine = _RankNetwork(socket.gethostname(), network, mine.name, mine.address, number, has)
         store.set(f"interface/{rank}", json.dumps(asdict(self._mine)))
         if store.compare_set("network", "", network).decode() != network:
             store.set("networks", "several")
@@ -163,7 +163,7 @@ class CommonInterface:
         if mine is None or mine.is_loopback:
             mine = next((each for each in interfaces() if each.address == first), mine)
         next_rank = (self._rank + 1) % self._size
-        theirs = _Record(**json.loads(store.get(f"interface/{next_rank}")))
+        theirs = _RankNetwork(**json.loads(store.get(f"interface/{next_rank}")))
         if theirs.network != self._mine.network and (fault := self._fault(mine, theirs, first)):
             own = f"rank {self._rank} on {self._mine.host} ({mine or 'no route'})"
             other = f"rank {next_rank} on {theirs.host} ({Interface(theirs.name, theirs.address)})"
@@ -188,7 +188,7 @@ class CommonInterface:
             set_interface(mine.name)
         return mine
 
-    def _fault(self, mine: Interface | None, theirs: _Record, first: str) -> str:
+    def _fault(self, mine: Interface | None, theirs: _RankNetwork, first: str) -> str:
         """Why the next rank's address is not reached from this one's; empty: it is."""
         loopback = Interface(theirs.name, theirs.address).is_loopback
         address = first if loopback else theirs.address

@@ -326,7 +326,7 @@ class ZenFlow(CpuOptimizer):
     def _convert(self, part: ParameterRange, state: dict[str, Any], mask: torch.Tensor) -> None:
         """Multiply the moments of elements that change the part, so that their corrected values stay the same."""
         hyper, was = self._optimizer.param_groups[part.group], state["zenflow_selected"]
-        if is_fake(mask) or state["zenflow_chosen"] < 0 or not hyper.get("bias_correction", True):
+        if is_fake(mask) or not hyper.get("bias_correction", True):
             return
         step, rest = float(state["step"]), state["zenflow_rest"]
         for name, beta in zip(_NAMES, hyper["betas"], strict=True):

@@ -195,7 +195,7 @@ class ZenFlow(CpuOptimizer):
             state |= {name: torch.zeros_like(main) for name in _NAMES}
         if "zenflow_sum" not in state:
             # Where a parameter's first gradient comes after a choice, none of it is important until the next one.
-            state["zenflow_selected"] = torch.zeros(main.numel(), dtype=torch.bool)
+            state["zenflow_selected"] = in_columns((), main.numel(), {}).zero_()
             state["zenflow_sum"] = torch.zeros_like(main)
             count = 0 if is_fake(state["step"]) else int(state["step"])
             state |= {"zenflow_rest": count, "zenflow_count": 0, "zenflow_chosen": -1}

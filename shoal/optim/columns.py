@@ -71,7 +71,7 @@ def in_columns(segments: Sequence[Segment], numel: int, chosen: Mapping[int, tor
     Args:
         chosen: by slot, of matrices.
     """
-    mask = torch.ones(numel, dtype=torch.bool)
+    mask = host_memory(torch.ones(numel, dtype=torch.bool), is_pinned=False)
     for segment in segments:
         if (columns := chosen.get(segment.slot)) is not None:
             first, count = segment.offset % len(columns), segment.stop - segment.start

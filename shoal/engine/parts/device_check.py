@@ -141,11 +141,8 @@ class DeviceCheck(Part):
             if peer is None:
                 continue
             messages = [Message("send", mine, peer, _LABEL), Message("recv", theirs, peer, _LABEL)]
-            links.append(min(self._timed(partial(self._pass, messages))[0] for _ in range(_REPEATS)))
+            links.append(min(self._timed(partial(self._comm.blocking.batch, messages))[0] for _ in range(_REPEATS)))
         return min(links)
-
-    def _pass(self, messages: Sequence[Message]) -> None:
-        self._comm.batch(messages).drain()
 
     def _timed(self, run: Callable[[], Any]) -> tuple[float, Any]:
         self._device.synchronize()

@@ -230,7 +230,7 @@ def batch(run: Run, index: int, rank: int) -> tuple[torch.Tensor, ...]:
         targets[1:][torch.rand(targets[1:].shape, generator=generator) < 0.6] = -100
     if run.documents == "one":
         return rows[:, :-1], targets, torch.arange(SEQUENCE)
-    begins = torch.rand(targets.shape, generator=generator) < 0.4
+    begins = torch.rand(targets.shape, generator=generator) < 0.2
     begins[:, 0] = True
     places = torch.arange(SEQUENCE).expand_as(begins)
     positions = places - torch.where(begins, places, 0).cummax(1).values

@@ -8,6 +8,9 @@
 4  one rank      the lowest that answers, prints the report
 5  each rank     ends its process with exit code 134, and the processes of step 3 by SIGKILL
 
+No thread of Python's runs while another one holds the global lock. Once one has held it for longer than a section may
+take, faulthandler writes the stacks to stderr: where a machine has one rank, no other process reads them.
+
 The threads use connections to the store of their own. Where the store does not answer, since the process that has it
 is stopped, a rank prints what it knows of itself and of that process.
 """
@@ -44,6 +47,7 @@ _STACK_SECONDS = 0.5  # for a silent process to write its stacks
 _STORE_SECONDS = 1.5  # for the store to answer
 _REPORT_SECONDS = 10.0  # for all that follows
 _STOP_SECONDS = 2.0
+_LOCK_SECONDS = 5.0  # after the time-out, for a thread of Python's to report
 _CALL = "call"
 _NUM_REPORTS = "reports"
 _OVER = "over"
@@ -296,12 +300,18 @@ class HangGuard:
         self._wake.set()
         for thread in self._threads:
             thread.join(_STOP_SECONDS)
+        faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(_stacks_signal())
 
     def _watch(self) -> None:
         began: float | None = None
+        armed = 0.0, 0.0  # a limit, and when
         while not self._wake.wait(_INTERVAL_SECONDS):
             beat = self._beat()
+            limit, now = beat.seconds or armed[0], time.monotonic()
+            if limit and (limit != armed[0] or now - armed[1] > 1.0):
+                faulthandler.dump_traceback_later(limit + _LOCK_SECONDS, file=2)
+                armed = limit, now
             if beat.is_late and beat.began == began:
                 break
             began = beat.began if beat.is_late else None
@@ -321,6 +331,7 @@ class HangGuard:
         return read_beat(os.pread(self._file, NBYTES, 0), self._rank)
 
     def _end(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
         own = self._own_report()
         self._continue_first()
         exchange = threading.Thread(target=self._exchange, args=[own], name="shoal-hang-report", daemon=True)

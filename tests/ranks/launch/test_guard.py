@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -31,12 +32,16 @@ print(*(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(size)))
 """  # ranks without a launcher, which import torch once
 
 
-def write(folder: Path, stuck: Mapping[int, str]) -> Path:
-    """Args: ``stuck``: what ranks run in their second forward of a step."""
+def write(folder: Path, stuck: Mapping[int, str], first: str = "") -> Path:
+    """
+    Args:
+        stuck: what ranks run in their second forward of a step.
+        first: what the script begins with.
+    """
     code = f"Path({str(folder)!r}, 'stuck').touch(); eval({dict(stuck)!r}[rank])"
     text = SCRIPT.format(folder=str(folder), stuck=code, in_evaluation="pass")
     script = folder / "script.py"
-    script.write_text(text.replace("rank == 1:", f"rank in {list(stuck)}:"))
+    script.write_text(first + text.replace("rank == 1:", f"rank in {list(stuck)}:"))
     return script
 
 
@@ -57,6 +62,19 @@ def torchrun(folder: Path, num_ranks: int, stuck: Mapping[int, str]) -> tuple[in
         job.terminate()  # its ranks, too
     assert len(ranks) == num_ranks
     return job.returncode, err, seconds
+
+
+def fork(folder: Path, num_ranks: int, stuck: Mapping[int, str], first: str = "") -> subprocess.Popen[str]:
+    """Ranks without a launcher, in a process group of their own."""
+    script = write(folder, stuck, first)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-c", FORK, str(script), str(num_ranks)]
+    env = os.environ | variables | {"TMPDIR": str(folder)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
 def stacks_in(err: str, folder: Path) -> str:
@@ -83,15 +101,10 @@ def test_a_rank_that_sleeps_under_torchrun_is_named_with_its_stack_and_all_ranks
 
 def test_ranks_that_cannot_run_a_thread_are_named_by_the_others_also_one_that_has_the_store(tmp_path: Path) -> None:
     stuck = {0: "os.kill(os.getpid(), signal.SIGSTOP)", 2: "sum(range(10 ** 13))"}  # which holds the GIL
-    script = write(tmp_path, stuck)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", FORK, str(script), "4"]
-    job = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=50, check=False)
+    job = fork(tmp_path, 4, stuck)
+    out, err = job.communicate(timeout=50)
     seconds = time.time() - (tmp_path / "stuck").stat().st_mtime
-    err, codes = job.stderr, job.stdout.splitlines()[-1].split()
+    codes = out.splitlines()[-1].split()
     assert "shoal: [hang] step 1: rank 0 hangs; section 'step' of rank " in err
     assert re.search("rank 0: is stopped, by a signal or a debugger; collective 6", err), err
     assert re.search(r"rank 2: runs .*script\.py:\d+, in ", err), err
@@ -99,3 +112,20 @@ def test_ranks_that_cannot_run_a_thread_are_named_by_the_others_also_one_that_ha
     assert len(codes) == 4 and set(codes) == {"134", "-9"}, codes
     stacks_in(err, tmp_path)
     assert seconds < STEP_SECONDS + SLACK_SECONDS
+
+
+def test_a_rank_that_holds_the_lock_of_python_alone_on_its_machine_writes_its_stack(tmp_path: Path) -> None:
+    alone = "import os\nimport shoal.hang\nshoal.hang.boot = lambda: os.environ['RANK']\n"
+    job = fork(tmp_path, 2, {1: "time.sleep(0.8) or sum(range(10 ** 13))"}, alone)
+    err = ""
+    try:
+        assert wait_until((tmp_path / "stuck").exists, 40)
+        for line in job.stderr or ():
+            err += line
+            if " in stuck" in line and "Timeout (" in err:
+                break
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.communicate(timeout=40)
+    assert "rank 1: does not answer: its process or its machine is lost, or holds Python's global lock" in err
+    assert re.search(r'Timeout \(0:00:06.*\)!\n(.*\n)+.*File ".*script\.py", line \d+ in stuck', err), err

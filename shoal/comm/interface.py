@@ -19,12 +19,14 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from torch._C._distributed_c10d import Store
+from typing import TYPE_CHECKING
 
 from shoal.comm.environment import chosen_interfaces, set_interface
 from shoal.errors import CommError, ConfigError
 from shoal.process import boot
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _CONNECT_SECONDS = 3.0
 _LINGER_SECONDS = 1.0

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
@@ -440,43 +440,44 @@ def _meet(launch: Launch, host: str, port: int, seconds: float) -> tuple[Store, 
     source = "RANK and WORLD_SIZE in the environment" if is_env else f"launcher: {launch.launcher}"
     has_store = launch.rank == 0 and not (is_env and launcher_has_store())
     store: Any = None
-    while True:
-        if store is None and (has_store or _is_reachable(host, port)):
-            limit = timedelta(seconds=seconds)
-            store = TCPStore(host, port, None, has_store, limit, wait_for_workers=False, multi_tenant=True)
-            arrived: Any = PrefixStore(f"shoal/start/{store.add(f'shoal/starts/{launch.rank}', 1)}", store)
-            common = CommonInterface(arrived, launch.rank, launch.world_size, host, port)
-            arrived.append("ranks", f"{launch.rank} ")
-            arrived.add("count", 1)
-        try:
-            if store is not None and arrived.add("count", 0) >= launch.world_size:
-                break
-        except RuntimeError as error:
-            raise CommError(
-                f"the store at {host}:{port} has ended while rank {launch.rank} waited for others",
-                do="look at the output of rank 0.",
-                code="comm-connection",
-            ) from error
-        waited = time.monotonic() - began
-        if waited >= (seconds if is_logged else min(_SILENT_SECONDS, seconds)):
-            others = range(1, launch.world_size) if store is None else map(int, arrived.get("ranks").split())
-            missing = sorted({*range(launch.world_size)} - {*others})
-            ranks = f"rank{'s' if len(missing) > 1 else ''} {listed_ranks(missing)}"
-            what = f"{ranks} at {host}:{port} ({source})"
-            if waited >= seconds:
-                if has_store:
-                    time.sleep(1.0)  # for others to read who is missing
+    with ExitStack() as opened:
+        while True:
+            if store is None and (has_store or _is_reachable(host, port)):
+                limit = timedelta(seconds=seconds)
+                store = TCPStore(host, port, None, has_store, limit, wait_for_workers=False, multi_tenant=True)
+                arrived: Any = PrefixStore(f"shoal/start/{store.add(f'shoal/starts/{launch.rank}', 1)}", store)
+                common = CommonInterface(arrived, launch.rank, launch.world_size, host, port)
+                opened.callback(common.close)
+                arrived.append("ranks", f"{launch.rank} ")
+                arrived.add("count", 1)
+            try:
+                if store is not None and arrived.add("count", 0) >= launch.world_size:
+                    break
+            except RuntimeError as error:
                 raise CommError(
-                    f"rank {launch.rank} of {launch.world_size} has waited {seconds:g} s for {what}",
-                    do=f"look at the output of {ranks}; start the missing ranks, or unset WORLD_SIZE to run alone."
-                    " timeouts.init in the config, or init_distributed(timeout=...), sets the time.",
-                    code="init-timeout",
-                )
-            logger.warning("rank %d of %d waits for %s", launch.rank, launch.world_size, what)
-            is_logged = True
-        time.sleep(min(pause, max(0.0, seconds - waited)))
-        pause = min(2 * pause, 0.5)
-    with closing(common):
+                    f"the store at {host}:{port} has ended while rank {launch.rank} waited for others",
+                    do="look at the output of rank 0.",
+                    code="comm-connection",
+                ) from error
+            waited = time.monotonic() - began
+            if waited >= (seconds if is_logged else min(_SILENT_SECONDS, seconds)):
+                others = range(1, launch.world_size) if store is None else map(int, arrived.get("ranks").split())
+                missing = sorted({*range(launch.world_size)} - {*others})
+                ranks = f"rank{'s' if len(missing) > 1 else ''} {listed_ranks(missing)}"
+                what = f"{ranks} at {host}:{port} ({source})"
+                if waited >= seconds:
+                    if has_store:
+                        time.sleep(1.0)  # for others to read who is missing
+                    raise CommError(
+                        f"rank {launch.rank} of {launch.world_size} has waited {seconds:g} s for {what}",
+                        do=f"look at the output of {ranks}; start the missing ranks, or unset WORLD_SIZE to run alone."
+                        " timeouts.init in the config, or init_distributed(timeout=...), sets the time.",
+                        code="init-timeout",
+                    )
+                logger.warning("rank %d of %d waits for %s", launch.rank, launch.world_size, what)
+                is_logged = True
+            time.sleep(min(pause, max(0.0, seconds - waited)))
+            pause = min(2 * pause, 0.5)
         return PrefixStore("default_pg", store), common.settle()  # as torch names it
 
 

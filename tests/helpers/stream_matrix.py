@@ -22,7 +22,7 @@ from shoal.streams import Simulation, simulation
 from tests.helpers import composition_runs
 from tests.helpers.compiling import CountsGraphs
 from tests.helpers.composition import AXES, Combination, Run, Values, settings_of
-from tests.helpers.composition_runs import Block, Tables
+from tests.helpers.composition_runs import Block
 
 
 def _some(axis: str, *values: str) -> Values:
@@ -65,7 +65,7 @@ class BlockOnTwoStreams(Block):
 
     waits = True
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, tables: Tables | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *others: Any) -> torch.Tensor:
         accelerator, own = accelerator_of_thread(), self.k_proj
         compute, side = accelerator.current(), accelerator.stream()
 
@@ -81,7 +81,7 @@ class BlockOnTwoStreams(Block):
 
         self.__dict__["k_proj"] = beside
         try:
-            return super().forward(x, positions, tables)
+            return super().forward(x, *others)
         finally:
             del self.__dict__["k_proj"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -72,7 +73,8 @@ def test_a_worker_that_is_killed_while_it_reads_loses_and_repeats_nothing(
     (record,) = caplog.records
     assert "(pid " in record.message and "was killed by SIGKILL (often for lack of memory)" in record.message
     position = next(number for number, batch in enumerate(expected) if index in [row[-1] for row in batch])
-    assert f"the batch at position {2 * position} again" in record.message
+    again = re.search(r"the batch at position (\d+) again", record.message)  # the first that has not arrived
+    assert again is not None and int(again[1]) in range(position % 2 * 2, 2 * position + 1, 4)
 
 
 @pytest.mark.parametrize("moment", [1, 5, NUM // 2, NUM // 2 + 1])  # the third: at the end of an epoch

@@ -457,8 +457,9 @@ class _Run:
                 num_targets += count
         self.engine.train()
         self.validated_step, self.validated_fraction = step, self.budget.fraction(step)
-        (sums, *_), (counts, *_) = self._agree(total, 0.0), self._agree(num_targets, 0.0)
-        self.last_validation = sums / counts
+        of_ranks = self.comm.exchange(torch.stack([total, num_targets]), label="log").wait().tolist()
+        losses, counts = (sum(column) / len(column) for column in zip(*of_ranks, strict=True))
+        self.last_validation = losses / counts
         self.monitor.write_events([("validation/loss", self.last_validation, step)])
         self.progress.show_validation(step, self.last_validation)
         return self.last_validation

@@ -177,7 +177,7 @@ class _Worker:
         self._arguments = reader, number, num_workers
         self.number = number
         self.sent: deque[ReadRequest] = deque()
-        self.num_dropped = 0  # of the first of ``sent``, whose answers nobody waits for
+        self.num_dropped = 0  # of the first of ``sent``, whose answers are dropped
         self._num_deaths = 0  # since the last answer
         self._start()
 
@@ -196,7 +196,7 @@ class _Worker:
             self._connection.send(request)
 
     def receive(self) -> tuple[Any, dict[str, float]]:
-        """What is read for the first request that somebody waits for."""
+        """The answer to the first request that is not dropped."""
         while True:
             result: tuple[Any, dict[str, float]]
             result, error = self._answer()

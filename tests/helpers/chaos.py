@@ -12,7 +12,6 @@ import atexit
 import ctypes
 import faulthandler
 import json
-import multiprocessing
 import os
 import random
 import resource
@@ -27,7 +26,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +37,7 @@ from shoal.comm import torch_dist
 from shoal.engine.parts.replicas import _holders
 from shoal.sharding.placement import Tier
 from tests.helpers.composition import settings_of
+from tests.helpers.forking import forking, stop_server
 from tests.helpers.replicas import Decoder
 
 STEPS = 6
@@ -86,7 +85,7 @@ class Layout:
 # processes
 
 
-class _Adopted(subprocess.Popen):  # type: ignore[type-arg]
+class _Adopted(subprocess.Popen):  # type: ignore[type-arg]  # of no text: it has no pipes
     """A child that another process has forked."""
 
     def __init__(self, pid: int, args: Sequence[str]) -> None:
@@ -155,12 +154,17 @@ def _become(
     for file, number in zip(files, (1, 2), strict=True):
         os.dup2(file, number)
         os.close(file)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    _reopen_streams()
     faulthandler.enable(2)
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
     _end(lambda: rank_main(*program))
+
+
+def _reopen_streams() -> None:
+    """Let Python write to what descriptors 1 and 2 are now, as long as the process lives."""
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
 
 
 def _end(main: Callable[[], None]) -> None:
@@ -174,7 +178,7 @@ def _end(main: Callable[[], None]) -> None:
         traceback.print_exc()
         code = 1
     try:
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter calls it at its end
         atexit._run_exitfuncs()
     finally:
         sys.stdout.flush()
@@ -186,8 +190,7 @@ class Jobs:
     """Runs jobs, in processes that are ended with it."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
+        self._context = forking(_PRELOADED)
         first = self._context.Process(target=int)  # starts the process that forks, for all tests of a module
         first.start()
         first.join()
@@ -217,7 +220,7 @@ class Jobs:
         return process.exitcode, text
 
     def close(self) -> None:
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        stop_server()
 
 
 def _launch(
@@ -231,7 +234,7 @@ def _launch(
     out = os.open(f"{folder}/out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    _reopen_streams()
     os.environ.update(TMPDIR=f"{folder}/tmp", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
     tempfile.tempdir = None
     nursery = _Nursery()

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -25,19 +26,19 @@ _PRELOADED = [
 ]
 
 
-def forking() -> ForkServerContext:
-    """The server starts with the first process and is kept for all tests."""
+def forking(preloaded: Sequence[str] = _PRELOADED) -> ForkServerContext:
+    """The server starts with the first process, imports ``preloaded`` and is kept for all tests."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(list(preloaded))
     return context
 
 
 def server_pid() -> int | None:
-    return getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
+    return getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]  # private
 
 
 def stop_server() -> None:
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # private, and the only way
 
 
 def run_program(program: str, timeout: float = 50) -> subprocess.CompletedProcess[str]:

@@ -141,7 +141,7 @@ class TokenFileWriter:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _remove_abandoned(self) -> None:
-        """Remove what writers of this path left behind that were killed: nobody holds the lock of their data."""
+        """Remove what writers of this path left behind that were killed: no process holds the lock of their data."""
         for folder in self.path.parent.glob(f".{glob.escape(self.path.name)}.tmp-*"):
             with suppress(OSError), open(data_of(folder / _PREFIX), "rb") as data:
                 if time.time() - os.fstat(data.fileno()).st_mtime > _ABANDONED_SECONDS:  # one that begins has no lock

@@ -94,16 +94,15 @@ def run_experts(
         a gradient. With ``capacity``, where no kernel gathers, a copy of ``hidden`` meanwhile.
     """
     options = (score_before, overlap, may_drop, capacity, label)
-    traced = held.traced
-    is_traced = torch.compiler.is_dynamo_compiling() and traced is not None and traced.compute is compute
-    if not is_traced or traced is None or meanwhile is not None:
+    traced = held.traced if torch.compiler.is_dynamo_compiling() and meanwhile is None else None
+    if traced is None or traced.compute is not compute:
         return _run_experts(hidden, expert_index, weights, compute, held, meanwhile, *options)
     tensors = [hidden, weights, *traced.parameters]
     keeps = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    out, _ = torch.ops.shoal.experts(tensors, expert_index, traced.number, *options, dtype, keeps)
-    return out  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.shoal.experts(tensors, expert_index, traced.number, *options, dtype, keeps)[0]
+    return out
 
 
 @torch.library.custom_op("shoal::experts", mutates_args=())

@@ -110,22 +110,20 @@ def test_where_one_rank_cannot_map_another_all_ranks_take_gloo(gloo: Gloo) -> No
 def open_axes(rank: int, size: int) -> int:
     """How many sockets the axes of a mesh took."""
 
-    def num_sockets() -> int:
-        return sum(
-            os.path.realpath(f"/proc/self/fd/{fd}").rpartition("/")[2].startswith("socket:")
-            for fd in os.listdir("/proc/self/fd")
-        )
+    def sockets() -> set[str]:
+        names = {os.path.realpath(f"/proc/self/fd/{fd}").rpartition("/")[2] for fd in os.listdir("/proc/self/fd")}
+        return {name for name in names if name.startswith("socket:")}
 
-    gc.collect()  # sockets of worlds that earlier tests have closed
+    gc.collect()  # worlds that earlier tests have closed
     dist.barrier()
-    before = num_sockets()
+    before = sockets()  # some of those worlds may be closed only later
     world = own_world(rank, size, "sockets", False)
     mesh = Mesh.of(size, tp=2)
     for axis in ("tp", "dp", "world", "fsdp", "dp"):
         comm = world.communicator(axis, mesh)
         ranks = torch.tensor([float(world.rank)])
         assert comm.all_reduce(ranks, label="ranks").wait().item() == sum(mesh.ranks_along(axis, world.rank))
-    taken = num_sockets() - before
+    taken = len(sockets() - before)
     world.close()
     return taken
 

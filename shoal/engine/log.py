@@ -6,10 +6,15 @@ Of the start, INFO has a line on the placement and one on memory; DEBUG has the 
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from shoal.launch.environment import log_level
 
 logger = logging.getLogger("shoal")
+_lock = threading.Lock()
+_num_quiet = 0
 
 
 def make_audible(level: str | None) -> None:
@@ -27,6 +32,21 @@ def make_audible(level: str | None) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("shoal: %(message)s"))
         logger.addHandler(handler)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Log nothing: each dry run would say what it shards. Threads may be in it at the same time."""
+    global _num_quiet
+    with _lock:
+        _num_quiet += 1
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_quiet -= 1
+            logger.disabled = _num_quiet > 0
 
 
 def say_on_rank_0(rank: int, message: str) -> None:

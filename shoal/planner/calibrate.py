@@ -7,7 +7,6 @@ bandwidth of memory. Rank 0 writes the mean over the ranks.
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import platform
 import sys
@@ -31,6 +30,7 @@ from shoal.comm.protocol import Communicator
 from shoal.comm.world import World, current_world, use_world
 from shoal.device import Device, num_accelerators
 from shoal.engine.entry import initialize
+from shoal.engine.log import quiet
 from shoal.errors import UsageError
 from shoal.host_heap import resident_nbytes, trim
 from shoal.launch import LocalJob, run_local
@@ -171,13 +171,8 @@ def _measurements(
             "zero_optimization": {"stage": 1},
         }
         tokens = torch.zeros(1, shape.sequence_length, dtype=torch.long, device=device)
-        logger = logging.getLogger("shoal")
-        was_disabled, logger.disabled = logger.disabled, True
-        try:
-            with use_world(World(0, 1, 0, device, "none", None)):
-                engine = initialize(model=GPT(shape), config=config)[0]
-        finally:
-            logger.disabled = was_disabled
+        with quiet(), use_world(World(0, 1, 0, device, "none", None)):
+            engine = initialize(model=GPT(shape), config=config)[0]
 
         def run() -> None:
             engine.backward(engine(tokens, tokens))

@@ -20,6 +20,7 @@ from torch import nn
 
 from shoal.config import Config, load
 from shoal.config.ranks import model_degrees
+from shoal.engine.log import quiet
 from shoal.errors import ShoalError
 from shoal.models import GPT, GPTConfig
 from shoal.observe.goodput import GOODPUT_FILE, OwnWork, RankTimesRow, RunTime, read_goodput
@@ -28,7 +29,7 @@ from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.planner.closed_forms import USABLE
 from shoal.planner.dry_model import PlannedStep, dry_run_model
 from shoal.planner.goodput import GPU_MTBF, checkpoint_interval, waste
-from shoal.planner.trial import attend_by_ranks, quiet
+from shoal.planner.trial import attend_by_ranks
 from shoal.simulation.machines import GpuNode, machine_of, nearest_machine
 from shoal.simulation.times import COPY, UPDATE
 from shoal.text import counted, format_bytes, listed

@@ -6,14 +6,13 @@ stage adds a micro-batch's time to the bubble, and one micro-batch more in fligh
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from shoal.engine.log import quiet
 from shoal.errors import ShoalError
 from shoal.models import GPT
 from shoal.planner.closed_forms import USABLE, Guess, in_flight, waiting
@@ -153,17 +152,6 @@ def run_trial(
         received=step.received,
         links=step.links,
     )
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Log nothing: each dry run would say what it shards."""
-    logger = logging.getLogger("shoal")
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled
 
 
 def attend_by_ranks(model: nn.Module) -> None:

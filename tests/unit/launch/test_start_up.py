@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import shoal
 from shoal.compat.deepspeed import utils
+from shoal.engine.log import quiet
 from shoal.errors import UsageError
 from shoal.launch.environment import log_level
 
@@ -76,3 +78,14 @@ def test_a_client_that_silences_deepspeeds_logger_leaves_the_start_as_it_is(capl
         utils.log_dist("not seen", ranks=[0])
         assert caplog.messages == ["[Rank 0] seen"]
     assert len(said(caplog)) == 2
+
+
+def test_a_dry_run_says_nothing_and_two_that_overlap_leave_the_log_on() -> None:
+    logger = logging.getLogger("shoal")
+    with ExitStack() as first:
+        first.enter_context(quiet())
+        with ExitStack() as second:
+            second.enter_context(quiet())
+            first.close()
+            assert logger.disabled
+    assert not logger.disabled

@@ -70,6 +70,7 @@ WORLD_ATTRIBUTES = {
     "recorder": "the collectives that this rank issued: `last`, `table()`, and `with recorder.recording() as entries`",
     "heartbeat": "what this rank is doing, for the launcher that looks for hangs",
     "mesh": "that of the engine that was created last",
+    "compares_calls": "`debug.collective_check` of that engine",
     "is_closed": "after `close()`",
     "shared": "a dict that ranks which are threads of one process share; None for processes",
     "stages": "in `shoal.dry_run_pipeline` what the stages share; else None",

@@ -445,7 +445,7 @@ class DirectCommunicator(Backend):
             theirs = None if peer == self.rank else self._group.mismatch(peer, work.number, work.call)
             if theirs is not None:
                 mine, other = self._coordinates[self.rank], self._coordinates[peer]
-                raise calls_differ(self.axis, f" about call {work.number}", (mine, work.call), (other, theirs))
+                raise calls_differ(self.axis, f" about call {work.number}", ([mine], work.call), ([other], theirs))
 
     def _waiting(self, work: DirectWork, missing: list[int], waits: str) -> str:
         """A sentence on a wait: which rank waits where, for which ranks, and what every rank issued last."""

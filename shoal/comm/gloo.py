@@ -161,7 +161,7 @@ class GlooWork:
             self._comm.await_all([receive], self, peer)
             theirs = header[:_TEXT_BYTES].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
             if theirs.encode() != self.what.encode()[:_TEXT_BYTES]:
-                raise calls_differ(self._comm.axis, "", (self._comm.rank, self.what), (peer, theirs))
+                raise calls_differ(self._comm.axis, "", ([self._comm.rank], self.what), ([peer], theirs))
             if self.check_header is not None:
                 self.check_header(peer, header[_TEXT_BYTES:])
         self.headers = []

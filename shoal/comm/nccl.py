@@ -13,14 +13,23 @@ whole factor, so that small values do not underflow. Only a 16-bit result that N
 factor is not 1 costs a kernel of its own.
 
 CPU tensors (offloaded state, control messages) go over Gloo.
+
+Ranks that issue different calls hang, or take one tensor for another: unlike the other backends, NCCL compares nothing.
+``ComparedCommunicator`` does, for ``debug.collective_check``:
+
+    rank 0  all_reduce 'gradient' of 8 x float32 --\\  exchange of these lines          they differ: all ranks raise
+    rank 1  all_gather 'layers.3' of 8 x float32 --/  between the hosts, then compare  they are alike: all ranks begin
 """
 
 from __future__ import annotations
 
 import math
+import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,17 +38,31 @@ from torch._C._distributed_c10d import Store
 
 from shoal.comm.failure import FailureReports, FirstError
 from shoal.comm.gloo import GlooCommunicator
+from shoal.comm.memory_group import GroupCall
 from shoal.comm.named_group import named_group
-from shoal.comm.protocol import Backend, Call, Work, closed_error, own_range
+from shoal.comm.protocol import (
+    Backend,
+    Call,
+    Communicator,
+    StagedWork,
+    Work,
+    calls_differ,
+    closed_error,
+    exchange_of,
+    own_range,
+    split_mismatch,
+)
 from shoal.comm.sums import is_same_memory
 from shoal.errors import CommError
-from shoal.streams import is_in_host_memory
+from shoal.streams import host_memory, is_in_host_memory
 
 # The names of newer versions of torch, which warn about the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _coalescing: Any = dist.distributed_c10d._coalescing_manager
 _premul_sum: Any = torch._C._distributed_c10d._make_nccl_premul_sum
+_TEXT_BYTES = 160  # of a call's description
+_LABEL = "comparison of calls"
 
 
 def new_group(
@@ -152,6 +175,8 @@ class NcclWork:
 class NcclCommunicator(Backend):
     """The ranks along one axis, over a NCCL group, which the transport closes."""
 
+    compares_calls = False
+
     def __init__(
         self,
         axis: str,
@@ -262,3 +287,82 @@ class NcclCommunicator(Backend):
             factor = torch.full((1,), after, dtype=torch.float32, device=full.device)
             self._factors[after, full.device] = factor
         return factor
+
+
+class ComparedCommunicator(Communicator):
+    """The ranks of another communicator, whose backend does not compare calls in device memory.
+
+    Raises: CommError: the ranks issue different collectives (on all of them, before one begins), or the sender of a
+        message another than its receiver (in the receiver's ``wait()``).
+    Communicates: between the hosts: before each collective an exchange of 168 bytes and 16 for each rank; with each
+        message as much.
+    Order: a collective blocks the host until all ranks have issued it; ``wait()`` of a receive until its sender has.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm.backend, comm.recorder)
+        self._num_compared = 0
+        self._format = struct.Struct(f"<{_TEXT_BYTES}sq{2 * self.size}q")  # text, its checksum, source and out splits
+
+    def begin(self, call: Call) -> Work:
+        if is_in_host_memory(call.sent):
+            return super().begin(call)
+        if call.verb not in ("send", "recv", "batch"):
+            self._compare(call)
+            return super().begin(call)
+        receives = []
+        for message in call.messages or (call,):
+            mine = self._memory(self._described(message))
+            theirs = mine if message.verb == "send" else self._memory(bytes(self._format.size))
+            work = self.backend.issue(Call(message.verb, _LABEL, theirs, peer=message.peer))
+            if message.verb == "send":
+                work.wait()
+            else:
+                receives.append((message.peer, mine, work))
+
+        def compare(begun: Work) -> Work:
+            for peer, mine, work in receives:
+                self._check(" about a message", [self.rank, peer], bytes(mine.numpy()) + bytes(work.wait().numpy()))
+            return begun
+
+        return StagedWork(None, partial(super().begin, call), compare)
+
+    def _compare(self, call: Call) -> None:
+        vector, rows = (self._memory(self._described(call) * count) for count in (1, self.size))
+        exchange = exchange_of(vector, self.size, _LABEL)._replace(result=rows.view(self.size, -1))
+        about = f" about call {self._num_compared}"
+        self._num_compared += 1
+        splits = self._check(about, range(self.size), bytes(self.backend.issue(exchange).wait().numpy()))
+        for peer, of_peer in enumerate(splits):
+            for rank, of_rank in enumerate(splits):
+                if (sent := of_peer[rank]) != (expected := of_rank[self.size + peer]):
+                    raise split_mismatch(self.axis, call.label, rank, peer, sent, expected)
+
+    def _described(self, call: Call) -> bytes:
+        numel = max(call.sent.numel(), call.result.numel())
+        if call.verb == "exchange":
+            numel = call.sent.numel()
+        elif call.out_splits is not None:
+            numel = 0  # ranks send different numbers of elements
+        verb, root = "send" if call.verb == "recv" else call.verb, call.peer if call.verb == "broadcast" else -1
+        text = str(GroupCall(verb, call.label, numel, call.sent.dtype, root)).encode()
+        none = [0] * self.size
+        return self._format.pack(text, zlib.crc32(text), *(call.source_splits or none), *(call.out_splits or none))
+
+    def _memory(self, content: bytes) -> torch.Tensor:
+        return host_memory(torch.frombuffer(bytearray(content), dtype=torch.uint8), is_pinned=False)
+
+    def _check(self, about: str, ranks: Sequence[int], described: bytes) -> list[tuple[int, ...]]:
+        """Compare what ``_described`` says on ``ranks``. Returns: the split sizes of each.
+
+        Raises: CommError: the calls differ.
+        """
+        calls: dict[tuple[bytes, int], list[int]] = {}
+        splits = []
+        for rank, (text, checksum, *sizes) in zip(ranks, self._format.iter_unpack(described), strict=True):
+            calls.setdefault((text, checksum), []).append(rank)
+            splits.append(tuple(sizes))
+        if len(calls) > 1:
+            texts = [(of, text.rstrip(b"\0").decode(errors="replace")) for (text, _), of in calls.items()]
+            raise calls_differ(self.axis, about, *texts)
+        return splits

@@ -32,6 +32,7 @@ from shoal.comm.side_stream import CopyDone, SideStream
 from shoal.comm.wire import Wire, decoded_sum, encoded_gather, encoded_scatter
 from shoal.errors import CommError, UsageError
 from shoal.streams import host_memory, is_in_host_memory, keep_for_current_stream
+from shoal.text import listed_ranks
 
 Verb = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv", "batch", "broadcast", "exchange",
@@ -192,6 +193,7 @@ class Backend:
 
     verbs: ClassVar[Verbs] = {}
     carries_values: bool = True  # False: no rank gets values of another
+    compares_calls: ClassVar[bool] = True  # False: ranks that issue different calls in device memory get no error
     max_ctas: int | None = None  # see ``World.communicator``
     group: Group | None = None  # None: no other rank, or no ranks of a world
 
@@ -279,6 +281,10 @@ class Communicator:
         for one in call.messages or (call,):
             numels, dtype = (one.sent.numel(), one.result.numel()), one.sent.dtype
             self.recorder.add(self.axis, one.verb, one.label, one.nbytes, dtype, kind, self._group_of(one), numels)
+        return self.begin(call)
+
+    def begin(self, call: Call) -> Work:
+        """Issue a call that is recorded."""
         return self.backend.issue(call)
 
     def staged(self, tensor: torch.Tensor, first: Callable[[], Work], *steps: Step) -> Work:
@@ -629,11 +635,12 @@ def closed_error(axis: str, op: str, label: str) -> CommError:
     )
 
 
-def calls_differ(axis: str, about: str, mine: tuple[int, object], theirs: tuple[int, object]) -> CommError:
-    """The error of two ranks, each with the call that it issued."""
+def calls_differ(axis: str, about: str, *issued: tuple[Sequence[int], object]) -> CommError:
+    """The error of ranks that disagree. Args: ``issued``: ranks on the axis, and the call that each of them issued."""
+    texts = [f"rank{'s' if len(ranks) > 1 else ''} {listed_ranks(ranks)} issued {call}" for ranks, call in issued]
+    texts[0] = texts[0].replace(" issued", " on the axis issued", 1)
     return CommError(
-        f"the ranks of axis {axis!r} disagree{about}: rank {mine[0]} on the axis issued {mine[1]}, rank {theirs[0]} "
-        f"issued {theirs[1]}",
+        f"the ranks of axis {axis!r} disagree{about}: {', '.join(texts)}",
         do="make every rank issue the same collectives in the same order; look for a branch that depends on the rank "
         "or on the data.",
         code="comm-mismatch",

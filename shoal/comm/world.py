@@ -41,6 +41,7 @@ from shoal.comm.local_device import (
     register_device,
 )
 from shoal.comm.named_group import named_group
+from shoal.comm.nccl import ComparedCommunicator
 from shoal.comm.process_group import CommunicatorGroup, device_mesh
 from shoal.comm.protocol import Backend, Communicator
 from shoal.comm.recorder import Group, Recorder
@@ -100,6 +101,7 @@ class World:
         self.device = device
         self.backend = backend
         self.mesh = Mesh.of(size)  # of the engine that was made last
+        self.compares_calls = False  # before they begin: see ``ComparedCommunicator``
         self._trace_folder: str | None = None
         self.heartbeat = heartbeat or Heartbeat()
         self.recorder = Recorder(heartbeat=self.heartbeat)
@@ -107,6 +109,7 @@ class World:
         self.stages: FakeStages | None = None  # of a dry run of all pipeline stages
         self._transport = transport
         self._communicators: dict[tuple[str, tuple[int, ...], object, int | None], Communicator] = {}
+        self._compared: dict[Communicator, Communicator] = {}
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._on_closing: list[Callable[[], None]] = []
         self._on_close = on_close
@@ -146,6 +149,8 @@ class World:
                 if len(ranks) > 1:
                     backend.group = Group(f"{axis} of ranks {listed_ranks(ranks)}", ranks)
             result = self._communicators[key] = Communicator(backend, self.recorder)
+        if self.compares_calls and not result.backend.compares_calls:
+            return self._compared.setdefault(result, ComparedCommunicator(result))
         return result
 
     def process_group(self, axis: str, mesh: Mesh) -> dist.ProcessGroup:
@@ -227,6 +232,7 @@ class World:
         for communicator in self._communicators.values():
             communicator.close()
         self._communicators.clear()
+        self._compared.clear()
         if self._transport is not None:
             self._transport.close()
         if self._on_close is not None and _is_initialized():

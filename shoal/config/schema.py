@@ -368,6 +368,9 @@ class Debug(Section):
     disk_sums: bool = key(
         False, "compute a checksum of each block that is offloaded to a disk, and compare it whenever the block is read"
     )
+    collective_check: bool = key(
+        False, "compare what the ranks are about to call before each collective and message over NCCL begins"
+    )
     check_streams: bool = key(
         False,
         "simulate an accelerator on the CPU from initialize to destroy, and check that its streams wait for each other",

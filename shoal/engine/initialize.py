@@ -180,6 +180,7 @@ def _start(
     refuse_cuda_graphs(model, plan.zero.stage, world.device)
     world.mesh = plan.mesh
     world.trace_into(settings.debug.flight_recorder_folder)
+    world.compares_calls = settings.debug.collective_check
     is_apart = plan.zero.num_outer_states > 0
 
     def open_axis(axis: str, max_ctas: int | None = None) -> Communicator:
@@ -293,6 +294,8 @@ def _start(
         notes += [note for note in [host_note(step.optimizer)] if note is not None]
     if not device.is_cuda:
         notes += emulation_notes(settings.low_precision_formats)
+        if settings.debug.collective_check:
+            notes.append(f"debug.collective_check{_NO_EFFECT}ranks that are CPUs compare every call anyway.")
     notes += offload.notes()
     notes += format_notes(sharded, device)
     notes += [

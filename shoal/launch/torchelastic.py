@@ -71,8 +71,8 @@ class FollowedFiles(DefaultLogsSpecs):
     def _check_progress(self, hang: str, errors: Mapping[int, RankError], failure: str) -> None:
         """Raises: SameFailureError: the attempt before failed in the same step, of the same cause."""
         own = {(rank, error.key) for rank, error in errors.items() if error.error and not error.is_of_a_lost_peer}
-        step = self._watch.step
-        last, self._last = self._last, (step, bool(hang), own) if (hang or own) and step is not None else None
+        step, who_hangs = self._watch.step, hang.partition(";")[0]  # the rest has paths, and times of reading
+        last, self._last = self._last, (step, who_hangs, own) if (hang or own) and step is not None else None
         if last is not None and last == self._last:
             raise SameFailureError(
                 f"{hang or f'shoal: {failure}'}\n"

@@ -229,7 +229,7 @@ def current_log() -> CollectiveLog | None:
 
 
 class TimedCommunicator(Communicator):
-    """A communicator of the same backend as another, that times its collectives.
+    """The ranks of another communicator, with a clock for its collectives.
 
     Sends and receives are not timed: to wait for one receive at a time could block ranks that send to each other in a
     ring.
@@ -240,14 +240,15 @@ class TimedCommunicator(Communicator):
 
     def __init__(self, inner: Communicator, log: CollectiveLog, device: Device) -> None:
         super().__init__(inner.backend, inner.recorder)
+        self._inner = inner
         self._log = log
         self._device = device
 
     def issue(self, call: Call) -> Work:
         if call.verb in ("send", "recv", "batch"):
-            return super().issue(call)
+            return self._inner.issue(call)
         nbytes = call.sent.nbytes // (self.size if call.verb == "reduce_scatter" else 1)
-        return self._timed(call.verb, call.label, nbytes, partial(super().issue, call), lambda work: work.wait())
+        return self._timed(call.verb, call.label, nbytes, partial(self._inner.issue, call), lambda work: work.wait())
 
     def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
         return self._timed("gather_objects", label, 0, partial(super().gather_objects, value, label=label))

@@ -97,7 +97,10 @@ def draw(seed: int) -> tuple[str, Layout, list[Fault]]:
         elif place == "start" and action == "stop":
             place = "load"  # the config's time-outs apply from initialize on
         step = 0 if place in ("start", "load") else random_.randrange(STEPS)
-        faults.append(Fault(random_.randrange(num_ranks(layout.axes)), place, action, step))
+        rank = random_.randrange(num_ranks(layout.axes))
+        if action == "stop" and any((each.action, each.rank, each.step) == ("stop", rank, step) for each in faults):
+            action = "kill"  # the launcher would end a job in which one rank hangs twice in a step
+        faults.append(Fault(rank, place, action, step))
     return name, layout, faults
 
 

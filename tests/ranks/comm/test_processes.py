@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from shoal.comm import nccl
 from shoal.comm.direct import DirectCommunicator
 from shoal.comm.gloo import GlooCommunicator
+from shoal.comm.nccl import ComparedCommunicator
 from shoal.comm.torch_dist import ProcessTransport
 from shoal.comm.world import World, current_world, init_distributed, use_world
 from shoal.errors import CommError
@@ -172,6 +174,36 @@ def test_ranks_that_issue_different_calls_get_both_names(
         assert "the ranks of axis 'dp' disagree" in text
         assert "all_reduce 'same' of 8 x float32" in text
         assert named in text
+
+
+def disagree_compared(rank: int, size: int, kind: str) -> str:
+    world = own_world(rank, size, f"compared {kind}", False)
+    comm = ComparedCommunicator(world.communicator("dp", Mesh.of(size)))
+    tensor = torch.ones(6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl, "is_in_host_memory", lambda tensor: False)  # as if Gloo were NCCL's companion
+        try:
+            comm.all_reduce(tensor, label="alike").wait()
+            if kind == "message" and rank == 0:
+                comm.send(tensor, 1, label="a")
+            elif kind == "message" and rank == 1:
+                comm.recv(tensor, 0, label="b").wait()
+            elif kind == "call":
+                comm.all_reduce(tensor[: 4 if rank == 2 else 6], label="same")
+        except CommError as error:
+            return str(error)
+        finally:
+            dist.barrier()
+            world.close()
+    return "no error"
+
+
+def test_calls_are_compared_before_they_begin_by_a_companion_over_gloo(gloo: Gloo) -> None:
+    for text in gloo(3, disagree_compared, "call"):
+        assert "about call 1: ranks 0 and 1 on the axis issued all_reduce 'same' of 6 x float32, rank 2 issued" in text
+        assert "all_reduce 'same' of 4 x float32" in text
+    first, second, third = gloo(3, disagree_compared, "message")
+    assert first == third == "no error" and "rank 1 on the axis issued send 'b' of 6 x float32, rank 0 issued" in second
 
 
 def resources() -> tuple[int, int, int]:

@@ -430,8 +430,8 @@ class Timeouts(Section):
 class Data(Section):
     """The loader of ``training_data``."""
 
-    stateful: bool = key(True, "save the loader's position in the data in checkpoints")
-    seed: int | None = key(None, "seed of the order of samples; null: the launcher's")
+    stateful: bool = key(True, "save the loader's position in the data in checkpoints, and load it")
+    seed: int | None = key(None, "seed of the order of samples, of a new position; null: the launcher's")
     num_workers: int = key(
         0, "processes of each rank that read samples ahead; a curriculum by measures has its own", ge=0
     )

@@ -16,13 +16,15 @@ micro-batches, are stream[P : P + A N B]; they are divided over ranks and micro-
 from __future__ import annotations
 
 import itertools
+import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from shoal.data.order import Indices, shuffled
@@ -30,7 +32,13 @@ from shoal.data.packing import balance
 from shoal.data.prefetch import ahead_on
 from shoal.data.stream import SamplePiece, TokenStream
 from shoal.data.workers import BatchReader, ReadRequest, Workers
+from shoal.device import is_fake
 from shoal.errors import UsageError
+from shoal.text import counted
+
+logger = logging.getLogger("shoal")
+_MOST_PARTS = 64  # of a list or a dict that a digest is of
+_MOST_ELEMENTS = 8192  # of an array, a text or bytes
 
 
 @dataclass(frozen=True)
@@ -208,6 +216,8 @@ class Loader:
         self._num_moves = 0  # how often what is read next was changed
         self._is_over = False  # the epoch, at the position that was set
         self._handed_out: list[list[list[int]]] | None = None  # by batch and rank; None: not recorded
+        # Of an IterableDataset: digests of the first sample of a pass and of the last one taken, by position.
+        self._digests: dict[int, str] = {}
 
     @property
     def global_batch(self) -> int:
@@ -259,6 +269,7 @@ class Loader:
             "skipped": self._skipped,
             "steps": [[each.step, each.taken, *astuple(each.shape), *each.returned] for each in self._steps],
             **({} if self._stream is None else {"stream": self._stream.state()}),
+            **({"digests": list(self._digests.items())} if self._is_iterable else {}),
         }
 
     def problems(self, state: dict[str, Any]) -> list[str]:
@@ -274,6 +285,8 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of another loader over the same data.
+
+        The seed is that of the saved position, so that orders and workers go on as without a break.
 
         Raises: UsageError: the data are others, or the position is inside of a step of another shape.
         """
@@ -293,13 +306,16 @@ class Loader:
         self._num_moves += 1
         self._is_over = False
         self._position = SamplePosition(int(state["taken"]), into, tuple(state.get("returned", ())))
+        self._digests = {int(at): digest for at, digest in state.get("digests", [])}
         self._skipped = [list(each) for each in state.get("skipped", [])]
         self._steps = [
             FirstStep(step, taken, BatchShape(*shape), tuple(returned))
             for step, taken, *shape, returned in ([*each[:5], each[5:]] for each in state.get("steps", []))
         ]
+        self._seed = int(state["seed"])
+        self._workers.reseed(self._seed)
         if self._stream is None:
-            self._seed, self._shuffle = int(state["seed"]), bool(state["shuffle"])
+            self._shuffle = bool(state["shuffle"])
             self._order = _Order(self._num_samples, self._seed, self._shuffle)
         else:
             self._stream.load(state["stream"], self._next_step())
@@ -536,17 +552,76 @@ class Loader:
 
     def _iterate_stream(self) -> Iterator[Any]:
         stream = iter(cast(Iterable[Any], self.dataset))
-        skipped = sum(1 for _ in itertools.islice(stream, self.position))
-        if skipped < self.position:
-            self._position = SamplePosition()  # the stream ended here: the next pass starts anew
+        taken, changed, num = self.position, "", 0
+        for num, sample in enumerate(itertools.islice(stream, taken), 1):
+            if num - 1 in self._digests:
+                before, self._digests[num - 1] = self._digests[num - 1], sample_digest(sample)
+                if before != self._digests[num - 1]:
+                    changed = changed or f"gives another sample at position {num - 1} than before"
+        if num < taken:
+            changed = changed or f"ends after {counted(num, 'sample')}"
+            self._position = SamplePosition()  # the next pass starts anew
             stream = iter(cast(Iterable[Any], self.dataset))
+        if changed and self._rank == 0:
+            logger.warning(
+                "%s %s: it is not the stream of which %d samples have been taken, or it has no fixed order. Samples may"
+                " be repeated or left out from here on. Give it the files, the order and the seed that it had.",
+                type(self.dataset).__name__,
+                changed,
+                taken,
+            )
         while True:
             together = list(itertools.islice(stream, self.global_batch))
             if not together or (self._drop_last and len(together) < self.global_batch):
-                self._position = SamplePosition()
+                self._position, self._digests = SamplePosition(), {}
                 return
+            if not self.position:
+                self._digests = {0: sample_digest(together[0])}
             self._position = SamplePosition(self.position + len(together))
+            self._digests = dict([*self._digests.items()][:1])
+            self._digests[self.position - 1] = sample_digest(together[-1])
             yield self._collate(self._own(together))
+
+
+def sample_digest(sample: Any) -> str:
+    """A hash of the tensors, arrays, numbers and text of a sample: of their types and sizes, and of their beginnings.
+
+    >>> sample_digest((torch.arange(3), {"label": 1})) == sample_digest((torch.arange(3), {"label": 1}))
+    True
+    >>> sample_digest([torch.arange(3)]) == sample_digest([torch.arange(1, 4)])
+    False
+
+    What other objects hold is left out; it need not be the same in two processes.
+    """
+    digest = xxhash.xxh3_64()
+    _add(digest, sample)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, value: Any) -> None:
+    digest.update(type(value).__name__.encode())
+    if isinstance(value, torch.Tensor):
+        digest.update(repr((tuple(value.shape), value.dtype)).encode())
+        if value.layout is torch.strided and not value.is_meta and not is_fake(value.detach()):
+            part = value.detach().flatten()[:_MOST_ELEMENTS].cpu().resolve_conj().resolve_neg().contiguous()
+            digest.update(part.view(torch.uint8).numpy().data)
+    elif isinstance(value, np.ndarray):
+        digest.update(repr((value.shape, value.dtype)).encode())
+        if not value.dtype.hasobject:
+            digest.update(value.reshape(-1)[:_MOST_ELEMENTS].tobytes())
+    elif isinstance(value, Mapping):
+        digest.update(repr(len(value)).encode())
+        for _, (key, part) in zip(range(_MOST_PARTS), value.items(), strict=False):
+            _add(digest, key)
+            _add(digest, part)
+    elif isinstance(value, list | tuple):
+        digest.update(repr(len(value)).encode())
+        for part in value[:_MOST_PARTS]:
+            _add(digest, part)
+    elif isinstance(value, str | bytes):
+        digest.update(repr((len(value), value[:_MOST_ELEMENTS])).encode())
+    elif value is None or isinstance(value, bool | int | float | complex | np.generic):
+        digest.update(repr(value).encode())
 
 
 class RepeatingLoader:

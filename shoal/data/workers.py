@@ -25,7 +25,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -126,6 +126,12 @@ class Workers:
     def close(self) -> None:
         """End the processes; another iteration starts new ones."""
         _end(self._workers)
+
+    def reseed(self, seed: int) -> None:
+        """Begin anew with another seed, if it is another one."""
+        if seed != self._reader.seed:
+            self.close()
+            self._reader = replace(self._reader, seed=seed)
 
     def batches(self, requests: Iterator[tuple[ReadRequest, T]]) -> Iterator[tuple[Any, T]]:
         """The batch of each request, in order, with what came with it; what was read ahead in an iteration that was

@@ -37,6 +37,7 @@ from shoal.errors import CheckpointError, CommError, UsageError
 from shoal.memory.host import PAGE
 from shoal.observe.placement_table import Table
 from shoal.running.optimizer import ShardedOptimizer
+from shoal.text import counted
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,150}")
 
@@ -405,13 +406,14 @@ class Checkpointing:
         else:
             load.apply(chosen, reader)
             say_on_rank_0(self._properties.rank, load.summary(chosen))
-        restored: set[str] = set()  # hyperparameters
+        restored: set[str] = set()  # hyperparameters, and settings
         if not is_module_only and custom_load_fn is None:
             if wanted.has_optimizer and chosen.manifest.optimizer is not None and self._optimizer is not None:
                 for group, values in zip(self._optimizer.param_groups, trees["groups"], strict=True):
                     group.update(values)
                     restored.update(values)
             self._restore(chosen, trees, has_schedule=has_schedule)
+            restored |= self._run.loaded_settings(trees["engine"])
         self.loaded_size = chosen.manifest.world.get("size")
         if wanted.has_optimizer and has_schedule and custom_load_fn is None and trees["engine"].get("data"):
             self.last = folder, chosen.folder
@@ -499,7 +501,7 @@ class Checkpointing:
         """Which settings are not what they were when the checkpoint was saved, and which of the two is used.
 
         Args:
-            restored: the hyperparameters that were loaded with the optimizer's state.
+            restored: the hyperparameters and settings that were loaded.
         """
         if not chosen.manifest.config:
             return []  # it was converted from another format
@@ -507,20 +509,21 @@ class Checkpointing:
         before, now = flat(chosen.manifest.config), flat(_plain(config))
         if config.scheduler is not None:
             restored = restored - {"lr"}  # the scheduler of this config sets it
-        changes, num_restored = [], 0
+        changes, do = [], set()
         for key in sorted({*before, *now}):
             old, new = before.get(key), now.get(key)
             if old == new:
                 continue
             if key.removeprefix("optimizer.params.") in restored:
-                num_restored += 1
+                how = "set data.stateful to false to begin the data anew"
+                do.add(how if "seed" in key else "change optimizer.param_groups after loading to use others")
                 changes.append(f"{key}: {old!r} when saved, which is used, {new!r} in this config")
             else:
                 changes.append(f"{key}: {old!r} when saved, {new!r} now")
         if not changes:
             return []
-        how = "; change optimizer.param_groups after loading to use others" if num_restored else ""
-        return [f"{len(changes)} settings differ from the checkpoint's: {'; '.join(changes[:12])}{how}."]
+        num = counted(len(changes), "setting differs", "settings differ")
+        return ["; ".join([f"{num} from the checkpoint's: {'; '.join(changes[:12])}", *sorted(do)]) + "."]
 
 
 def _plain(config: Config) -> Any:

@@ -151,6 +151,17 @@ class RunState:
         is_same = saved.get("accumulation_steps", steps) == steps
         return is_same and saved.get("layout") == open_gradients.layout_of(self._sharding.groups)
 
+    def _data_of(self, saved: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The saved position in the data, where it is to be loaded."""
+        is_loaded = self._is_data_stateful and hasattr(self.training_dataloader, "load_state_dict")
+        return saved.get("data") if is_loaded else None
+
+    def loaded_settings(self, saved: Mapping[str, Any]) -> set[str]:
+        """The keys of the config whose values are those of the saved run after ``restore``."""
+        kind = type(self.training_dataloader)
+        keys = {Loader: "data.seed", CurriculumLoader: "data_efficiency.seed"}
+        return {keys[kind]} if kind in keys and self._data_of(saved) is not None else set()
+
     def compare(self, saved: Mapping[str, Any], *, is_strict: bool, has_schedule: bool) -> tuple[list[str], list[str]]:
         """What of a saved state does not fit this engine: problems, and notes on what is harmless or was allowed."""
         problems: list[str] = []
@@ -166,7 +177,7 @@ class RunState:
                 if mine is None
                 else f"the checkpoint has no schedule; {mine} starts at its beginning."
             )
-        data, loader = saved.get("data"), self.training_dataloader
+        data, loader = self._data_of(saved), self.training_dataloader
         if data is not None and isinstance(loader, Loader | CurriculumLoader):
             problems += loader.problems(data)
         if "by_step" in saved:
@@ -207,8 +218,8 @@ class RunState:
         for part, value in (saved.get("extra_state") or {}).items():
             if part in parts:
                 parts[part].set_extra_state(value)
-        if saved.get("data") is not None and hasattr(self.training_dataloader, "load_state_dict"):
-            self.training_dataloader.load_state_dict(saved["data"])
+        if (data := self._data_of(saved)) is not None:
+            self.training_dataloader.load_state_dict(data)
         self.curriculum.restore(saved.get("by_step") or {}, counters.global_steps)
         for part_name, part in self._parts.items():
             if part_name in (saved.get("parts") or {}):

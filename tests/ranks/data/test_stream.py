@@ -185,3 +185,30 @@ def test_a_checkpoint_of_other_data_is_refused_with_each_difference_in_one_error
     assert "its packing was greedy, this run's is none" in message
     assert "its seed was 1, this run's is 2" in message
     assert "data source 0, 'chats', is not what it was" in message
+
+
+def test_a_loaded_checkpoint_says_whose_seed_the_data_keep_and_stateful_false_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = [torch.full((4,), float(number)) for number in range(16)]
+
+    def job(seed: int, stateful: bool = True) -> list[float]:
+        config = {**Layout().config(), "data": {"seed": seed, "stateful": stateful}}
+        engine: Any = shoal.initialize(model=nn.Linear(4, 1), config=config, training_data=data)[0]
+        batches = iter(engine.training_dataloader)
+        if not (tmp_path / "latest").exists():
+            next(batches)
+            engine.save_checkpoint(tmp_path)
+        else:
+            engine.load_checkpoint(tmp_path)
+        return [number for batch in engine.training_dataloader for number in batch[:, 0].tolist()]
+
+    (saved,) = run_ranks(1, job, 1)
+    caplog.clear()
+    assert run_ranks(1, job, 2) == [saved]
+    assert "data.seed: 1 when saved, which is used, 2 in this config; set data.stateful to false" in caplog.text
+    assert caplog.text.count("data.seed") == 1
+    caplog.clear()
+    (anew,) = run_ranks(1, job, 2, False)
+    assert len(anew) == 16 and anew[-len(saved) :] != saved
+    assert "data.seed: 1 when saved, 2 now" in caplog.text

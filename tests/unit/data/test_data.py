@@ -25,6 +25,7 @@ from shoal.data import (
     split,
     tokenize,
 )
+from shoal.data.loading import sample_digest
 from shoal.errors import UsageError
 
 
@@ -183,6 +184,76 @@ def test_ranks_share_out_a_stream_and_resume_in_it() -> None:
     second = Loader(Stream(10), 1)
     second.load_state_dict(first.state_dict())
     assert [batch.tolist() for batch in second] == [[4], [5], [6], [7], [8], [9]]
+
+
+class Samples(IterableDataset[Any]):
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+SAMPLES = [{"tokens": torch.arange(number, number + 4), "name": f"line {number}"} for number in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "taken", "warning"),
+    [
+        (SAMPLES, 4, ""),
+        (SAMPLES[:4] + SAMPLES[5:], 4, ""),  # nothing of what was taken
+        (SAMPLES[1:], 4, "gives another sample at position 0 than before: it is not the stream of which 4 samples"),
+        ([*SAMPLES[:3], {**SAMPLES[3], "name": "line 33"}, *SAMPLES[4:]], 4, "gives another sample at position 3"),
+        ([{**SAMPLES[0], "tokens": torch.arange(4.0)}, *SAMPLES[1:]], 4, "gives another sample at position 0"),
+        (SAMPLES[:3], 4, "ends after 3 samples"),
+        (SAMPLES[1:], 8, ""),  # a pass has ended
+    ],
+)
+def test_a_stream_that_is_another_one_after_a_resume_is_named(
+    samples: list[Any], taken: int, warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Loader(Samples(SAMPLES), 2, collate_fn=list)
+    for batch in first:
+        batch[-1]["seen"] = True  # what a script does to a sample afterwards is no change of the stream
+        if first.position == taken < 8:
+            break
+    for sample in SAMPLES:
+        sample.pop("seen", None)
+    second = Loader(Samples(samples), 2, collate_fn=list)
+    second.load_state_dict(first.state_dict())
+    next(iter(second))
+    assert warning in caplog.text and len(caplog.records) == bool(warning)
+
+
+def test_the_digest_of_a_sample_is_of_its_values_and_not_of_its_objects() -> None:
+    def sample(number: int, last: Any = None) -> Any:
+        values = [np.arange(3) + number, torch.tensor(2.0, dtype=torch.bfloat16), b"bytes", object(), None, True]
+        return values, {"next": (number, last, np.float32(1.5), torch.empty(0, device="meta"))}
+
+    assert sample_digest(sample(1)) == sample_digest(sample(1)) != sample_digest(sample(2))
+    assert len({sample_digest(sample(1, last)) for last in (1, 1.0, True, "1", b"1", [1], (1,), {1: 1})}) == 8
+    assert sample_digest(torch.zeros(2, 3)) != sample_digest(torch.zeros(3, 2))
+
+
+def test_a_resumed_run_has_the_order_and_the_seed_of_its_workers_of_the_saved_one() -> None:
+    whole = Loader(Drawn(12), 2, seed=3, num_workers=1)
+    expected = torch.cat(list(whole))
+    whole.close()
+    first = Loader(Drawn(12), 2, seed=3, num_workers=1)
+    taken = [batch for _, batch in zip(range(2), first, strict=False)]
+    second = Loader(Drawn(12), 2, seed=4, num_workers=1)
+    next(iter(second))  # its worker has a seed
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(torch.cat([*taken, *second]), expected)
+    first.close()
+    second.close()
+
+
+class Drawn(Numbers):
+    """A random number with each index."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.stack([torch.tensor(float(index)), torch.rand(())])
 
 
 def test_too_small_a_data_set_for_a_whole_batch_is_refused() -> None:

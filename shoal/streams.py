@@ -17,6 +17,28 @@ import torch
 T = TypeVar("T")
 
 
+class MemoryPool(Protocol):
+    """Memory of an accelerator apart from all other, in segments that are not divided.
+
+    An allocation takes the smallest segment that fits of those that are free, of its stream, or makes one. So what is
+    allocated and freed in the same order in each step has the same addresses, those of a few segments used in turn.
+    """
+
+    @property
+    def native(self) -> Any:
+        """What a backend registers."""
+        ...
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of the segments that are free."""
+        ...
+
+    def allocating(self) -> AbstractContextManager[None]:
+        """Inside the block this thread allocates in it."""
+        ...
+
+
 class Streams(Protocol):
     """The streams of one accelerator. Streams and events are torch's, or have their methods."""
 
@@ -57,6 +79,8 @@ class Simulation(Streams, Protocol):
     def optimizer_step(self) -> AbstractContextManager[None]: ...
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None: ...
+
+    def pool(self) -> MemoryPool: ...
 
     def host_access(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None: ...
 
@@ -177,11 +201,17 @@ def optimizer_step() -> Iterator[None]:
         yield
 
 
-def resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Free the memory of a storage (0), or allocate it again, on the current stream."""
-    if _OF_THREAD.simulation is not None:
-        _OF_THREAD.simulation.resize(storage, nbytes)
-    storage.resize_(nbytes)
+def allocating_in(pool: MemoryPool | None) -> AbstractContextManager[None]:
+    """Inside the block this thread allocates in ``pool``; None: as outside."""
+    return nullcontext() if pool is None else pool.allocating()
+
+
+def resize_storage(storage: torch.UntypedStorage, nbytes: int, pool: MemoryPool | None = None) -> None:
+    """Free the memory of a storage (0), or allocate it again, on the current stream, in ``pool``."""
+    with allocating_in(pool):
+        if _OF_THREAD.simulation is not None:
+            _OF_THREAD.simulation.resize(storage, nbytes)
+        storage.resize_(nbytes)
 
 
 def host_access(name: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()) -> None:

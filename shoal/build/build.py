@@ -40,7 +40,7 @@ from shoal.sharding.sparse_sum import SparseSum
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.storage import DeviceStorage, HostStorage, ShardStorage
 from shoal.sharding.unit import IfUsed, LiveNumel, Unit
-from shoal.streams import name_memory
+from shoal.streams import MemoryPool, name_memory
 from shoal.text import counted, listed
 
 
@@ -139,7 +139,9 @@ def build(
     is_sharded = any(group.row.parameter.is_sharded for group in groups_planned)
     materializer = Materializer(model, device, axes, plan.spec_of, is_sharded=is_sharded, whole=whole)
     copies = copies_of(device) if any(on.parameter is not Tier.DEVICE for on in tiers) else None
-    staging = {g.axes.shard: StagingBuffers(g.axes.comms[g.axes.shard], device) for g in groups_planned}
+    shard_comms = {group.axes.shard: group.axes.comms[group.axes.shard] for group in groups_planned}
+    pools = _pools(shard_comms.values(), device, settings)
+    staging = {name: StagingBuffers(comm, device, pool=pools.get(comm)) for name, comm in shard_comms.items()}
     builder = _Builder(plan, device, staging, materializer, disks, {}, copies, sparse is not None, levels or {})
     filled_last = [max(materializer.positions[name] for name in unit.spec.parameters) for unit in units]
     built: dict[int, Unit] = {}
@@ -176,6 +178,19 @@ def build(
         sparse_names=plan.sends_rows,
         sharded_at_init=frozenset(materializer.sharded_at_init),
     )
+
+
+def _pools(
+    comms: Iterable[Communicator], device: torch.device, settings: ZeroSettings
+) -> dict[Communicator, MemoryPool | None]:
+    """For each communicator, where the buffers that it gathers and reduces are allocated; None: with all other memory.
+
+    One for each: a segment is registered with one communicator alone, so that ranks register in the same order.
+    """
+    if not settings.registers_memory:
+        return {}
+    is_symmetric = settings.registers_memory == "symmetric"
+    return {comm: comm.backend.new_pool(device, is_symmetric=is_symmetric) for comm in comms}
 
 
 def _max_live_numel(settings: ZeroSettings, units: Iterable[Unit]) -> int:
@@ -253,6 +268,7 @@ class _Builder:
             owned=Placement.of(**{axes.shard: SHARD}) if row.state.is_sharded else Placement(),
             full=full,
             copies=self.copies,
+            pool=self.staging[axes.shard].pool,
         )
         buffer.assume(Placement())
         if is_sharded:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 import torch
 
@@ -110,6 +111,7 @@ class ZeroSettings:
     max_live_numel: int | None = None  # None: 1e9, or the largest unit
     max_reuse_numel: int = 0
     has_overlap: bool = True
+    registers_memory: bool | Literal["symmetric"] = False  # with NCCL: that of buffers that are gathered and reduced
     sparse_gradients: bool = False  # of every embedding; else of those that were made with sparse=True
     parameter_tier: Tier = Tier.DEVICE  # of shards between uses
     gathers_if_used: bool = False  # of experts in lists, those that some token uses; at stage 3

@@ -25,12 +25,13 @@ from __future__ import annotations
 
 import math
 import struct
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ from shoal.comm.protocol import (
 )
 from shoal.comm.sums import is_same_memory
 from shoal.errors import CommError
-from shoal.streams import host_memory, is_in_host_memory
+from shoal.streams import MemoryPool, host_memory, is_in_host_memory, simulation
 
 # The names of newer versions of torch, which warn about the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -172,6 +173,22 @@ class NcclWork:
             out.copy_(landed)
 
 
+class NcclPool:
+    """A ``MemoryPool`` of torch's; ``allocator``: NCCL's."""
+
+    def __init__(self, device: torch.device, allocator: Any) -> None:
+        self._device = device
+        self.native = torch.cuda.MemPool(allocator, no_split=True)
+
+    @property
+    def free_nbytes(self) -> int:
+        segments: list[dict[str, int]] = self.native.snapshot(include_traces=False)
+        return sum(segment["total_size"] - segment["active_size"] for segment in segments)
+
+    def allocating(self) -> AbstractContextManager[None]:
+        return torch.cuda.use_mem_pool(self.native, self._device)
+
+
 class NcclCommunicator(Backend):
     """The ranks along one axis, over a NCCL group, which the transport closes."""
 
@@ -191,10 +208,27 @@ class NcclCommunicator(Backend):
         self._failures = failures
         self._first_error = first_error
         self._factors: dict[tuple[float, torch.device], torch.Tensor] = {}
+        self._registered: list[tuple[weakref.ref[MemoryPool], Any]] = []  # and the backend that knows it
 
     @property
     def scratch_nbytes(self) -> int:
         return self._host.scratch_nbytes
+
+    def new_pool(self, device: torch.device, *, is_symmetric: bool) -> MemoryPool:
+        backend, accelerator = cast(Any, self._group)._get_backend(device), simulation()
+        pool: MemoryPool
+        try:
+            pool = NcclPool(device, backend.mem_allocator) if accelerator is None else accelerator.pool()
+            # Segments that are made later are registered as well.
+            backend.register_mem_pool(pool.native, **({"symm": True} if is_symmetric else {}))
+        except (AttributeError, RuntimeError, TypeError) as error:
+            raise CommError(
+                f"torch {torch.__version__} cannot register memory with NCCL on axis {self.axis!r}: {error}.",
+                do='set "zero_optimization": {"nccl_ub": false}, or true in place of "symmetric".',
+                code="nccl-memory",
+            ) from error
+        self._registered.append((weakref.ref(pool), backend))
+        return pool
 
     def issue(self, call: Call) -> Work:
         if is_in_host_memory(call.sent):
@@ -259,6 +293,10 @@ class NcclCommunicator(Backend):
     def close(self) -> None:
         self._host.close()
         self._group = None
+        registered, self._registered = self._registered, []
+        for reference, backend in registered if self._first_error.error is None else ():  # to abort a group did it
+            if (pool := reference()) is not None:
+                backend.deregister_mem_pool(pool.native)
         self._factors.clear()
 
     @contextmanager

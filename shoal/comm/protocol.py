@@ -31,7 +31,7 @@ from shoal.comm.recorder import Group, Recorder
 from shoal.comm.side_stream import CopyDone, SideStream
 from shoal.comm.wire import Wire, decoded_sum, encoded_gather, encoded_scatter
 from shoal.errors import CommError, UsageError
-from shoal.streams import host_memory, is_in_host_memory, keep_for_current_stream
+from shoal.streams import MemoryPool, host_memory, is_in_host_memory, keep_for_current_stream
 from shoal.text import listed_ranks
 
 Verb = Literal[
@@ -210,6 +210,16 @@ class Backend:
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A 1-D tensor in memory that this backend can send from without a copy (shared memory, registered memory)."""
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def new_pool(self, device: torch.device, *, is_symmetric: bool) -> MemoryPool | None:
+        """Memory that this backend's collectives read and write without a copy; None: it has no memory of its own.
+
+        Args:
+            is_symmetric: all ranks allocate the same segments in the same order.
+
+        Raises: CommError: the device, or torch, cannot.
+        """
+        return None
 
     def issue(self, call: Call) -> Work:
         """Begin a call. Does not block."""

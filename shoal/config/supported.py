@@ -147,6 +147,7 @@ def unused_reasons(config: Schema) -> dict[str, str]:
             zero.stage == 3,
             f"only stage 3 shards parameters, and this is stage {zero.stage}",
         ),
+        "zero_optimization: nccl_ub": (zero.stage in (2, 3), "stages 0 and 1 gather and reduce in place"),
         "zero_optimization: overlap_param_gather": (
             zero.stage in (1, 2),
             f"the step gathers parameters at stages 1 and 2, and this is stage {zero.stage}",

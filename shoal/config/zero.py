@@ -184,6 +184,12 @@ class ZeroOptimization(Section):
         "reduce gradients during the backward pass; null is true at every stage (DeepSpeed: at stage 3)",
         deprecated=("comm_overlap",),
     )
+    nccl_ub: bool | Literal["symmetric"] = key(
+        False,
+        "at stages 2 and 3, allocate the buffers that are gathered and reduced in memory that is registered with NCCL, "
+        "which then copies less and takes fewer multiprocessors; symmetric: in symmetric windows, where torch and NCCL "
+        "have them. Without NCCL no effect",
+    )
     ignore_unused_parameters: bool = key(
         True, "accept parameters that got no gradient in a step; false makes them an error"
     )

@@ -480,6 +480,8 @@ def _report(engine: Engine, notes: list[str]) -> None:
         unused = []
     if plan.zero.gathers_if_used and plan.mesh.pp == 1 and all(unit.if_used is None for unit in engine.sharded.units):
         notes = [*notes, f"expert_parallel.gather_if_used = true{_NO_EFFECT}the model has no such experts."]
+    if plan.zero.registers_memory and plan.zero.stage > 1 and not engine.sharded.pools:
+        notes = [*notes, f"zero_optimization.nccl_ub = true{_NO_EFFECT}no parameters are gathered over NCCL."]
     for note in (*used, *unused, *notes):
         logger.info(note)
     logger.debug("placement\n%s", table)

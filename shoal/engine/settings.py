@@ -156,6 +156,7 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
             else None,
             max_reuse_numel=int(zero.stage3_max_reuse_distance),
             has_overlap=zero.overlap_comm is not False,
+            registers_memory=zero.nccl_ub,
             sparse_gradients=bool(config.sparse_gradients),
             parameter_tier=parameter_tier,
             gathers_if_used=parameter_tier is not Tier.DEVICE and bool(config.expert_parallel.gather_if_used),

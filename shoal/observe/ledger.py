@@ -34,6 +34,7 @@ KINDS = (
     "gathered",
     "buffers in flight",
     "saved activations",
+    "registered, free",  # segments of memory that NCCL knows, for the next buffers
 )
 
 
@@ -227,6 +228,7 @@ def account(
             sum(comm.scratch_nbytes for comm in _communicators(sharded)),
         ),
         *(("saved activations", tier, nbytes) for tier, nbytes in (saved or {}).items()),
+        ("registered, free", Tier.DEVICE, sum(pool.free_nbytes for pool in sharded.pools)),
     ]
     entries += [
         LedgerEntry("(all)", kind, tier.value, nbytes, nbytes)

@@ -69,6 +69,7 @@ class ShardedModel:
         self.groups = [group for unit in self.units for group in unit.groups]
         self.trained_groups = [group for unit in self.units for group in unit.trained]
         self.staging = staging
+        self.pools = {each.pool for each in staging if isinstance(each, StagingBuffers) and each.pool is not None}
         self.order = order
         self.axes = axes
         self.device = device

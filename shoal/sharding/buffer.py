@@ -29,7 +29,7 @@ from shoal.memory.transfer import clipped
 from shoal.sharding.layout import ALIGNMENT, BufferLayout, Ranges, Segment
 from shoal.sharding.placement import Move, Placement, Tier, moves
 from shoal.sharding.storage import ByteRanges, DeviceStorage, ShardStorage
-from shoal.streams import keep_for_current_stream, resize_storage
+from shoal.streams import MemoryPool, keep_for_current_stream, resize_storage
 
 
 class Axis(Protocol):
@@ -70,6 +70,7 @@ class FlatBuffer:
             none yet.
         storage: of the shard of a buffer that is stored so; None: there is no memory yet.
         copies: copies a shard in host memory to the device, concurrently to its work; None: the current stream does.
+        pool: in which the whole of a sharded buffer is allocated; None: with all other memory.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class FlatBuffer:
         full: torch.Tensor | None = None,
         storage: ShardStorage | None = None,
         copies: StreamCopies | None = None,
+        pool: MemoryPool | None = None,
     ) -> None:
         self.label = label
         self.layout = layout
@@ -105,6 +107,7 @@ class FlatBuffer:
             self.set_full(full)
         self.reader: Work | None = None  # the last collective that peers read it for
         self._copies = copies
+        self.pool = pool
         self._staged: torch.Tensor | None = None  # on the device, for the next gather of an offloaded shard
 
     # what it is
@@ -192,7 +195,7 @@ class FlatBuffer:
         if not todo:
             return FinishedWork(self.memory)
         if self.is_sharded and not to.is_sharded:
-            resize_storage(self.full.untyped_storage(), self.nbytes)
+            resize_storage(self.full.untyped_storage(), self.nbytes, self.pool)
             if ranges is not None:
                 return self._gather_ranges(ranges)
         first = partial(self.issue, todo[0], into, scale=scale, accumulate=accumulate, wire=wire)
@@ -321,7 +324,7 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Allocate what the next gather needs, on the current stream."""
-        resize_storage(self.full.untyped_storage(), self.nbytes)
+        resize_storage(self.full.untyped_storage(), self.nbytes, self.pool)
         if self.is_offloaded and self.comm.size > 1:
             self._staged = self.comm.empty(self.owned_numel, self.dtype, self.device)
 

@@ -32,6 +32,7 @@ from shoal.sharding.placement import Placement
 from shoal.sharding.second_shard import SecondShard
 from shoal.sharding.storage import placeholder
 from shoal.sharding.table import Row
+from shoal.streams import keep_for_current_stream
 
 
 @dataclass(eq=False)
@@ -274,6 +275,7 @@ class ParameterGroup:
         self.buffer.assume(self.buffer.owned)
         wires = None if is_exact or (self.row.sent.is_difference and base is None) else self._wires
         if wires and base is not None:
+            keep_for_current_stream(base)
             wires = {axis: replace(wire, base=base) for axis, wire in wires.items()}
         return self.buffer.redistribute(Placement(), wire=wires)
 

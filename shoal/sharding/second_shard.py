@@ -21,7 +21,7 @@ class SecondShard(FlatBuffer):
     """
 
     def __init__(self, of: FlatBuffer, *args: Any) -> None:
-        super().__init__(*args)
+        super().__init__(*args, pool=of.pool)
         self._of = of
 
     @property

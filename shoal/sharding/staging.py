@@ -14,7 +14,7 @@ from shoal.comm.protocol import Communicator, Work
 from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.layout import BufferLayout
 from shoal.sharding.placement import Placement
-from shoal.streams import is_accelerator, name_memory
+from shoal.streams import MemoryPool, allocating_in, is_accelerator, name_memory
 
 MAX_BUFFERS = 4  # of one layout, before a rank waits for a slower one to have read the oldest
 MAX_BUFFERS_ON_ACCELERATOR = 2  # there only the device waits
@@ -25,14 +25,23 @@ class StagingBuffers:
 
     Args:
         max_buffers: of one layout, before one that peers may still read is waited for; None: by ``device``.
+        pool: in which they are allocated; None: with all other memory.
 
     Memory: until ``clear()``, of each layout as many buffers as were ever in use at once, and up to ``max_buffers``
     where as many groups lie alike.
     """
 
-    def __init__(self, comm: Communicator, device: torch.device, max_buffers: int | None = None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        device: torch.device,
+        max_buffers: int | None = None,
+        *,
+        pool: MemoryPool | None = None,
+    ) -> None:
         self._comm = comm
         self._device = device
+        self.pool = pool
         self._max_buffers = max_buffers or (MAX_BUFFERS_ON_ACCELERATOR if is_accelerator(device) else MAX_BUFFERS)
         self._free: dict[object, list[FlatBuffer]] = defaultdict(list)
         self._all: list[FlatBuffer] = []
@@ -52,7 +61,8 @@ class StagingBuffers:
             buffer = free.pop(0)  # released longest ago: its reader is the likeliest to be done
             buffer.wait_for_reader()
             return buffer
-        full = self._comm.empty(layout.numel, dtype, self._device)
+        with allocating_in(self.pool):
+            full = self._comm.empty(layout.numel, dtype, self._device)
         full = name_memory(full, "a staging buffer", "buffers in flight").zero_()
         buffer = FlatBuffer("staging", layout, dtype, self._device, self._comm, {}, Placement(), full=full)
         self._all.append(buffer)

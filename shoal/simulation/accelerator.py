@@ -2,9 +2,9 @@
 
 Every operator runs on the current stream of the thread that calls it, a copy without ``non_blocking`` or from pageable
 memory blocks the host, ``item()`` does too. The memory of tensors is the device's, unless Shoal allocated it for the
-host. Allocator: what is freed may be used again by the next allocation of the stream that allocated it, of any size. So
-to allocate counts as a write of that stream, and it must know that all other streams are done with what was freed
-before, unless they were named by ``record_stream``.
+host. Allocator: what is freed may be used again by the next allocation, of any size, of the stream that allocated it,
+in the same pool. So to allocate counts as a write of that stream, and it must know that all other streams are done with
+what was freed before, unless they were named by ``record_stream``.
 """
 
 from __future__ import annotations
@@ -58,6 +58,30 @@ class _Thread(threading.local):
         self.entered: list[SimulatedStream] = []
         self.num_pauses = 0
         self.kind = ACTIVATION  # of what is allocated
+        self.pool: SimulatedPool | None = None  # in which it is
+
+
+class SimulatedPool:
+    """Segments of their own: see ``shoal.streams.MemoryPool``."""
+
+    def __init__(self, thread: _Thread, memory: DeviceMemory | None) -> None:
+        self._thread, self._memory = thread, memory
+
+    @property
+    def native(self) -> SimulatedPool:
+        return self
+
+    @property
+    def free_nbytes(self) -> int:
+        return 0 if self._memory is None else self._memory.allocator.free_nbytes(self)
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        before, self._thread.pool = self._thread.pool, self
+        try:
+            yield
+        finally:
+            self._thread.pool = before
 
 
 class SimulatedAccelerator:
@@ -92,7 +116,8 @@ class SimulatedAccelerator:
         self._streams: list[SimulatedStream] = []
         self._order: IssueOrder | None = None
         self._issued: IssuedOn = {}
-        self._freed: dict[SimulatedStream, list[FreedBytes]] = {}  # since the last allocation, by who allocated it
+        # Since the last allocation there, by the stream and the pool that it was allocated in.
+        self._freed: dict[tuple[SimulatedStream, object], list[FreedBytes]] = {}
         self.compute = self._new_stream("the compute stream")
         self._main = threading.get_ident()
         self._main_host = self.host
@@ -151,6 +176,9 @@ class SimulatedAccelerator:
     def record_stream(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
         with self._lock:
             self._storage_of(tensor).recorded.add(stream)
+
+    def pool(self) -> SimulatedPool:
+        return SimulatedPool(self._thread, self._memory_of_device)
 
     def _before_edge(self) -> None:
         self.end_kernel()
@@ -309,12 +337,12 @@ class SimulatedAccelerator:
             tracked.nbytes = nbytes
             access = None
             if nbytes:
-                tracked.stream = self.current()
+                tracked.stream, tracked.pool = self.current(), self._thread.pool
                 self._allocate(tracked.stream)
                 access = self._access("allocation", tracked.stream)
                 self._touch_storage(tracked, 0, nbytes, access, is_write=True)
             if self._memory_of_device is not None:
-                self._memory_of_device.allocate(storage, nbytes, tracked.stream, GATHERED)
+                self._memory_of_device.allocate(storage, nbytes, tracked.stream, GATHERED, tracked.pool)
                 if access is not None:
                     self._memory_of_device.note_peak(access.name, access.place)
 
@@ -341,12 +369,12 @@ class SimulatedAccelerator:
             for access, was_write, start, stop in tracked.unordered(clock)
         ]
         if freed:
-            self._freed.setdefault(stream, []).extend(freed)
+            self._freed.setdefault((stream, tracked.pool), []).extend(freed)
 
     def _allocate(self, stream: SimulatedStream) -> None:
         """Check that memory that was freed may be used again on ``stream``."""
         stream.join(self.host.clock)
-        for freed in self._freed.pop(stream, ()):
+        for freed in self._freed.pop((stream, self._thread.pool), ()):
             if not freed.access.is_before(stream.clock):
                 key = ("freed", freed.access.name, freed.access.place, stream)
                 self._report(key, partial(reused, freed, stream.name, place_of_call()))
@@ -430,6 +458,7 @@ class SimulatedAccelerator:
                 kind = None if is_scalar else is_on_host
                 storage = self._storage_of(tensor, is_host=kind)
                 storage.is_host, storage.stream = kind, stream if kind is False else None
+                storage.pool = self._thread.pool
             if not is_on_host:
                 for tensor in writes:
                     storage = self._storage_of(tensor)
@@ -490,7 +519,7 @@ class SimulatedAccelerator:
 
     def _note_allocations(self, memory: DeviceMemory, made: Sequence[torch.UntypedStorage], access: Access) -> None:
         for storage in {each._cdata: each for each in made}.values():
-            memory.allocate(storage, storage.nbytes(), access.stream, self._thread.kind)
+            memory.allocate(storage, storage.nbytes(), access.stream, self._thread.kind, self._thread.pool)
         memory.note_peak(access.name, access.place)
 
     def _cost(

@@ -77,6 +77,8 @@ class TrackedStorage:
         is_host: it lies in host memory. None: a single value, which is passed to kernels by the host, until an
             operation of the device writes it.
         stream: on which it was allocated; None: before the simulation, or on the host.
+
+    Attributes: ``pool``: in which it was allocated; None: with all other memory.
     """
 
     def __init__(self, storage: torch.UntypedStorage, *, is_host: bool | None, stream: SimulatedStream | None) -> None:
@@ -85,6 +87,7 @@ class TrackedStorage:
         self.is_host = is_host
         self.is_pinned = False
         self.stream = stream
+        self.pool: object = None
         self.recorded: set[SimulatedStream] = set()
         self.name = ""
         self._segments = [_Touched(0, None)]

@@ -19,6 +19,7 @@ from shoal.comm.protocol import Backend, Call, Work
 from shoal.simulation.clocks import SimulatedEvent, SimulatedStream
 from shoal.simulation.issue_order import Issues
 from shoal.simulation.times import Cost, StreamTimes
+from shoal.streams import MemoryPool
 
 _MESSAGES = ("send", "recv", "batch")
 
@@ -33,6 +34,8 @@ class StreamsOfCollectives(Protocol):
     def is_host(self, tensor: torch.Tensor) -> bool: ...
 
     def label(self, tensor: torch.Tensor, name: str, *, is_weak: bool = False) -> None: ...
+
+    def pool(self) -> MemoryPool: ...
 
     def paused(self) -> AbstractContextManager[None]: ...
 
@@ -114,6 +117,9 @@ class SimulatedCommunicator(Backend):
     @property
     def scratch_nbytes(self) -> int:
         return self._backend.scratch_nbytes
+
+    def new_pool(self, device: torch.device, *, is_symmetric: bool) -> MemoryPool:
+        return self._accelerator.pool()
 
     def issue(self, call: Call) -> Work:
         result = call.result

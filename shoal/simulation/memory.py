@@ -104,17 +104,20 @@ class DeviceMemory:
 
     # what happens
 
-    def allocate(self, storage: torch.UntypedStorage, nbytes: int, stream: object, kind: str) -> None:
+    def allocate(
+        self, storage: torch.UntypedStorage, nbytes: int, stream: object, kind: str, apart: object = None
+    ) -> None:
         """A storage got memory.
 
         Args:
             nbytes: 0: none.
+            apart: as of ``CachingAllocator.allocate``.
         """
         key = storage._cdata
         self.free(key)
         if not nbytes:
             return
-        block = self.allocator.allocate(nbytes, stream)
+        block = self.allocator.allocate(nbytes, stream, apart)
         made = Allocation(nbytes, block.nbytes, kind, block)
         self._live[key] = made
         self._references[key] = weakref.ref(storage, partial(self._expired, key))
@@ -198,6 +201,7 @@ class DeviceMemory:
 #     larger        from a segment of its own size, rounded up to 2 MiB
 #     free block    the smallest that fits, of the same stream; what is left of it is split off, where it is worth it
 #     free          neighbours that are free become one block; segments stay reserved
+#     pools apart   have segments of their own, which are not divided and not given back
 #
 # Where the device has no room for a segment, segments that are free as a whole are given back first.
 # Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11, with its default settings.
@@ -216,7 +220,7 @@ class MemoryBlock:
 
     nbytes: int
     address: int
-    pool: tuple[object, bool]  # the stream, and True for small requests
+    pool: tuple[object, bool, object]  # the stream, True for small requests, and the pool apart
     is_free: bool = False
     before: MemoryBlock | None = None
     after: MemoryBlock | None = None
@@ -244,13 +248,17 @@ class CachingAllocator:
     allocated: int = 0
     reserved: int = 0
     has_failed: bool = False
-    _free: dict[tuple[object, bool], list[MemoryBlock]] = field(default_factory=dict)
+    _free: dict[tuple[object, bool, object], list[MemoryBlock]] = field(default_factory=dict)
     _next_address: int = 0
 
-    def allocate(self, nbytes: int, stream: object) -> MemoryBlock:
-        """A block of at least ``nbytes``, more than 0, for what ``stream`` computes."""
+    def allocate(self, nbytes: int, stream: object, apart: object = None) -> MemoryBlock:
+        """A block of at least ``nbytes``, more than 0, for what ``stream`` computes.
+
+        Args:
+            apart: a pool with segments of its own; None: the one of all other memory.
+        """
         size = max(-(-nbytes // _MIN_BLOCK) * _MIN_BLOCK, _MIN_BLOCK)
-        pool = (stream, size <= _SMALL)
+        pool = (stream, size <= _SMALL, apart)
         free = self._free.setdefault(pool, [])
         at = bisect_left(free, MemoryBlock(size, -1, pool))
         block = free.pop(at) if at < len(free) else self._segment(size, pool)
@@ -271,11 +279,17 @@ class CachingAllocator:
 
     def release_cached(self) -> None:
         """Give free segments back to the device, as ``torch.cuda.empty_cache()`` does."""
-        for free in self._free.values():
+        for (_, _, apart), free in self._free.items():
+            if apart is not None:
+                continue
             self.reserved -= sum(block.nbytes for block in free if block.is_segment)
             free[:] = [block for block in free if not block.is_segment]
 
-    def _segment(self, size: int, pool: tuple[object, bool]) -> MemoryBlock:
+    def free_nbytes(self, apart: object) -> int:
+        """Bytes of the free segments of a pool apart."""
+        return sum(block.nbytes for (_, _, pool), free in self._free.items() if pool is apart for block in free)
+
+    def _segment(self, size: int, pool: tuple[object, bool, object]) -> MemoryBlock:
         nbytes = _segment_size(size)
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
             self.release_cached()
@@ -287,8 +301,8 @@ class CachingAllocator:
 
     def _split(self, block: MemoryBlock, size: int) -> None:
         left = block.nbytes - size
-        is_small = block.pool[1]
-        if left < _MIN_BLOCK if is_small else left <= _SMALL:
+        _, is_small, apart = block.pool
+        if apart is not None or (left < _MIN_BLOCK if is_small else left <= _SMALL):
             return
         rest = MemoryBlock(left, block.address + size, block.pool, is_free=True, before=block, after=block.after)
         if rest.after is not None:
@@ -315,12 +329,12 @@ class ProcessAllocator(CachingAllocator):
     With ``host_heap`` it stays with the process instead; how much that is depends on small blocks that lie between.
     """
 
-    def allocate(self, nbytes: int, stream: object) -> MemoryBlock:
+    def allocate(self, nbytes: int, stream: object, apart: object = None) -> MemoryBlock:
         size = -(-nbytes // _MIN_BLOCK) * _MIN_BLOCK
         self.allocated += size
         self.reserved = self.allocated
         self.has_failed = self.has_failed or (self.capacity is not None and self.allocated > self.capacity)
-        return MemoryBlock(size, 0, (stream, False))
+        return MemoryBlock(size, 0, (stream, False, apart))
 
     def free(self, block: MemoryBlock) -> None:
         self.allocated -= block.nbytes

@@ -24,7 +24,7 @@ from shoal.comm.gloo import GlooCommunicator
 from shoal.comm.nccl import NcclCommunicator
 from shoal.comm.protocol import Backend, Call, Work
 from shoal.simulation import accesses
-from shoal.simulation.accelerator import SimulatedAccelerator
+from shoal.simulation.accelerator import SimulatedAccelerator, SimulatedPool
 from shoal.simulation.collectives import SimulatedCommunicator, SimulatedWork
 from shoal.simulation.collectives import accesses as calls_accesses
 
@@ -34,14 +34,28 @@ _ProcessGroup: Any = dist.ProcessGroup  # the stubs of torch overload every oper
 class SimulatedGroup(_ProcessGroup):
     """torch's ProcessGroupNCCL.
 
-    Attributes: ``label``: of the call under way, for reports; ``labels``: of its messages.
+    Attributes: ``label``: of the call under way, for reports; ``labels``: of its messages. ``pools``: that are
+    registered, and True for symmetric ones.
     """
+
+    mem_allocator = "ncclMemAlloc"
 
     def __init__(self, comm: SimulatedCommunicator, accelerator: SimulatedAccelerator) -> None:
         super().__init__(comm.rank, comm.size)
         self.label, self.labels = "", ("",)
+        self.pools: dict[SimulatedPool, bool] = {}
         self._batch: list[Call] | None = None
         self._comm, self._accelerator = comm, accelerator
+
+    def _get_backend(self, device: torch.device) -> SimulatedGroup:
+        return self
+
+    def register_mem_pool(self, pool: SimulatedPool, symm: bool = False) -> None:
+        assert pool not in self.pools
+        self.pools[pool] = symm
+
+    def deregister_mem_pool(self, pool: SimulatedPool) -> None:
+        del self.pools[pool]
 
     def _issue(self, call: Call) -> GroupWork:
         for tensor in itertools.chain(*calls_accesses(call)):

@@ -181,6 +181,7 @@ _DROPPED = partial(_reports, CASES["source_that_is_dropped_while_it_is_copied"])
 _OFFLOADED = partial(
     _reports, partial(of_matrix, {"stage": "3", "state": "host", "parameters": "host", "accumulation": "2"})
 )
+_REGISTERED = partial(_reports, partial(of_matrix, {"stage": "3", "registered": "yes", "stream": "of the script"}))
 _TWO_NODES = partial(_reports, ROWS["two nodes, stage 2"])
 _UPDATED = partial(_reports, ROWS["two nodes, gathers after updates on the host"])
 _STREAMS = "__import__('shoal.streams', fromlist=['x']).streams_of"
@@ -291,6 +292,14 @@ CHANGES = {
         "        self._work = work\n        self.sum.assume(to)\n        self._staging.release(staging)\n",
         _STAGE_2,
         "before reduce_scatter",
+    ),
+    "a gather does not wait for what read the registered memory before": Change(
+        "shoal/sharding/buffer.py",
+        "        if len(todo) == 1:\n            return first()\n",
+        f"        if len(todo) == 1:\n            with {_STREAMS}(self.device).stream():\n"
+        "                return first()\n",
+        _REGISTERED,
+        "before allocation on",
     ),
     "a copy does not wait for its source": Change(
         "shoal/comm/side_stream.py", "        self._stream.wait_stream(current)\n", "", _OFFLOADED, "must wait for"

@@ -48,6 +48,7 @@ STREAM_AXES: dict[str, Values] = {
     "accumulation": AXES["accumulation"],
     "overlap": {"yes": AXES["overlap"]["yes"], "no": {"zero_optimization": {"overlap_param_gather": False}}},
     "gathering": AXES["gathering"],
+    "registered": {"no": {}, "yes": {"zero_optimization": {"nccl_ub": True}}},
     "wire": AXES["wire"],
     "between": {
         "nothing": {},
@@ -92,7 +93,7 @@ def accelerator_of_thread() -> Simulation:
     return found
 
 
-class _CheckedTrainer(composition_runs.Trainer):
+class CheckedTrainer(composition_runs.Trainer):
     """A trainer with what only matters to streams."""
 
     def start(self) -> shoal.Engine:
@@ -172,7 +173,7 @@ def checks_of_run(settings: dict[str, Any], run: Run) -> list[StreamCheck]:
 
         def rank() -> StreamCheck:
             with shoal.check_streams(raises=False) as check:
-                _CheckedTrainer(settings, run, Path(name) / "checkpoint", CountsGraphs("aot_eager")).train()
+                CheckedTrainer(settings, run, Path(name) / "checkpoint", CountsGraphs("aot_eager")).train()
             return check
 
         return run_ranks(run.world_size, rank, timeout=120)

@@ -20,7 +20,7 @@ from tests.helpers.stream_matrix import (
     reports,
 )
 
-PAIRS = covering(2, STREAM_AXES, seed=1, most_ranks=4)  # this seed gives fewer than others
+PAIRS = covering(2, STREAM_AXES, seed=2, most_ranks=4)  # this seed gives fewer than others
 
 
 @pytest.mark.parametrize("combination", PAIRS, ids=map(named, PAIRS))
@@ -47,6 +47,7 @@ def test_a_stream_of_the_model_that_is_not_waited_for_is_found(stage: str, monke
         {"stage": "1", "state": "ahead", "parameters": "host", "precision": "fp16", "wire": "difference"},
         {"stage": "2", "state": "host", "recompute": "offload", "between": "evaluation", "stream": "of the model"},
         {"stage": "2", "hybrid": "mics", "accumulation": "2", "between": "save"},
+        {"stage": "1", "state": "host", "accumulation": "2", "wire": "difference", "stream": "of the script"},
     ],
     ids=str,
 )

@@ -6,8 +6,9 @@ import doctest
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
+from inspect import signature
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -292,6 +293,57 @@ def test_groups_have_streams_of_high_priority_and_axes_of_the_same_ranks_share_o
     transport._abort(RankFailedError(1, "why"))
     assert joined.aborted == 5
     transport.close()
+
+
+def test_registered_memory_is_a_pool_of_torch_with_segments_that_are_not_divided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[tuple[Any, ...]] = []
+    snapshot, use, make = torch.cuda.MemPool.snapshot, torch.cuda.use_mem_pool, torch.cuda.MemPool.__init__
+
+    class Pool:
+        def __init__(self, *args: Any, **keys: Any) -> None:
+            signature(make).bind(self, *args, **keys)  # of this version of torch
+            found.append((args, keys))
+
+        def snapshot(self, **keys: Any) -> list[dict[str, int]]:
+            signature(snapshot).bind(self, **keys)
+            return [{"total_size": 8, "active_size": 8}, {"total_size": 6, "active_size": 0}]
+
+    @contextmanager
+    def used(*args: Any) -> Iterator[None]:
+        signature(use).bind(*args)
+        found.append(args)
+        yield
+
+    group = SimpleNamespace(
+        mem_allocator="ncclMemAlloc",
+        register_mem_pool=lambda pool: found.append(("registered", pool)),
+        deregister_mem_pool=lambda pool: found.append(("deregistered", pool)),
+        _get_backend=lambda device: group,
+    )
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", used)
+    comm = backend()
+    comm._group = cast(Any, group)
+    pool, other = (comm.new_pool(DEVICE, is_symmetric=False) for _ in range(2))
+    with pool.allocating():
+        assert pool.free_nbytes == 6
+    native = pool.native
+    del other  # its engine has ended
+    comm.close()
+    made = (("ncclMemAlloc",), {"no_split": True})
+    registered = [each for each in found if each[0] == "registered"]
+    assert registered[0] == ("registered", native) and len(registered) == 2
+    others = [each for each in found if each not in registered]
+    assert others == [made, made, (native, DEVICE), ("deregistered", native)]
+
+
+def test_memory_that_torch_does_not_register_is_an_error() -> None:
+    comm = backend()
+    comm._group = cast(Any, SimpleNamespace(_get_backend=lambda device: SimpleNamespace()))
+    with pytest.raises(CommError, match=r"cannot register memory with NCCL on axis 'dp': .*mem_allocator"):
+        comm.new_pool(DEVICE, is_symmetric=True)
 
 
 @pytest.mark.parametrize(

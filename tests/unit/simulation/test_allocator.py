@@ -65,6 +65,21 @@ def test_free_segments_are_given_back_before_memory_runs_out() -> None:
     assert allocator.reserved == 30 * MIB
 
 
+def test_segments_of_a_pool_apart_are_used_whole_and_stay() -> None:
+    allocator = CachingAllocator()
+    first, second = (allocator.allocate(size * MIB, "compute", "pool") for size in (32, 48))
+    assert allocator.free_nbytes("pool") == 0
+    allocator.free(first)
+    allocator.free(second)
+    allocator.free(allocator.allocate(64 * MIB, "compute"))
+    allocator.release_cached()
+    assert allocator.reserved == allocator.free_nbytes("pool") == (32 + 48) * MIB
+    again = allocator.allocate(20 * MIB, "compute", "pool")
+    assert (again.address, again.nbytes) == (first.address, 32 * MIB)
+    assert allocator.allocate(20 * MIB, "compute").address not in (first.address, second.address)
+    assert allocator.allocate(20 * MIB, "compute", "pool").address == second.address
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_blocks_do_not_overlap_and_add_up(seed: int) -> None:
     rng = random.Random(seed)

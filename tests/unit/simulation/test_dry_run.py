@@ -18,6 +18,7 @@ from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.simulation.clocks import SimulatedStream
 from shoal.simulation.dry_run import DryRun
 from shoal.simulation.machines import GpuNode, machine_of
+from shoal.simulation.memory import CachingAllocator, MemoryBlock, MemoryPeak
 from shoal.simulation.times import (
     COMMUNICATION,
     COMPUTE,
@@ -123,6 +124,52 @@ def test_memory_at_the_peak_is_that_of_the_ledger_and_of_what_backward_needs(sta
     assert 2 * 4 * logits < peak.by_kind["activation"] < 5 * 4 * logits
     assert "softmax" in peak.operation
     assert "engine.py" in peak.place
+
+
+class Wide(Tower):
+    """Units of more than 10 MiB, each a segment of its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(4096, 2560), torch.nn.Linear(2560, 4096, bias=False)
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(2560, 2560, bias=False) for _ in range(6)])
+
+
+def test_registered_buffers_take_turns_in_the_same_few_segments_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[MemoryBlock] = []
+    allocate = CachingAllocator.allocate
+
+    def noted(self: CachingAllocator, nbytes: int, stream: object, apart: object = None) -> MemoryBlock:
+        block = allocate(self, nbytes, stream, apart)
+        if apart is not None:
+            found.append(block)
+        return block
+
+    def train(zero: dict[str, Any]) -> tuple[list[list[int]], dict[str, int], MemoryPeak]:
+        steps: list[list[int]] = []
+        with shoal.dry_run(8, machine=H100) as run:
+            made = config(3, zero_optimization=zero, bf16={"enabled": True}, optimizer=ADAM)
+            engine = shoal.initialize(model=Wide(), config=made)[0]
+            for _ in range(3):
+                before = len(found)
+                take_steps(run, engine, torch.zeros(1, 512, dtype=torch.long), 1)
+                steps.append([block.address for block in found[before:]])
+            ledger = engine.memory_report().by_kind()
+            engine.destroy()
+        assert run.steps[-1].memory is not None
+        return steps, ledger, run.steps[-1].memory
+
+    monkeypatch.setattr(CachingAllocator, "allocate", noted)
+    _, plain_ledger, plain = train({"stage3_prefetch_bucket_size": 1})
+    assert not found and plain_ledger["registered, free"] == 0
+    (_, second, third), ledger, peak = train({"stage3_prefetch_bucket_size": 1, "nccl_ub": True})
+    assert second == third and len(third) == 15
+    segments = {block.address: block.nbytes for block in found}
+    gathered = {address: segments.pop(address) for address in set(third)}  # the others are staging buffers
+    assert sorted(gathered.values()) == [14 * 2**20, *[20 * 2**20] * 3]
+    assert ledger == {**plain_ledger, "registered, free": sum(gathered.values())}
+    assert {**peak.by_kind, "rounding": 0} == {**plain.by_kind, "rounding": 0}
+    assert plain.reserved < peak.reserved <= plain.reserved + sum(gathered.values()) + sum(segments.values())
 
 
 def test_activations_grow_with_the_tokens_and_a_small_device_runs_out() -> None:

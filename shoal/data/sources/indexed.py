@@ -7,6 +7,7 @@
     int8  [sequences]        modes; multimodal datasets only
 
 All numbers are little-endian. Megatron's documents have one or several sequences, those that are written here have one.
+DeepSpeed's ``MMapIndexedDataset`` (``metric_files.py``) has the same index, with other codes of dtypes from 6 on.
 
 Source: NVIDIA/Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``.
 """
@@ -15,9 +16,10 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -49,6 +51,47 @@ def data_of(prefix: Path) -> Path:
     return prefix.with_name(f"{prefix.name}.bin")
 
 
+class IndexColumns(NamedTuple):
+    """What an .idx file says, column by column."""
+
+    dtype: str
+    sizes: NDArray[np.int64]  # [sequences], in elements
+    begins: NDArray[np.int64]  # [sequences], in bytes
+    first: NDArray[np.int64]  # [documents + 1]
+
+
+def parse_index(content: bytes, dtypes: Mapping[int, str]) -> IndexColumns:
+    """Raises: ValueError: the file is damaged; says how, after the file's name."""
+    start = len(_MAGIC) + _COUNTS.size
+    if not content.startswith(_MAGIC) or len(content) < start:
+        raise ValueError("is not an index of Megatron's: it does not begin with MMIDIDX and its header")
+    version, code, num_sequences, num_offsets = _COUNTS.unpack_from(content, len(_MAGIC))
+    if version != 1 or code not in dtypes:
+        raise ValueError(f"has version {version} and dtype code {code}, not version 1 and integers")
+    nbytes = start + 12 * num_sequences + 8 * num_offsets
+    if len(content) not in (nbytes, nbytes + num_sequences):  # with modes
+        raise ValueError(f"has {len(content):,} bytes in place of {nbytes:,}")
+    return IndexColumns(
+        dtypes[code],
+        np.frombuffer(content, "<i4", num_sequences, start).astype(np.int64),
+        np.frombuffer(content, "<i8", num_sequences, start + 4 * num_sequences),
+        np.frombuffer(content, "<i8", num_offsets, start + 12 * num_sequences),
+    )
+
+
+def index_content(dtype: np.dtype[Any], dtypes: Mapping[int, str], sizes: NDArray[Any], first: NDArray[Any]) -> bytes:
+    """The .idx file of sequences that follow each other.
+
+    Args:
+        sizes: elements of each sequence, [sequences].
+        first: sequence of each document, and the end, [documents + 1].
+    """
+    code = next(code for code, name in dtypes.items() if np.dtype(name) == dtype)
+    begins = (np.cumsum(sizes, dtype=np.int64) - sizes) * dtype.itemsize
+    columns = (sizes.astype("<i4"), begins.astype("<i8"), first.astype("<i8"))
+    return _MAGIC + _COUNTS.pack(1, code, len(sizes), len(first)) + b"".join(each.tobytes() for each in columns)
+
+
 def write_index(path: Path, dtype: np.dtype[np.integer], sizes: NDArray[np.int64]) -> str:
     """Write the index of documents that follow each other. Returns: its checksum.
 
@@ -56,15 +99,7 @@ def write_index(path: Path, dtype: np.dtype[np.integer], sizes: NDArray[np.int64
     """
     if sizes.max() > _MOST_TOKENS:
         raise UsageError(f"a document of {sizes.max():,} tokens, more than {_MOST_TOKENS:,}.", where=str(path))
-    code = next(code for code, name in _DTYPES.items() if np.dtype(name) == dtype)
-    content = b"".join(
-        [
-            _MAGIC + _COUNTS.pack(1, code, len(sizes), len(sizes) + 1),
-            sizes.astype("<i4").tobytes(),
-            ((np.cumsum(sizes) - sizes) * dtype.itemsize).astype("<i8").tobytes(),
-            np.arange(len(sizes) + 1, dtype="<i8").tobytes(),
-        ]
-    )
+    content = index_content(dtype, _DTYPES, sizes, np.arange(len(sizes) + 1))
     path.write_bytes(content)
     return xxhash.xxh64_hexdigest(content)
 
@@ -86,23 +121,16 @@ def read_index(prefix: Path, do: str) -> DocumentIndex:
         if not file.is_file():
             raise refuse(f"{file} is missing")
     content = index.read_bytes()
-    start = len(_MAGIC) + _COUNTS.size
-    if not content.startswith(_MAGIC) or len(content) < start:
-        raise refuse(f"{index} is not an index of Megatron's: it does not begin with MMIDIDX and its header")
-    version, code, num_sequences, num_offsets = _COUNTS.unpack_from(content, len(_MAGIC))
-    if version != 1 or code not in _DTYPES:
-        raise refuse(f"{index} has version {version} and dtype code {code}, not version 1 and integers")
-    nbytes = start + 12 * num_sequences + 8 * num_offsets
-    if len(content) not in (nbytes, nbytes + num_sequences):  # with modes
-        raise refuse(f"{index} has {len(content):,} bytes in place of {nbytes:,}")
-    sizes = np.frombuffer(content, "<i4", num_sequences, start).astype(np.int64)
-    begins = np.frombuffer(content, "<i8", num_sequences, start + 4 * num_sequences)
-    first = np.frombuffer(content, "<i8", num_offsets, start + 12 * num_sequences)
+    try:
+        dtype, sizes, begins, first = parse_index(content, _DTYPES)
+    except ValueError as error:
+        raise refuse(f"{index} {error}") from None
+    num_sequences = len(sizes)
     if len(first) < 2 or not sizes.any():
         raise refuse(f"{index} has no documents, or only empty ones")
     if first[0] != 0 or first[-1] != num_sequences or np.any(np.diff(first) < 0) or np.any(sizes < 0):
         raise refuse(f"{index} has documents that are not ranges of its {num_sequences} sequences")
-    itemsize = np.dtype(_DTYPES[code]).itemsize
+    itemsize = np.dtype(dtype).itemsize
     ends = begins + sizes * itemsize
     continues = np.ones(num_sequences + 1, bool)
     continues[first] = False  # where a document begins, anywhere in the data
@@ -111,7 +139,7 @@ def read_index(prefix: Path, do: str) -> DocumentIndex:
     if ends.max() > data.stat().st_size:
         raise refuse(f"{data} has {data.stat().st_size:,} bytes, and its index names {ends.max():,}")
     return DocumentIndex(
-        dtype=_DTYPES[code],
+        dtype=dtype,
         begins=np.append(begins, 0)[first[:-1]] // itemsize,
         lengths=np.diff(np.append(0, np.cumsum(sizes))[first]),
         checksum=xxhash.xxh64_hexdigest(content),

@@ -140,7 +140,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         Rows(tmp_path / "rows")
     index = tmp_path / "rows.idx"
     index.write_bytes(index.read_bytes()[:-1])
-    with pytest.raises(UsageError, match="bytes for 3 rows"):
+    with pytest.raises(UsageError, match=r"rows.idx has .* bytes in place of"):
         Rows(tmp_path / "rows")
     index.write_bytes(b"something else")
     with pytest.raises(UsageError, match="does not begin"):

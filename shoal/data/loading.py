@@ -146,8 +146,8 @@ class Loader:
         pin_memory: put batches in page-locked memory, for copies to an accelerator that do not block.
         num_micro: returns the micro-batches of a step, of a ``TokenStream`` over which the work is divided.
         device: to which batches are copied while the one before is computed; None: they stay in host memory.
-        reads: False: no sample is read. Batches of a ``TokenStream`` have their documents and positions, and tokens and
-            targets on the meta device; batches of other data are None.
+        reads: False: no sample is read. A batch is ``dataset.form(indices)`` where it has this method, else None. Of a
+            ``TokenStream`` it has documents and positions, and tokens and targets on the meta device.
 
     Raises: UsageError: sizes that are not positive, or fewer samples than one global batch with ``drop_last``.
     """
@@ -526,8 +526,9 @@ class Loader:
 
     def _forms(self) -> Iterator[tuple[Any, PlannedBatch]]:
         """The rest of the epoch, without reading."""
+        form = getattr(self.dataset, "form", None)
         for plan in self._plan(self._shape, self._position):
-            yield None if self._stream is None else self._stream.form(plan.keys[self._rank]), plan
+            yield None if form is None else form(plan.keys[self._rank]), plan
 
     def _iterate_indices(self) -> Iterator[Any]:
         end = self._epoch_end(self._position)

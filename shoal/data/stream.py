@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,6 +165,14 @@ class TokenStream(Dataset[Any]):
     def num_left_out(self) -> int:
         """Tokens that are targets of no sample: those of documents that ``packing="none"`` cuts."""
         return sum(packed.index.num_left_out for packed in self._sources)
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The files of the tokenizer that all sources were made by; None: it has no files, or there are several."""
+        sources: list[Any] = [packed.source for packed in self._sources]
+        is_one = len({getattr(source, "tokenizer_hash", "") for source in sources}) == 1
+        path = getattr(sources[0], "tokenizer_path", "")
+        return Path(path) if is_one and Path(path or "?").is_dir() else None
 
     def keys(self, positions: ArrayLike) -> list[StreamKey]:
         """The packed samples at these positions."""

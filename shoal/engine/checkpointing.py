@@ -88,6 +88,7 @@ class Checkpointing:
         self._host: torch.Tensor | None = None
         self._at_exit: Callable[[], None] | None = None
         self._after: Callable[[], None] | None = None
+        self._tokenizer_at = ""  # where it was saved last
 
     # save
 
@@ -106,6 +107,8 @@ class Checkpointing:
         self.finish()
         self._sharding.model.finish_backward()
         storage = open_storage(folder)
+        if self._comm.rank == 0:
+            self._save_tokenizer(storage)
         settings = self._settings
         tag = self._agreed_tag(tag if tag is not None else f"global_step{self._accumulation.counters.global_steps}")
         options = SaveOptions(save_latest, settings.async_save, Retention(settings.keep_last, settings.keep_every))
@@ -174,6 +177,20 @@ class Checkpointing:
         """Every rank waits until rank 0 has written the files next to the checkpoint."""
         if self.extra_files is not None:
             agree(self._comm, None, None, "checkpoint: extra files")
+
+    def _save_tokenizer(self, storage: Storage) -> None:
+        """Write the files of the data's tokenizer next to the checkpoints, once for each folder; a failure warns."""
+        source = getattr(getattr(self._run.training_dataloader, "dataset", None), "tokenizer_folder", None)
+        if source is None or storage.url == self._tokenizer_at:
+            return
+        self._tokenizer_at = storage.url
+        try:
+            for file in sorted(each for each in source.rglob("*") if each.is_file()):
+                path = f"tokenizer/{file.relative_to(source).as_posix()}"
+                storage.make_folder(path.rpartition("/")[0])
+                storage.replace(path, file.read_bytes())
+        except (OSError, CheckpointError) as error:
+            logger.warning("the tokenizer %s is not saved with the checkpoints: %s", source, error)
 
     def _report(self, error: CheckpointError) -> bool:
         if self._settings.on_save_error == "warn":

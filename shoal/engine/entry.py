@@ -285,7 +285,7 @@ def loader_of(
             do="set it to 0, or pass a data set with a length and indices.",
             code="data-workers",
         )
-    has_forms = isinstance(dataset, TokenStream) and options.get("collate_fn") is None
+    has_forms = callable(getattr(dataset, "form", None)) and options.get("collate_fn") is None
     return Loader(
         dataset,
         batch_size,

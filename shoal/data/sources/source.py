@@ -35,6 +35,7 @@ class TokenSource(Protocol):
         ...
 
     # Optional: ``prefetch(index, start, stop)`` starts to read what ``tokens`` will be asked for, and does not wait.
+    # ``tokenizer_path`` and ``tokenizer_hash`` name the folder of the tokenizer, which is saved with checkpoints.
 
     def place(self, index: int) -> tuple[str, int]:
         """The file of a document, and its offset there in the file's own unit (bytes, or lines and rows)."""
@@ -103,6 +104,8 @@ class TokenRange:
     def __init__(self, source: TokenSource, start: int, stop: int, *, joined: bool = True) -> None:
         self.name = source.name
         self._source, self._joined = source, joined
+        self.tokenizer_path = getattr(source, "tokenizer_path", "")
+        self.tokenizer_hash = getattr(source, "tokenizer_hash", "")
         self._ends = np.cumsum(source.lengths)
         self._bounds = np.unique(np.clip([start, stop] if joined else [start, *self._ends], start, stop))
         of_source = getattr(source, "prefetch", None)

@@ -13,7 +13,8 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.data import InMemorySource, TokenStream
+from shoal.data import InMemorySource, TokenStream, split
+from shoal.data.sources.token_file import TokenFile, TokenFileWriter
 from shoal.errors import ShoalError, UsageError
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.loss import count_tokens
@@ -94,6 +95,18 @@ class Samples(torch.utils.data.Dataset[Any]):
         return torch.full((4,), float(index)), torch.ones(4)
 
 
+class Tokens(Samples):
+    """Samples of one length, whose batches have a form that is known without reading."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.reads.append(index)
+        return torch.full((LENGTH,), index), torch.full((LENGTH,), index)
+
+    def form(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.empty(len(indices), LENGTH, dtype=torch.int64, device="meta")
+        return tokens, tokens
+
+
 def of_layers() -> PipelineModule:
     return PipelineModule([nn.Linear(4, 4) for _ in range(4)], num_stages=4, loss_fn=nn.functional.mse_loss)
 
@@ -109,6 +122,7 @@ def of_blocks() -> nn.Module:
     [
         (of_blocks, "stream", {}, "nothing"),
         (of_blocks, "stream", {"data": {"read_on_every_stage": True}}, "all"),
+        (of_blocks, "tokens", {}, "nothing"),
         (of_layers, "samples", {}, "nothing"),
         (of_layers, "samples", {"pipeline": {"schedule": "zb_h1"}}, "nothing"),
     ],
@@ -117,7 +131,7 @@ def test_stages_between_the_first_and_the_last_read_nothing(
     make: Any, data: str, more: dict[str, Any], between: str, tmp_path: Path
 ) -> None:
     def job(num_steps: int, resumes: bool) -> tuple[int, float, Any]:
-        dataset: Any = stream("first_fit") if data == "stream" else Samples()
+        dataset: Any = stream("first_fit") if data == "stream" else Tokens() if data == "tokens" else Samples()
         reads = count_reads(dataset) if data == "stream" else dataset.reads
         config = {**Layout(micro_batch=2, accumulation=4).config(), "loss_reduction": "mean", **more}
         config |= {"parallel": {"pp": 4}}
@@ -137,6 +151,45 @@ def test_stages_between_the_first_and_the_last_read_nothing(
         assert first == last > 0
         assert rest == ([0, 0] if between == "nothing" else [first, first])
         assert all(position == ranks[0][2] for *_, position in ranks)  # which any rank may save
+
+
+class Words:
+    """A tokenizer with files in two folders."""
+
+    name, vocab_size, end_of_text, fingerprint = "words", 64, None, "0123"
+
+    def save(self, folder: Path) -> None:
+        (folder / "more").mkdir(parents=True)
+        (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+        (folder / "more" / "chat.jinja").write_text("{{ messages }}", encoding="utf-8")
+
+    def encode(self, text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+    def decode(self, tokens: Any) -> str:
+        return " ".join("-" * token for token in tokens)
+
+
+def test_checkpoints_have_the_tokenizer_of_their_data(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with TokenFileWriter(tmp_path / name, tokenizer=Words()) as writer:
+            writer.write(range(60))
+    others = InMemorySource([range(60)])
+
+    def job(folder: str, has_others: bool) -> None:
+        sources = [TokenFile(tmp_path / "a"), others if has_others else TokenFile(tmp_path / "b")]
+        data = split(sources, 0.3, LENGTH)[0]
+        engine: Any = shoal.initialize(model=nn.Linear(4, 4), config=Layout().config(), training_data=data)[0]
+        engine.save_checkpoint(tmp_path / folder)
+        (tmp_path / folder / "tokenizer" / "tokenizer.json").unlink(missing_ok=True)
+        engine.save_checkpoint(tmp_path / folder, tag="again")  # written once
+        engine.load_checkpoint(tmp_path / folder)
+
+    run_ranks(2, job, "run", False)
+    assert (tmp_path / "run" / "tokenizer" / "more" / "chat.jinja").read_text() == "{{ messages }}"
+    assert not (tmp_path / "run" / "tokenizer" / "tokenizer.json").exists()
+    run_ranks(1, job, "mixed", True)
+    assert not (tmp_path / "mixed" / "tokenizer").exists()
 
 
 def test_tensor_parallel_ranks_read_by_themselves_and_send_no_batch() -> None:

@@ -337,9 +337,12 @@ class NextRank:
         self._store = store
         self._is_over = False
         self._next: socket.socket | None = None
-        self._listener = socket.create_server(("", 0))  # the kernel completes connections before they are accepted
+        address = _own_address(store)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # The kernel completes connections before they are accepted.
+        self._listener = socket.create_server((address, 0), family=family)
         self._listener.setblocking(False)
-        store.set(f"next/{rank}", f"{_own_address(store)} {self._listener.getsockname()[1]}")
+        store.set(f"next/{rank}", f"{address} {self._listener.getsockname()[1]}")
         self._open.add(self)
 
     def has_ended(self) -> bool:

@@ -91,7 +91,9 @@ class QuorumServer:
     ) -> None:
         self._listener = socket.create_server((host, port), backlog=128)
         self.port = int(self._listener.getsockname()[1])
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        opened = socket.create_server((host, 0), backlog=128)  # the store's own would listen at every address
+        port = opened.getsockname()[1]
+        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=opened.detach())
         self._num_replicas = num_replicas
         self._timeout_seconds = timeout_seconds
         self._log = log

@@ -220,8 +220,14 @@ def errors_of(log_dir: Path, num_ranks: int) -> dict[int, RankError]:
     }
 
 
-def describe_attempt(errors: Mapping[int, RankError]) -> str:
-    """Which rank of an attempt failed, with which error, in a line; empty where none has written one."""
+def describe_attempt(errors: Mapping[int, RankError], first: tuple[int, int] | None) -> str:
+    """Which rank of an attempt failed, with which error, in a line; empty where that is not known.
+
+    Args:
+        first: the rank that ended first, and its exit code.
+    """
+    if first is not None and first[1] < 0 and not errors[first[0]].error:
+        return f"rank {first[0]} failed: it was ended by {signal.Signals(-first[1]).name}"
     failed = sorted((error.is_of_a_lost_peer, rank) for rank, error in errors.items() if error.error)
     if not failed:
         return ""

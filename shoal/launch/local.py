@@ -137,15 +137,14 @@ def run_local(job: LocalJob) -> Outcome:
     heartbeats.mkdir(mode=0o700)
     output = RankOutput(sys.stdout, sys.stderr)
     watch = HangWatch(heartbeats, log_dir, output)
+    files = FollowedFiles(output, watch, log_dir, job.num_ranks, rank_0_keeps_terminal=job.rank_0_keeps_terminal)
     config = LaunchConfig(
         nproc_per_node=job.num_ranks,
         **_rendezvous(job.place, job.elastic),
         max_restarts=job.elastic.max_restarts if job.elastic is not None else 0,
         monitor_interval=0.1,
         **_shutdown(LaunchConfig, job.stop_seconds),
-        logs_specs=FollowedFiles(
-            output, watch, log_dir, job.num_ranks, rank_0_keeps_terminal=job.rank_0_keeps_terminal
-        ),
+        logs_specs=files,
     )
     always = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", HEARTBEATS: str(heartbeats)}
     assignments = {**always, **_threads(job), **job.environment}
@@ -156,7 +155,7 @@ def run_local(job: LocalJob) -> Outcome:
         *("--", *job.program),
     ]
     try:
-        with output, watch, _quiet_torchelastic():
+        with output, watch, _quiet_torchelastic(files.first_failure):
             try:
                 elastic_launch(config, sys.executable)(*arguments)
             except ChildFailedError as error:
@@ -268,15 +267,22 @@ def _check_port(job: LocalJob) -> None:
 
 
 @contextmanager
-def _quiet_torchelastic() -> Iterator[None]:
-    """Suppress TorchElastic's messages, which repeat what the outcome says. Each of its loggers has its own level."""
+def _quiet_torchelastic(first_failure: logging.Filter) -> Iterator[None]:
+    """Suppress TorchElastic's messages, which repeat what the outcome says. Each of its loggers has its own level.
+
+    Args:
+        first_failure: gets the errors about processes, and lets none pass.
+    """
+    of_processes = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     known = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
     levels = {logger: logger.level for logger in map(logging.getLogger, known)}
     for logger in levels:
-        logger.setLevel(logging.CRITICAL)
+        logger.setLevel(logging.ERROR if logger is of_processes else logging.CRITICAL)
+    of_processes.addFilter(first_failure)
     try:
         yield
     finally:
+        of_processes.removeFilter(first_failure)
         for logger, level in levels.items():
             logger.setLevel(level)
 

@@ -7,6 +7,7 @@ machine publishes the address in each round, with a new port at which rank 0 lis
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,18 @@ from shoal.launch.output import RankOutput
 
 class SameFailureError(Exception):
     """Two attempts in a row failed alike, in the same step: a third one would, too."""
+
+
+class FirstFailure(logging.Filter):
+    """The first process of an attempt that failed, which TorchElastic says in its log alone. Lets no record pass."""
+
+    local_rank_and_code: tuple[int, int] | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith("failed (exitcode: %s) local_rank: %s") and isinstance(record.args, tuple):
+            code, local_rank, *_ = record.args
+            self.local_rank_and_code = int(str(local_rank)), int(str(code))
+        return False
 
 
 class FollowedFiles(DefaultLogsSpecs):
@@ -46,12 +59,17 @@ class FollowedFiles(DefaultLogsSpecs):
         self._is_alone = rank_0_keeps_terminal
         self._ranks: dict[int, int] = {}  # of the attempt before, by local rank
         self._last: object = None  # the failure of that attempt
+        self.first_failure = FirstFailure()
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         if self._ranks:
             errors = errors_of(Path(self.root_log_dir), len(self._ranks))
             hang = self._watch.finish()
-            failure = describe_attempt({self._ranks[here]: error for here, error in errors.items()})
+            first, self.first_failure.local_rank_and_code = self.first_failure.local_rank_and_code, None
+            failure = describe_attempt(
+                {self._ranks[here]: error for here, error in errors.items()},
+                (self._ranks[first[0]], first[1]) if first is not None else None,
+            )
             self._check_progress(hang, errors, failure)
             why = f"shoal: all ranks are started anew{f': {failure}' if failure else '.'}"
             withheld = [here for here, error in errors.items() if error.is_of_a_lost_peer]

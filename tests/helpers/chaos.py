@@ -38,6 +38,7 @@ from shoal.engine.parts.replicas import _holders
 from shoal.sharding.placement import Tier
 from tests.helpers.composition import settings_of
 from tests.helpers.forking import forking, stop_server
+from tests.helpers.links import drop_links
 from tests.helpers.replicas import Decoder
 
 STEPS = 6
@@ -302,6 +303,8 @@ class Faults(shoal.Part):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_BYTES, resource.RLIM_INFINITY))
             case "flip":
                 self._flip(number)
+            case "hang":
+                time.sleep(600)
             case "raise":
                 raise RuntimeError(f"fault {number}")
         return 0.0
@@ -352,24 +355,6 @@ class Faults(shoal.Part):
         self.happen("after_step")
 
 
-def drop_links() -> None:
-    """Shut every TCP connection of this process down, as a firewall that resets them does."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            copied = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
-            continue
-        with copied:
-            if copied.family in (socket.AF_INET, socket.AF_INET6) and copied.type == socket.SOCK_STREAM:
-                try:
-                    copied.getpeername()
-                    copied.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    continue  # one that listens, or was closed
-
-
 def rank_main(folder_name: str, layout_text: str, faults_text: str) -> None:
     """Train to the last step from what is saved; rank 0 leaves the parameters in ``final.safetensors``."""
     folder, layout = Path(folder_name), Layout(**json.loads(layout_text))
@@ -410,6 +395,7 @@ def rank_main(folder_name: str, layout_text: str, faults_text: str) -> None:
     while engine.global_steps < STEPS:
         is_last = False
         while not is_last:
+            faults.happen("data")
             inputs, _ = next(batches)
             is_last = task.backward(engine, inputs)
             task.step(engine, is_last=is_last)

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,18 +28,27 @@ from shoal.engine.parts.part import Part
 from shoal.running.status import GlobalStatus
 from tests.helpers import composition
 from tests.helpers.forking import forking
+from tests.helpers.links import drop_links
 
 NUM_SAMPLES, ROWS, SEED = 2000, 2, 1
 
 
 class Samples(torch.utils.data.Dataset[Any]):
-    """Random rows, each with its index."""
+    """Random rows, each with its index.
+
+    Args:
+        bad: the index of a row that has a NaN.
+    """
+
+    def __init__(self, bad: int = -1) -> None:
+        self._bad = bad
 
     def __len__(self) -> int:
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.randn(6, generator=torch.Generator().manual_seed(index)), index
+        row = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        return row * float("nan") if index == self._bad else row, index
 
 
 def model_of(seed: int) -> nn.Module:
@@ -53,11 +63,14 @@ def loss_of(outputs: torch.Tensor) -> torch.Tensor:
 class Task:
     """What the replicas train: linear layers."""
 
+    def __init__(self, bad: int = -1) -> None:
+        self._bad = bad
+
     def model(self, seed: int) -> nn.Module:
         return model_of(seed)
 
     def data(self) -> torch.utils.data.Dataset[Any]:
-        return Samples()
+        return Samples(self._bad)
 
     def backward(self, engine: shoal.Engine, inputs: torch.Tensor) -> bool:
         """One micro-batch. Returns: True: it is the last one of its step."""
@@ -142,6 +155,23 @@ def digest(engine: shoal.Engine) -> list[int]:
     return sums
 
 
+def _fail() -> None:
+    raise RuntimeError("a fault")
+
+
+FATES: dict[str, Callable[[], object]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "abort": os.abort,
+    "leave": lambda: os._exit(0),
+    "exit": lambda: os._exit(1),
+    "raise": _fail,
+    "slow": lambda: time.sleep(0.5),
+    "link": drop_links,
+}
+
+
 def _run_replica(
     rank: int, size: int, out: str, port: int, config: dict[str, Any], task: Task, seed: int, fate: str
 ) -> None:
@@ -155,19 +185,25 @@ def _run_replica(
     assert replicas is not None and loader is not None
     stop = Path(out).with_name("stop")
     with open(f"{out}-{rank}.jsonl", "a", buffering=1) as record:
+        print(json.dumps({"serial": replicas._link.serial}), file=record)
+        num_steps = 0  # of this process
 
-        def die(place: str, step: int) -> None:
-            if fate == f"{place} {step}":
-                os.kill(os.getpid(), signal.SIGKILL)
+        def die(place: str) -> None:
+            at, step, action = (*fate.split(), "kill", "")[:3] if fate else ("", "0", "")
+            if (at, int(step)) == (place, num_steps):
+                print(f"{fate} now", file=sys.stderr)
+                FATES[action]()
 
-        ask, mean = replicas._ask, replicas._mean
-        replicas._ask = lambda op, **more: (die(op, engine.global_steps), ask(op, **more))[1]  # type: ignore[assignment]
-        replicas._mean = lambda *args, **more: (die("mean", engine.global_steps), mean(*args, **more))[1]  # type: ignore[assignment]
+        ask, mean, send, receive = replicas._ask, replicas._mean, replicas._send, replicas._peer.receive
+        replicas._ask = lambda op, **more: (die(op), ask(op, **more))[1]  # type: ignore[assignment]
+        replicas._mean = lambda *args, **more: (die("mean"), mean(*args, **more))[1]  # type: ignore[assignment]
+        replicas._send = lambda *args: (die("send"), send(*args))[1]  # type: ignore[assignment]
+        replicas._peer.receive = lambda *args: (die("receive"), receive(*args))[1]  # type: ignore[assignment]
         taken: list[int] = []
         for inputs, indices in loader:
             if stop.exists() and engine.global_steps >= int(stop.read_text()):
                 break
-            die("forward", engine.global_steps)
+            die("forward")
             taken += indices.tolist()
             is_last, serial = task.backward(engine, inputs), replicas._link.serial
             if is_last:
@@ -183,7 +219,8 @@ def _run_replica(
                     "counters": [engine.global_samples, engine.micro_steps, *engine.get_lr()],
                 }
                 print(json.dumps(done), file=record)
-                die("after", engine.global_steps)
+                num_steps += 1
+                die("after")
                 time.sleep(0.01)
     engine.destroy()
     os._exit(0)
@@ -216,7 +253,9 @@ class Run:
         self.processes: list[list[Any]] = []
 
     def start(self, fate: str = "") -> int:
-        """Start a replica, whose last rank kills itself as ``fate`` says ("forward 3"). Returns: its number."""
+        """Start a replica, whose last rank fails as ``fate`` says, once it has taken so many steps: "forward 3",
+        "mean 0 stop". Returns: its number.
+        """
         number = len(self.processes)
         out = str(self._folder / f"replica-{number}")
         fates = [""] * (self._size - 1) + [fate]
@@ -234,19 +273,27 @@ class Run:
             process.start()
         return number
 
-    def wait_for(self, what: Callable[[], bool], seconds: float = 60.0) -> None:
+    def wait_for(self, what: Callable[[], bool], seconds: float = 60.0, *, any_may_end: bool = False) -> None:
         deadline = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < deadline, f"not within {seconds} s: {self.steps(0)[-1:]}"
             codes = [{process.exitcode for process in replica} for replica in self.processes]
             # The other rank of one that was killed may have seen that, and failed.
-            assert all(-signal.SIGKILL in of_one or of_one <= {None, 0} for of_one in codes), codes
+            is_orderly = all(-signal.SIGKILL in of_one or of_one <= {None, 0} for of_one in codes)
+            assert any_may_end or is_orderly, codes
             time.sleep(0.02)
 
     def wait_until_dead(self, number: int) -> None:
         """One rank has killed itself. The launcher of a replica ends the others."""
+        self.wait_for(lambda: self.has_ended(number))
+        self.end(number)
+
+    def has_ended(self, number: int) -> bool:
+        """True if a rank of the replica has."""
+        return any(process.exitcode is not None for process in self.processes[number])
+
+    def end(self, number: int) -> None:
         processes = self.processes[number]
-        self.wait_for(lambda: any(process.exitcode is not None for process in processes))
         for process in processes:
             process.kill()
             process.join()
@@ -308,11 +355,12 @@ class Run:
             if line["step"] <= max(contributors)
         ]
 
-    def seed(self, step: int = 0) -> int:
-        """Of the replica that connected first, from whose parameters all start: the first contributor of a step."""
-        first = self.steps(0)[step]["contributors"][0]
-        serials = {number: self._lines(number)[0]["serial"] for number in range(len(self.processes))}
-        return next(number for number, serial in serials.items() if serial == first)
+    def seed(self) -> int:
+        """Of the replica that connected first, from whose parameters all start."""
+        serials = {
+            number: lines[0]["serial"] for number in range(len(self.processes)) if (lines := self._lines(number))
+        }
+        return min(serials, key=lambda number: serials[number])
 
     def check_samples(self, every: int = 1) -> None:
         """No sample is lost, and none is used twice."""

@@ -50,6 +50,8 @@ LAYOUTS = {
     "ep 1 copies": Layout({"ranks": "2", "experts": "ep 1", "stage": "1"}, ASYNC),
     "sp": Layout({"sp": "2", "stage": "2"}),
     "sp dp": Layout({"sp": "2", "ranks": "2", "stage": "3"}),
+    "mics": Layout({"ranks": "4", "stage": "3", "hybrid": "mics"}),
+    "hpz": Layout({"ranks": "4", "stage": "3", "hybrid": "hpz"}, ASYNC),
     "cp": Layout({"cp": "2", "stage": "3"}, ASYNC),
 }
 
@@ -104,6 +106,19 @@ def draw(seed: int) -> tuple[str, Layout, list[Fault]]:
     return name, layout, faults
 
 
+def check_bits(folder: Path, expected_folder: Path, size: int, what: str) -> None:
+    for rank in range(size):
+        found, expected = (load_file(each / f"final-{rank}.safetensors") for each in (folder, expected_folder))
+        assert found.keys() == expected.keys(), what
+        assert [key for key in expected if not torch.equal(found[key], expected[key])] == [], what
+
+
+def check_nothing_is_left(folder: Path, what: str) -> None:
+    assert not any(is_alive(int(pid)) for pid in (folder / "pids").read_text().split()), what
+    left = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("shoal-hang-")]
+    assert left == [], what
+
+
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize("seed", range(SEED, SEED + RUNS))
 def test_random_faults_change_no_bit(seed: int, jobs: Jobs, references: References, tmp_path: Path) -> None:
@@ -113,14 +128,40 @@ def test_random_faults_change_no_bit(seed: int, jobs: Jobs, references: Referenc
     code, text = jobs.run(folder, layout, size, faults, SECONDS)
     what = f"seed {seed}, {name}, {layout}, {faults}"
     assert code == 0, f"{what}:\n{text}"
-    for rank in range(size):
-        found, expected = (load_file(each / f"final-{rank}.safetensors") for each in (folder, expected_folder))
-        assert found.keys() == expected.keys(), what
-        differing = [key for key in expected if not torch.equal(found[key], expected[key])]
-        assert differing == [], f"{what}:\n{text}"
-    assert not any(is_alive(int(pid)) for pid in (folder / "pids").read_text().split()), what
-    left = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("shoal-hang-")]
-    assert left == [], f"{what}:\n{text}"
+    check_bits(folder, expected_folder, size, f"{what}:\n{text}")
+    check_nothing_is_left(folder, f"{what}:\n{text}")
+
+
+@pytest.mark.timeout(3 * SECONDS)
+@pytest.mark.parametrize(
+    ("name", "is_gloo", "fault", "cause"),
+    [
+        ("dp 1", False, Fault(1, "before_step", "kill", 0), "it was ended by SIGKILL"),
+        ("dp 3", True, Fault(0, "before_step", "kill", STEPS - 1), "it was ended by SIGKILL"),
+        ("dp 2 host", False, Fault(1, "reduce", "kill", 2), "it was ended by SIGKILL"),
+        ("dp 3", True, Fault(2, "reduce", "kill", 3), "it was ended by SIGKILL"),
+        ("dp 0", False, Fault(1, "before_forward", "leave", 2), "[rank-failed] rank 1 failed"),
+        ("tp", False, Fault(0, "before_backward", "abort", 3), "it was ended by SIGABRT"),
+        ("pp", True, Fault(0, "at_step", "kill", 3), "it was ended by SIGKILL"),
+        ("dp 1", False, Fault(1, "data", "hang", 2), "hangs; section 'data' of rank 1"),
+    ],
+    ids=lambda each: str(each),
+)  # fmt: skip
+def test_a_fault_ends_a_job_with_its_cause_and_after_a_restart_changes_no_bit(
+    name: str, is_gloo: bool, fault: Fault, cause: str, jobs: Jobs, references: References, tmp_path: Path
+) -> None:
+    layout = replace(LAYOUTS[name], is_gloo=is_gloo)
+    if fault.place == "data":
+        layout = replace(layout, config={"timeouts": {"init": 20, "data": 3, "step": 4, "checkpoint": 4}})
+    size = num_ranks(layout.axes)
+    for restarts in (0, 2):
+        folder = tmp_path / str(restarts)
+        code, text = jobs.run(folder, layout, size, [fault], SECONDS, max_restarts=restarts)
+        assert (folder / "fault-0").exists()
+        assert (code == 0) is (restarts > 0), text
+        assert f"rank {fault.rank} " in text and cause in text, text
+        check_nothing_is_left(folder, text)
+    check_bits(folder, references.get(name), size, text)
 
 
 def test_a_job_that_fails_more_often_than_it_may_says_each_time_why_and_ends(jobs: Jobs, tmp_path: Path) -> None:

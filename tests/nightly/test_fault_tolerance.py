@@ -104,7 +104,7 @@ def test_with_local_steps_the_losses_are_those_of_rounds_without_the_replica_tha
         run.stop([first])
         steps, taken = run.steps(first)[:16], run.taken()
         serials = [steps[3]["contributors"], steps[7]["contributors"]]
-        seed = run.seed(3)
+        seed = run.seed()
     mine, (other,) = serials[1][0], set(serials[0]) - set(serials[1])
     engines = {s: shoal.initialize(model=model_of(seed), config=settings(0))[0] for s in (mine, other)}
     anchor = [p.detach().clone() for p in engines[mine].module.parameters()]

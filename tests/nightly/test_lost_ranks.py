@@ -20,9 +20,9 @@ NUM_RANKS = 8
 GLOO = "import shoal.comm.torch_dist\nshoal.comm.torch_dist.is_supported = lambda: False\n"
 
 
-def run(folder: Path, fault: str, before: str, named: str, num_naming: int) -> tuple[list[str], float]:
-    """Returns: each rank's stderr, and the seconds from the fault of rank 5 until so many have written ``named``."""
-    script = write(folder, {5: fault})
+def run(folder: Path, fault: str, before: str, named: str, num_naming: int, victim: int = 5) -> tuple[list[str], float]:
+    """Returns: each rank's stderr, and the seconds from the victim's fault until so many have written ``named``."""
+    script = write(folder, {victim: fault})
     text = script.read_text().replace('"step": 1.5', '"step": 60') if "KILL" in fault else script.read_text()
     script.write_text(before + text)
     with socket.socket() as free:
@@ -50,9 +50,12 @@ def run(folder: Path, fault: str, before: str, named: str, num_naming: int) -> t
 
 
 @pytest.mark.parametrize("before", ["", GLOO], ids=["shared memory", "gloo"])
-def test_a_killed_rank_of_eight_is_named_by_all_others_within_five_seconds(before: str, tmp_path: Path) -> None:
-    fault, named = "os.kill(os.getpid(), signal.SIGKILL)", "[rank-failed] rank 5 failed"
-    _, seconds = run(tmp_path, fault, before, named, NUM_RANKS - 1)
+@pytest.mark.parametrize("victim", [5, 0], ids=["rank 5", "the rank with the store"])
+def test_a_killed_rank_of_eight_is_named_by_all_others_within_five_seconds(
+    victim: int, before: str, tmp_path: Path
+) -> None:
+    fault, named = "os.kill(os.getpid(), signal.SIGKILL)", f"[rank-failed] rank {victim} failed"
+    _, seconds = run(tmp_path, fault, before, named, NUM_RANKS - 1, victim)
     assert not list(tmp_path.glob("shoal-*"))
     print(f"{seconds:.1f} s")
     assert seconds < 5

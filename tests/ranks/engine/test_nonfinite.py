@@ -13,6 +13,7 @@ from shoal.comm.world import current_world
 from shoal.config import ConfigWarning
 from shoal.errors import NonFiniteError
 from tests.helpers.models import Plain
+from tests.helpers.replicas import digest
 from tests.helpers.training import (
     STAGES,
     are_bit_equal,
@@ -67,13 +68,15 @@ def test_a_bad_loss_of_one_rank_is_raised_on_all_and_training_can_go_on(stage: i
         assert are_bit_equal(parameters, expected)
 
 
-def test_a_nan_loss_is_found_even_where_its_gradients_are_finite() -> None:
+def test_a_nan_loss_is_found_before_the_update_even_where_its_gradients_are_finite() -> None:
     def job(stage: int) -> str:
         engine = start(Plain, config(stage))
+        before = main_parameters(engine)
         loss = engine(*batch(0, current_world().rank, 2))
         engine.backward(loss + float("nan"))
         with pytest.raises(NonFiniteError) as caught:
             engine.step()
+        assert are_bit_equal(before, main_parameters(engine))
         engine.destroy()
         return caught.value.what
 
@@ -133,10 +136,12 @@ def test_the_file_says_how_many_bad_losses_in_a_row_are_too_many(
 ) -> None:
     def job() -> int:
         engine = start(Plain, config(2, precision={"nonfinite": policy}, **sections))
+        before = main_parameters(engine)
         for index in range(limit - 1):
             poisoned_step(engine, index, bad_rank=0)
         with pytest.raises(NonFiniteError, match="not finite" if limit == 1 else f"{limit} steps in a row"):
             poisoned_step(engine, limit - 1, bad_rank=0)
+        assert policy == "warn" or are_bit_equal(before, main_parameters(engine))
         engine.destroy()
         return engine.skipped_steps
 
@@ -156,18 +161,25 @@ class BadGradient(torch.autograd.Function):
 @pytest.mark.parametrize("stage", STAGES)
 def test_bad_gradients_of_a_good_loss_skip_the_step_on_all_ranks(stage: int, caplog: pytest.LogCaptureFixture) -> None:
     def job() -> tuple[bool, int]:
-        engine = start(Plain, config(stage))
-        before = main_parameters(engine)
+        engine = start(Plain, config(stage, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 9}}))
+        run_steps(engine, 1)
+        before, state, rate = main_parameters(engine), digest(engine), engine.get_lr()
         world = current_world()
         loss = engine(*batch(0, world.rank, world.size))
         engine.backward(BadGradient.apply(loss) if world.rank == 1 else loss)
         engine.step()
-        untouched = are_bit_equal(before, main_parameters(engine))
+        untouched = are_bit_equal(before, main_parameters(engine)) and (digest(engine), engine.get_lr()) == (
+            state,
+            rate,
+        )
         engine.destroy()
         return untouched, engine.skipped_steps
 
     assert run_ranks(2, job) == [(True, 1)] * 2
-    assert any("the gradients are not finite though the loss is" in record.message for record in caplog.records)
+    (text,) = [record.message for record in caplog.records if "skipped" in record.message]
+    assert text.startswith(
+        "step 1 skipped: the gradients are not finite though the loss is. (step 1, first parameter '"
+    )
 
 
 # fp16

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import socket
 import stat
 from contextlib import suppress
@@ -28,6 +29,12 @@ def started(pid: int) -> int | None:
 def is_stopped(pid: int) -> bool:
     """True if a signal or a debugger has stopped the process."""
     return _stat(pid)[:1] in (["T"], ["t"])
+
+
+def has_pending(pid: int, number: int) -> bool:
+    """True if the signal was sent to the process, which has not got it yet. Raises: OSError: there is none."""
+    masks = re.findall(r"^(?:Shd|Sig)Pnd:\t(\w+)$", Path(f"/proc/{pid}/status").read_text(), flags=re.MULTILINE)
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 def _stat(pid: int) -> list[str]:

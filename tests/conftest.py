@@ -35,6 +35,8 @@ LONG_FILES = (
     "tests/ranks/engine/test_models.py",
     "tests/unit/test_docs.py",
     "tests/ranks/launch/test_jobs.py",
+    "tests/ranks/launch/test_clusters.py",
+    "tests/ranks/launch/test_hang.py",
     "tests/ranks/launch/test_elastic.py",
     "tests/ranks/compat/test_scripts.py",
     "tests/ranks/launch/test_machines.py",

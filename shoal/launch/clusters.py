@@ -21,6 +21,7 @@ from shoal.launch.failure import HARDWARE_EXIT_CODE
 from shoal.launch.local import DEFAULT_PORT
 
 Target = StrEnum("Target", "slurm trainjob jobset ray sky")
+OnHardwareError = StrEnum("OnHardwareError", "exclude drain")
 _FOLDER = Path(__file__).with_name("templates")
 _PLACE = re.compile(r"<<([a-z_]+)>>")
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # a Kubernetes label, short enough for the names of its pods
@@ -53,6 +54,10 @@ class ClusterJob:
     account: str | None = _option("Account.", "slurm")
     array: str | None = _option("Job array: one job for each number, such as 0-3 or 0-9%2.", "slurm")
     exclude: str | None = _option("Nodes not to use, such as gpu[03,07].", "slurm")
+    on_hardware_error: OnHardwareError | None = _option(  # noqa: RUF009  (an enum does not change)
+        "exclude: start again without the node (default); drain: also give it to no other job, as an operator may.",
+        "slurm",
+    )
     sbatch: tuple[str, ...] | None = _option("Another option of sbatch, such as qos=high; several times.", "slurm")
     namespace: str | None = _option("Namespace.", "trainjob jobset")
     runtime: str | None = _option("ClusterTrainingRuntime. Default: torch-distributed.", "trainjob")
@@ -206,6 +211,7 @@ def _for_slurm(job: ClusterJob, program: Program, variables: Mapping[str, str]) 
         "address": shlex.quote(program.address or ""),
         "port": "" if program.port is None else program.port,
         "hardware": HARDWARE_EXIT_CODE,
+        "on_hardware_error": job.on_hardware_error or OnHardwareError.exclude,
     }
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shoal.launch.output import TRACEBACK
+from shoal.launch.output import CPP_FRAME, TRACEBACK
 from shoal.source import is_users_file, place_of
 from shoal.text import listed_ranks
 
@@ -103,7 +103,9 @@ class RankError:
 
 def read_error(text: str) -> RankError:
     """Take the error out of what a rank wrote to stderr."""
-    lines = tuple(_PREFIX.sub("", line) for line in text.splitlines() if not _LOG_OF_TORCH.match(line))
+    lines = tuple(
+        _PREFIX.sub("", line) for line in text.splitlines() if not (_LOG_OF_TORCH.match(line) or CPP_FRAME.match(line))
+    )
     starts = [index for index, line in enumerate(lines) if TRACEBACK.match(line)]
     # The message of a rank-failed error has a traceback of its own: that of the rank that failed.
     first_own = next((at for at, line in enumerate(lines) if _OWN_ERROR.match(line)), len(lines))
@@ -165,8 +167,7 @@ def describe(ended: Sequence[EndedRank], *, whole: bool = False) -> tuple[int, s
     if len(same) > 1:
         head = f"shoal: ranks {listed_ranks(same)} failed with the same error and exit code {_shell_code(code)}."
     else:
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        head = f"shoal: rank {first.rank} failed first: it {how}."
+        head = f"shoal: rank {first.rank} failed first: it {_how(code)}."
     if error.is_of_hardware:
         where = f"a device of {socket.gethostname()} has failed; exit code {HARDWARE_EXIT_CODE}"
         return HARDWARE_EXIT_CODE, "\n".join([head, *_details(first, error, whole=whole), f"shoal: {where}."])
@@ -201,11 +202,12 @@ def _on_a_screen(traceback: Sequence[str]) -> Sequence[str]:
 def _first_failed(ended: Sequence[EndedRank], errors: dict[int, RankError]) -> EndedRank:
     """The rank that failed first: not because a peer ended, and not ended by the launcher."""
 
-    def key(each: EndedRank) -> tuple[bool, bool, float]:
+    def key(each: EndedRank) -> tuple[bool, bool, bool, float]:
         error = errors[each.rank]
+        has_waited = any("[init-timeout]" in line for line in error.error)  # for those that the launcher ended then
         ended_by_launcher = each.exit_code == -signal.SIGTERM and not error.error
         wrote_last = each.stderr.stat().st_mtime if each.stderr is not None and not ended_by_launcher else float("inf")
-        return ended_by_launcher, error.is_of_a_lost_peer, wrote_last
+        return not has_waited, ended_by_launcher, error.is_of_a_lost_peer, wrote_last
 
     # Of equals the first: those that had ended before the launcher ended the others come first.
     return min(ended, key=key)
@@ -226,8 +228,8 @@ def describe_attempt(errors: Mapping[int, RankError], first: tuple[int, int] | N
     Args:
         first: the rank that ended first, and its exit code.
     """
-    if first is not None and first[1] < 0 and not errors[first[0]].error:
-        return f"rank {first[0]} failed: it was ended by {signal.Signals(-first[1]).name}"
+    if first is not None and first[1] and not errors[first[0]].error:
+        return f"rank {first[0]} failed: it {_how(first[1])}"
     failed = sorted((error.is_of_a_lost_peer, rank) for rank, error in errors.items() if error.error)
     if not failed:
         return ""
@@ -244,6 +246,10 @@ def stderr_of(local_rank: int, log_dir: Path) -> Path | None:
         int(path.parts[-3].rpartition("_")[2]): path for path in log_dir.glob(f"*/attempt_*/{local_rank}/stderr.log")
     }
     return attempts[max(attempts)] if attempts else None
+
+
+def _how(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _shell_code(code: int) -> int:

@@ -22,7 +22,7 @@ from shoal.hang import Stuck, describe_hang, kept_dumps, main_stack
 from shoal.heartbeat import Beat, call_ranks, clear_heartbeats, read_heartbeats
 from shoal.launch.failure import stderr_of
 from shoal.launch.output import RankOutput
-from shoal.process import is_stopped, started
+from shoal.process import has_pending, is_stopped, started
 
 _INTERVAL_SECONDS = 1.0
 _CALL_SECONDS = 1.5  # for ranks that run to write their last collectives
@@ -76,6 +76,7 @@ class HangWatch:
     def _run(self) -> None:
         late: list[Beat] = []
         while not self._is_ended.wait(_INTERVAL_SECONDS):
+            _continue_terminated()
             with self._is_handled, suppress(OSError):  # a file goes with its process's attempt
                 before = {(beat.pid, beat.began) for beat in late}
                 beats = read_heartbeats(self._folder)
@@ -106,6 +107,15 @@ class HangWatch:
             for beat in beats
         ]
         self.report = describe_hang(stuck, kept_dumps(dumps))
+
+
+def _continue_terminated() -> None:
+    """Continue child processes that a signal has stopped and the launcher has terminated: before that none ends."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread has ended
+            for pid in map(int, children.read_text().split()):
+                if is_stopped(pid) and has_pending(pid, signal.SIGTERM):
+                    os.kill(pid, signal.SIGCONT)
 
 
 def _read_from(path: Path, offset: int) -> str:

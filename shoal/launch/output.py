@@ -19,12 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, TextIO
 
+from shoal.comm.environment import wants_tracebacks
+
 _INTERVAL_SECONDS = 0.05  # between two looks at the files
 _BAR_SECONDS = 10.0  # between two states of a progress bar where the output is no terminal
 # A traceback is kept for so long. A rank that still runs then has caught the exception, or hangs.
 _KEPT_SECONDS = 5.0
 _CLEAR_LINE = "\r\x1b[K"
 TRACEBACK = re.compile(r"(\[rank\d+\]: )?Traceback \(most recent call last\)")
+# Of torch's C++ parts, which follow a message such as that of a store whose connection is closed.
+CPP_FRAME = re.compile(r"(\[rank\d+\]: ?)?(frame #\d+: |<omitting python frames>|Exception raised from \w+ at /)")
 
 
 @dataclass
@@ -65,7 +69,8 @@ class StreamTail:
 
     Args:
         prefix: of each line.
-        keeps_tracebacks: keep a traceback, and what follows it, for :data:`_KEPT_SECONDS`.
+        keeps_tracebacks: keep a traceback, and what follows it, for :data:`_KEPT_SECONDS`; without
+            SHOAL_TRACEBACK in the environment, leave C++ frames out.
     """
 
     def __init__(self, path: Path, terminal: Terminal, prefix: str, *, keeps_tracebacks: bool) -> None:
@@ -73,6 +78,7 @@ class StreamTail:
         self._terminal = terminal
         self._prefix = prefix
         self._keeps_tracebacks = keeps_tracebacks
+        self._hides_frames = keeps_tracebacks and not wants_tracebacks()
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         self._file: BinaryIO | None = None
         self._open = ""  # a line that has not ended
@@ -104,6 +110,8 @@ class StreamTail:
             self.release()
 
     def _take(self, line: str, now: float) -> None:
+        if self._hides_frames and CPP_FRAME.match(line):
+            return
         if self._kept or (self._keeps_tracebacks and TRACEBACK.match(line)):
             self._kept_at = self._kept_at if self._kept else now
             self._kept.append(line)

@@ -25,7 +25,7 @@ from shoal.launch.output import RankOutput
 
 
 class SameFailureError(Exception):
-    """Two attempts in a row failed alike, in the same step: a third one would, too."""
+    """Two attempts in a row failed alike, in the same step or before the first: a third one would, too."""
 
 
 class FirstFailure(logging.Filter):
@@ -58,7 +58,7 @@ class FollowedFiles(DefaultLogsSpecs):
         self._watch = watch
         self._is_alone = rank_0_keeps_terminal
         self._ranks: dict[int, int] = {}  # of the attempt before, by local rank
-        self._last: object = None  # the failure of that attempt
+        self._last: set[tuple[object, ...]] = set()  # the failures of that attempt
         self.first_failure = FirstFailure()
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -70,7 +70,7 @@ class FollowedFiles(DefaultLogsSpecs):
                 {self._ranks[here]: error for here, error in errors.items()},
                 (self._ranks[first[0]], first[1]) if first is not None else None,
             )
-            self._check_progress(hang, errors, failure)
+            self._check_progress(hang, errors, failure, first)
             why = f"shoal: all ranks are started anew{f': {failure}' if failure else '.'}"
             withheld = [here for here, error in errors.items() if error.is_of_a_lost_peer]
             self._output.begin_attempt(f"{hang}\n{why}" if hang else why, withheld)
@@ -86,15 +86,21 @@ class FollowedFiles(DefaultLogsSpecs):
                 self._output.follow(0, "", stdout="", stderr=files.stderrs[0])
         return files
 
-    def _check_progress(self, hang: str, errors: Mapping[int, RankError], failure: str) -> None:
+    def _check_progress(
+        self, hang: str, errors: Mapping[int, RankError], failure: str, first: tuple[int, int] | None
+    ) -> None:
         """Raises: SameFailureError: the attempt before failed in the same step, of the same cause."""
         own = {(rank, error.key) for rank, error in errors.items() if error.error and not error.is_of_a_lost_peer}
         step, who_hangs = self._watch.step, hang.partition(";")[0]  # the rest has paths, and times of reading
-        last, self._last = self._last, (step, who_hangs, own) if (hang or own) and step is not None else None
-        if last is not None and last == self._last:
+        causes: set[tuple[object, ...]] = {(step, who_hangs)} if hang else {(step, *each) for each in own}
+        if step is None and first is not None and first[1] > 0 and not errors[first[0]].error:
+            causes.add(first)  # such as a wrong argument
+        last, self._last = self._last, causes
+        if last & causes:  # others may have failed in one of the two alone
+            place = "before initialize" if step is None else f"in step {step}"
             raise SameFailureError(
                 f"{hang or f'shoal: {failure}'}\n"
-                f"shoal: the attempt before failed alike, also in step {step}, so the job is not started again."
+                f"shoal: the attempt before failed alike, also {place}, so the job is not started again."
             )
 
 

@@ -102,7 +102,10 @@ def draw(seed: int) -> tuple[str, Layout, list[Fault]]:
         rank = random_.randrange(num_ranks(layout.axes))
         if action == "stop" and any((each.action, each.rank, each.step) == ("stop", rank, step) for each in faults):
             action = "kill"  # the launcher would end a job in which one rank hangs twice in a step
-        faults.append(Fault(rank, place, action, step))
+        fault = Fault(rank, place, action, step)
+        if (place, action) == ("start", "exit 1") and fault in faults:
+            fault = Fault(rank, place, "kill", step)  # the launcher would end a job that fails twice alike there
+        faults.append(fault)
     return name, layout, faults
 
 

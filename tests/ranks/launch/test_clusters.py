@@ -219,13 +219,7 @@ def test_a_job_saves_before_it_is_stopped_and_goes_on_when_it_is_started_again(
         job.run("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1")
     job.wait_for("the job is queued again", 1)
     assert "is saved in saved" in job.output
-    wait_for(lambda: "PENDING" in job.run("scontrol", "show", "job", job.number), "the job is not queued")
-
-    def has_begun_again() -> bool:  # Slurm waits for two minutes, and refuses the update while the job is completing
-        subprocess.run(["scontrol", "update", f"JobId={job.number}", "StartTime=now"], env=slurm, capture_output=True)
-        return job.output.count("begins at") >= 4
-
-    wait_for(has_begun_again, f"4 'begins at' in: {job.output}", seconds=150)
+    job.wait_for("begins at", 4)
     assert job.output.count("begins at 0") == 2
     job.end()
     job.wait_for("ends", 2)
@@ -233,9 +227,14 @@ def test_a_job_saves_before_it_is_stopped_and_goes_on_when_it_is_started_again(
 
 
 @pytest.mark.timeout(240)
-def test_an_array_leaves_out_a_node_with_a_hardware_error(slurm: dict[str, str], tmp_path: Path) -> None:
-    job = SlurmJob(tmp_path, slurm, "--ranks", "1", "--array", "0-1", "--env", "BAD=n1")
+def test_an_array_leaves_out_a_node_with_a_hardware_error_and_drains_it(slurm: dict[str, str], tmp_path: Path) -> None:
+    drain = ["--on-hardware-error", "drain"]
+    job = SlurmJob(tmp_path, slurm, "--ranks", "1", "--array", "0-1", "--env", "BAD=n1", *drain)
     job.wait_for("begins at 0 rank 0 of 1 on n2", 2)
+    node = job.run("scontrol", "show", "node", "n1")
+    job.run("scontrol", "update", "NodeName=n1", "State=RESUME")
+    assert "+DRAIN " in node and "Reason=hardware error in job " in node
+    assert job.output.count("hardware error: n1 is drained") == 2
     job.end()
     job.wait_for("ends", 2)
     failed = [

@@ -117,6 +117,26 @@ def test_a_job_that_fails_alike_in_the_same_step_is_not_started_a_third_time(tmp
     elastic = START.replace("int(sys.argv[1])", "int(sys.argv[1]), elastic=Elastic(max_restarts=9)")
     code, err, _ = run(tmp_path, f"open({str(attempts)!r}, 'a').write('.'); raise ValueError('always')", start=elastic)
     assert code == 1, err
-    assert attempts.read_text() == ".."
+    assert attempts.read_text() == "..", err
     assert "shoal: all ranks are started anew: rank 1 failed: ValueError: always" in err
     assert err.rstrip().endswith("the attempt before failed alike, also in step 1, so the job is not started again.")
+
+
+BEFORE = """
+import os, signal
+if os.environ["RANK"] == "0":
+    {stuck}
+import torch, shoal
+config = {{"train_micro_batch_size_per_gpu": 1, "timeouts": {{"init": 2}}}}
+shoal.initialize(model=torch.nn.Linear(1, 1), config=config, optimizer=None)
+"""
+
+
+@pytest.mark.parametrize("stuck", ["os.kill(os.getpid(), signal.SIGSTOP)", "sum(range(10 ** 13))"])
+def test_a_rank_that_does_not_come_to_initialize_is_named_by_the_others_and_ended(stuck: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(BEFORE.format(stuck=stuck))
+    command = [sys.executable, "-c", START, "2", str(tmp_path / "script.py")]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert job.returncode == 1, job.stderr
+    _, _, report = job.stderr.rpartition("shoal: rank 1 failed first: it ended with exit code 1.\n")
+    assert report.startswith("[init-timeout] rank 1 of 2 has waited 2 s for rank 0 at "), job.stderr

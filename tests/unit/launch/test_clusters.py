@@ -22,7 +22,7 @@ import yaml
 from shoal.cli import main
 from shoal.errors import UsageError
 from shoal.launch import ClusterJob, Program
-from shoal.launch.clusters import Target, job_name, render
+from shoal.launch.clusters import OnHardwareError, Target, job_name, render
 from shoal.launch.environment import passed_on
 
 NASTY = [
@@ -71,6 +71,9 @@ case "$1 $2" in
 "show job")
     echo "   JobState=${JOB_STATE:-RUNNING} Reason=None"
     echo "   PreemptEligibleTime=1 PreemptTime=${PREEMPTED:-None}" ;;
+"update "*)
+    echo "scontrol $*" >> "$RECORD.calls"
+    if [ -n "$REFUSED" ]; then printf 'slurm_update error:\n%s\n' "$REFUSED" >&2; exit 1; fi ;;
 *) echo "scontrol $*" >> "$RECORD.calls" ;;
 esac
 """
@@ -148,6 +151,20 @@ def test_a_hardware_error_submits_the_job_anew_without_the_node(
         assert done.returncode == 74
         assert calls(tmp_path) == [f"sbatch --exclude=bad[1-2],n1 {'--array=3 ' if array else ''}job.sbatch"]
     assert (tmp_path / f"llm.failed-nodes{'.3' if array else ''}").read_text() == "n1\nn1\n"
+
+
+@pytest.mark.parametrize("refused", ["", "Access/permission denied"])
+def test_a_node_with_a_hardware_error_is_drained_where_slurm_lets_the_user(
+    slurm: dict[str, str], tmp_path: Path, refused: str
+) -> None:
+    (tmp_path / "train-script.failed-nodes").write_text("n0\n")  # of an attempt before
+    script = render(Target.slurm, ClusterJob(on_hardware_error=OnHardwareError.drain), PROGRAM, VARIABLES)
+    done = run_batch(script, tmp_path, slurm | {"CODE": "74", "REFUSED": refused})
+    drain, again = calls(tmp_path)
+    assert drain == "scontrol update NodeName=n1 State=DRAIN Reason=hardware error in job 123"
+    assert again == "sbatch --exclude=n0,n1 job.sbatch"
+    told = f"not drained, but left out by this job: slurm_update error: {refused}" if refused else "drained"
+    assert done.stdout.splitlines()[0] == f"hardware error: n1 is {told}"
 
 
 @pytest.mark.parametrize(

@@ -130,3 +130,18 @@ def test_the_cause_of_an_exception_belongs_to_the_traceback() -> None:
     assert error.error == ("ValueError: division by zero",)
     assert error.traceback[0].startswith("Traceback")
     assert any(line.startswith("ZeroDivisionError") for line in error.traceback)
+
+
+def test_cpp_frames_are_no_part_of_a_report(tmp_path: Path) -> None:
+    frames = "Exception raised from recvBytes at /torch/Utils.hpp:7 (most recent call first):\nframe #0: f() + 0x9\n"
+    code, report = describe([ended(tmp_path, 0, f"[W1128 04:42:30.3 TCPStore.cpp:1] closed\n{frames}{CRASH}")])
+    assert (code, report.splitlines()[1:]) == (1, CRASH.splitlines())
+
+
+def test_ranks_that_have_waited_for_one_that_had_to_be_killed_name_it(tmp_path: Path) -> None:
+    waited = "Traceback (most recent call last):\nshoal.errors.CommError: [init-timeout] rank 1 waited for rank 0\n"
+    _, report = describe([ended(tmp_path, 0, "", -9), ended(tmp_path, 1, waited)])
+    assert report.splitlines()[:2] == [
+        "shoal: rank 1 failed first: it ended with exit code 1.",
+        "[init-timeout] rank 1 waited for rank 0",
+    ]

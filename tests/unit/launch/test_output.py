@@ -132,3 +132,28 @@ def test_a_closed_pipe_does_not_end_the_output(tmp_path: Path, tail: MakeTail) -
 
     append(tmp_path / "out", "a line\n")
     tail(tmp_path / "out", Terminal(Closed(is_terminal=False))).read(0.0)
+
+
+STORE = """[W1128 04:42:30.3 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on SocketImpl(fd=7): got 0 bytes
+Exception raised from recvBytes at /__w/pytorch/torch/csrc/distributed/c10d/Utils.hpp:787 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7f3c in /x/torch/lib/libc10.so)
+frame #1: c10d::TCPStore::get(std::string const&) + 0x8e (0x7f3b in /x/torch/lib/libtorch_cpu.so)
+<omitting python frames>
+frame #21: _start + 0x21 (0x559b in /x/bin/python)
+
+"""
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_cpp_frames_of_a_closed_connection_are_left_out_unless_tracebacks_are_asked_for(
+    is_whole: bool, tmp_path: Path, pipe: Screen, tail: MakeTail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_TRACEBACK", str(int(is_whole)))
+    file = tmp_path / "err"
+    append(file, STORE + "Traceback (most recent call last):\n" + STORE + "RuntimeError: closed\n")
+    reader = tail(file, Terminal(pipe), "", keeps=True)
+    reader.end()
+    reader.release()
+    first = STORE.splitlines()[0]
+    short = [first, "", "Traceback (most recent call last):", first, "", "RuntimeError: closed"]
+    assert pipe.getvalue().splitlines() == (file.read_text().splitlines() if is_whole else short)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,13 +33,14 @@ def build(
 ) -> None:
     """Tokenise text, or convert and join files of tokens.
 
-    The result does not depend on the number of workers, and is there whole or not at all.
+    The result does not depend on the number of workers, and is there whole or not at all. A build that was stopped goes
+    on where it was, when the same command is given again.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from shoal.data.sources import build as building
-    from shoal.data.sources.documents import read_documents
+    from shoal.data.sources.documents import read_files
     from shoal.data.sources.opening import default_cache, is_tokens
     from shoal.data.sources.token_file import TokenFile, TokenFileWriter
     from shoal.data.tokenizers import load_tokenizer
@@ -69,8 +70,11 @@ def build(
         for file in files:
             building.copy(file, writer, on_batch=show)
         if not files:
-            texts = (each for name in sources for each in read_documents(name, field=field, cache=default_cache()))
-            building.build(texts, tokenizer, writer, num_workers=workers, on_batch=show)
+            options: dict[str, Any] = {"field": field, "cache": default_cache()}
+            texts = (each for name in sources for each in read_files(name, **options))
+            num_kept = building.build(texts, tokenizer, writer, num_workers=workers, on_batch=show)
+            if num_kept:
+                console.print(f"{num_kept:,} documents are those of a build that was stopped.")
     print(f"{out}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
 
 

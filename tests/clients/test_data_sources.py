@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.data import TokenFile, load_tokenizer, open_source
-from shoal.data.sources.documents import identity, read_documents
+from shoal.data.sources.documents import identity, read_files
 from shoal.data.tokenizers import FileTokenizer, TransformersTokenizer
 from shoal.errors import UsageError
 
@@ -25,7 +25,7 @@ TEXTS = [f"text {number}" for number in range(3000)]
 
 
 def read(name: object, **options: Any) -> list[Any]:
-    return list(read_documents(str(name), cache="unused", **options))
+    return [each for _, documents in read_files(str(name), cache="unused", **options) for each in documents]
 
 
 @pytest.fixture

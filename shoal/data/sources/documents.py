@@ -53,26 +53,32 @@ def form_of(name: str) -> Form:
     return _SUFFIXES.get(Path(bare).suffix, "text")
 
 
-def read_documents(name: str, *, field: str = "text", cache: str | Path) -> Iterator[Document]:
-    """The documents of a source, in an order that does not change.
+def read_files(name: str, *, field: str = "text", cache: str | Path) -> Iterator[tuple[Any, Iterator[Document]]]:
+    """The documents of a source, in an order that does not change, by file; all texts, and all rows, are one.
 
     Args:
         field: of the lines and rows.
         cache: a folder for copies of remote files.
+
+    Returns: of each file what changes when it does, as ``identity`` says, and its documents.
 
     Raises: UsageError: no such source; a missing library; a file, line or row that is damaged or has no such field, by
         its number.
     """
     form = form_of(name)
     if form == "text":
-        yield from read_texts([name])
+        yield identity(name), read_texts([name])
     elif form == "huggingface":
-        for number, row in enumerate(_open_dataset(name)):
-            yield _field_of(row, field, f"row {number} of {name}")
+        rows = enumerate(_open_dataset(name))
+        yield [*identity(name), field], (_field_of(row, field, f"row {number} of {name}") for number, row in rows)
     else:
-        for file in _files_of(name):
-            with _naming(file):
-                yield from _READERS[form](_local(file, Path(cache)), file, field)
+        for file, stamp in zip(_files_of(name), identity(name), strict=True):
+            yield [*stamp, field], _read_file(file, form, field, Path(cache))
+
+
+def _read_file(file: str, form: Form, field: str, cache: Path) -> Iterator[Document]:
+    with _naming(file):
+        yield from _READERS[form](_local(file, cache), file, field)
 
 
 def identity(name: str) -> list[Any]:

@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.data.sources.build import build
-from shoal.data.sources.documents import form_of, identity, read_documents
+from shoal.data.sources.documents import form_of, identity, read_files
 from shoal.data.sources.indexed import data_of, index_of
 from shoal.data.sources.token_file import TokenFile, TokenFileWriter, is_folder_of_tokens
 from shoal.data.tokenizers import load_tokenizer
@@ -97,8 +97,8 @@ def open_source(
         fcntl.flock(lock, fcntl.LOCK_EX)  # one process tokenises, the others of this machine wait for it
         if not path.exists():
             with TokenFileWriter(path, tokenizer=loaded) as writer:
-                documents = read_documents(spec.path, field=spec.field, cache=folder)
-                build(documents, tokenizer, writer, num_workers=num_workers)
+                files = read_files(spec.path, field=spec.field, cache=folder)
+                build(files, tokenizer, writer, num_workers=num_workers)
     opened = TokenFile(path, verify=verify)
     opened.name = spec.path  # for messages: what the user has named
     return opened

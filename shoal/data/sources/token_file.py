@@ -85,8 +85,9 @@ class TokenFileWriter:
             raise UsageError(f"{path} exists.", where="TokenFileWriter", do="choose another path, or overwrite it.")
         self._tokenizer = tokenizer
         self._vocab_size: int = vocab_size or tokenizer.vocab_size  # type: ignore[union-attr]  # one is given
-        self._dtype = np.dtype("<u1" if self._vocab_size <= 2**8 else "<u2" if self._vocab_size <= 2**16 else "<i4")
+        self.dtype = np.dtype("<u1" if self._vocab_size <= 2**8 else "<u2" if self._vocab_size <= 2**16 else "<i4")
         self._folder = self._temporary_name()
+        self._kept: tuple[Path, int] | None = None  # and the descriptor of its lock
         self._lengths: list[NDArray[np.int64]] = []
         self._checksums: list[int] = []
         self._chunk = xxhash.xxh64()
@@ -127,7 +128,7 @@ class TokenFileWriter:
         self.num_tokens += len(values)
         if len(values):
             self._largest = max(self._largest, int(values.max()))
-            self._add_bytes(np.ascontiguousarray(values, dtype=self._dtype).data.cast("B"))
+            self._add_bytes(np.ascontiguousarray(values, dtype=self.dtype).data.cast("B"))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -136,9 +137,29 @@ class TokenFileWriter:
             self._data.flush()
             if error is None:
                 self._commit()
+                if self._kept is not None:
+                    shutil.rmtree(self._kept[0], ignore_errors=True)
         finally:
             self._data.close()
+            if self._kept is not None:
+                os.close(self._kept[1])
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kept_folder(self) -> Path | None:
+        """A folder for what the next writer of this path needs if this one ends too early. The end removes it.
+
+        Returns: None: another process has it.
+        """
+        folder = self.path.with_name(f".{self.path.name}.kept")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._kept = folder, os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(self._kept[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._kept[1])
+            self._kept = None
+            return None
+        return folder
 
     def _remove_abandoned(self) -> None:
         """Remove what writers of this path left behind that were killed: no process holds the lock of their data."""
@@ -178,7 +199,7 @@ class TokenFileWriter:
             end_of_text=None if tokenizer is None else tokenizer.end_of_text,
             tokenizer="" if tokenizer is None else tokenizer.name,
             tokenizer_hash="" if tokenizer is None else tokenizer.fingerprint,
-            index_checksum=write_index(index_of(self._folder / _PREFIX), self._dtype, np.concatenate(self._lengths)),
+            index_checksum=write_index(index_of(self._folder / _PREFIX), self.dtype, np.concatenate(self._lengths)),
             checksums_checksum=xxhash.xxh64_hexdigest(checksums),
         )
         (self._folder / _HEADER).write_text(header.model_dump_json(indent=2) + "\n", encoding="utf-8")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shoal.data import ByteTokenizer, InMemorySource, TokenFile, TokenFileWriter
+from shoal.data.sources import build as building
 from shoal.data.sources.build import build, copy, tokens_of
+from shoal.data.sources.documents import Document, read_files
 from shoal.errors import UsageError
 
 
@@ -41,7 +45,7 @@ def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> 
     calls = []
     for workers in (1, 2):
         with TokenFileWriter(tmp_path / str(workers), tokenizer=ByteTokenizer()) as writer:
-            build(iter(texts), None, writer, num_workers=workers, on_batch=lambda: calls.append(1))
+            build([(None, texts)], None, writer, num_workers=workers, on_batch=lambda: calls.append(1))
     assert len(calls) == 2 * 12  # batches of 256
     for file in sorted((tmp_path / "1").iterdir()):
         assert file.read_bytes() == (tmp_path / "2" / file.name).read_bytes()
@@ -61,8 +65,8 @@ def test_what_a_source_raises_ends_the_workers_and_leaves_no_file(tmp_path: Path
         pytest.raises(UsageError, match="line 601"),
         TokenFileWriter(tmp_path / "t", tokenizer=ByteTokenizer()) as writer,
     ):
-        build(broken(), None, writer, num_workers=2)
-    assert list(tmp_path.iterdir()) == []
+        build([(None, broken())], None, writer, num_workers=2)
+    assert [path.name for path in tmp_path.rglob("*")] == [".t.kept", "lock"]
 
 
 def test_a_conversation_needs_a_chat_template() -> None:
@@ -110,3 +114,77 @@ def test_a_build_that_is_killed_leaves_no_file_and_is_cleared_away_by_the_next(t
         shutil.rmtree(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert TokenFile(tmp_path / "out").tokens(0).tolist() == [4]
+
+
+class Counted(ByteTokenizer):
+    """Counts the documents that it tokenises."""
+
+    num = 0
+
+    def encode(self, text: str) -> Sequence[int]:
+        self.num += 1
+        return super().encode(text)
+
+
+def test_a_build_that_is_killed_goes_on_where_it_was_and_has_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [[f"{name} {number} " * (number % 5) for number in range(num)] for name, num in (("a", 600), ("b", 900))]
+    for name, lines in zip("ab", texts, strict=True):
+        content = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+        (tmp_path / f"{name}.jsonl").write_text(content, encoding="utf-8")
+    tokenizer = Counted()
+    monkeypatch.setattr(building, "load_tokenizer", lambda name: tokenizer)
+
+    def run(out: str, on_batch: Callable[[], None] = lambda: None) -> tuple[int, int]:
+        """Returns: documents that an earlier build left, and those that were tokenised."""
+        tokenizer.num = 0
+        with TokenFileWriter(tmp_path / out, tokenizer=ByteTokenizer(), overwrite=True) as writer:
+            kept = build(read_files(str(tmp_path / "*.jsonl"), cache=tmp_path), None, writer, on_batch=on_batch)
+        return kept, tokenizer.num
+
+    def kill_at(num: int) -> None:
+        """A build in a process that is killed after so many batches."""
+        child = os.fork()
+        if not child:
+            batches = itertools.count(1)
+            run("out", lambda: os.kill(os.getpid(), signal.SIGKILL) if next(batches) == num else None)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+    def same() -> bool:
+        files = {path.name for path in (tmp_path / "whole").iterdir()}
+        return all((tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in files)
+
+    assert run("whole") == (0, 1500)
+    left = sum(map(bool, [*texts[0], *texts[1][:512]]))  # each fifth document is empty
+    kill_at(1)
+    kill_at(5)  # 3 of a, 2 of b, of which the first is read from what was left
+    assert run("out") == (left, 1500 - 600 - 512)
+    assert same() and not (tmp_path / ".out.kept").exists()
+
+    kill_at(6)
+    os.utime(tmp_path / "a.jsonl", (1, 1))  # a changed file is read anew, and the other one is not
+    last = max((tmp_path / ".out.kept").iterdir(), key=lambda path: path.stat().st_size)
+    last.write_bytes(last.read_bytes()[:-1])  # its last batch is cut off
+    assert run("out") == (left - 480, 600 + 900 - 512)
+    assert same()
+
+
+def test_a_file_that_is_named_twice_is_there_twice_and_one_build_keeps_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fish"}\n' * 300, encoding="utf-8")
+
+    def files() -> Iterator[tuple[object, Iterator[Document]]]:
+        for _ in range(2):
+            yield from read_files(str(tmp_path / "a.jsonl"), cache=tmp_path)
+
+    with TokenFileWriter(tmp_path / "out", tokenizer=ByteTokenizer(), overwrite=True) as first:
+        build(files(), None, first)
+        kept = tmp_path / ".out.kept"
+        assert len([*kept.iterdir()]) == 2
+        with TokenFileWriter(tmp_path / "out", tokenizer=ByteTokenizer(), overwrite=True) as second:
+            assert build(files(), None, second) == 0  # the folder is another writer's
+        assert len([*kept.iterdir()]) == 2
+        shutil.rmtree(kept)
+        build(files(), None, first)  # somebody has removed it
+    assert len(TokenFile(tmp_path / "out")) == 1200 and not kept.exists()

@@ -15,14 +15,14 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from shoal.data.sources.documents import Document, form_of, identity, read_documents
+from shoal.data.sources.documents import Document, form_of, identity, read_files
 from shoal.errors import UsageError
 
 LINES = b'{"text": "one"}\n\n{"text": "two \xc3\xa9", "id": 2}\n{"text": ""}'
 
 
 def read(name: str | Path, cache: Path | str = "unused", **options: str) -> list[Document]:
-    return list(read_documents(str(name), cache=cache, **options))
+    return [each for _, documents in read_files(str(name), cache=cache, **options) for each in documents]
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,11 @@ def refuse_cuda_graphs(model: nn.Module, stage: int, device: torch.device) -> No
         )
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """True if the module was wrapped by ``torch.compile``, or compiled in place."""
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
+
+
 def _has_cuda_graphs(module: nn.Module) -> bool:
     """True if the module was wrapped by ``torch.compile``, or compiled in place, with CUDA graphs."""
     for compiled in (module, vars(module).get("_compiled_call_impl"), vars(module).get("forward")):

@@ -133,6 +133,8 @@ _UPSAMPLING = (
 OTHER: dict[Any, Formula] = {
     **dict.fromkeys(_named(f"{_ARITHMETIC} {_ACTIVATIONS} {_UPSAMPLING}"), lambda args, kwargs, out: int(out.numel())),
     **dict.fromkeys(_named(_POOLS), _per_element(0, 1)),
+    # Not counted, and here so that PyTorch's counter runs them as they are: decomposed they round otherwise.
+    **dict.fromkeys(_named("silu_backward mish_backward"), _per_element(1, 0)),
     **dict.fromkeys(_named("native_dropout"), _per_element(0, 2)),  # a division and a product, as on the CPU
     **dict.fromkeys(_named("addmm"), _bias(0, min_dims=2)),  # a vector is the bias of a Linear layer
     **dict.fromkeys(_named("baddbmm"), _bias(0, min_dims=0)),

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from shoal.compiler import is_compiled
 from shoal.device import is_fake
 from shoal.engine.engine import Engine
 from shoal.engine.parts.activations import SavedActivations
@@ -77,10 +78,9 @@ class PipelineEngine(Engine):
             fake_stages=self.world.stages,
             wire=self.properties.plan.activations.pipeline,
         )
-        # A backward that is split would recompute twice.
         interval = getattr(module, "activation_checkpoint_interval", 0)
         activations = self.part(SavedActivations)
-        self._runner.splits_backward = not interval and (activations is None or not activations.num_recomputed)
+        self._is_recomputed = bool(interval or (activations is not None and activations.num_recomputed))
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self.before_step: list[Callable[[PipelineEngine], None]] = []
@@ -166,6 +166,8 @@ class PipelineEngine(Engine):
         batches, failure = self._next_batches(data_iter, num_micro)
         if self._runner.knows(batches):
             _, actions = self._schedule(num_micro, is_training=True, has_batches=True)
+        # A split backward would recompute twice, and run the backward of a compiled block twice, which computes all.
+        self._runner.splits_backward = not (self._is_recomputed or any(map(is_compiled, self.module.modules())))
         reducer, boundary = self.sharded.reducer, accumulation.boundary
         accumulation.boundary, reducer.is_syncing = False, not self._compute.stays_partial
         self._compute.begin(actions)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shoal.compiler import is_compiled
 from shoal.device import Device
 from shoal.flop_formulas import MATRIX, OTHER, Formula, torchs
 
@@ -171,7 +172,7 @@ class ModuleCounts:
         with OperationCount():
             torch.ones(1).mul(1)  # what PyTorch loads for its first count is no part of the model's time
         modules = list(self.model.modules())
-        self.num_compiled = sum(map(_is_compiled, modules))
+        self.num_compiled = sum(map(is_compiled, modules))
         if self.num_compiled:
             self._stance = torch.compiler.set_stance("force_eager")
             self._stance.__enter__()
@@ -237,7 +238,3 @@ class ModuleCounts:
             record.seconds += time.perf_counter() - frame.began
         if not self._frames:
             self.operations.__exit__(None, None, None)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules

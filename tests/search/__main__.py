@@ -26,7 +26,7 @@ from tests.search.cases import PLAIN, Case, complete, draw, short
 from tests.search.models import FAMILIES
 
 FAULTS = ("wrong", "crash", "hang")
-SECONDS = 150.0  # for one case, after which the worker is killed
+SECONDS = 300.0  # for one case, after which the worker is killed
 MOST_TRIES = 40  # runs that make one case small
 
 

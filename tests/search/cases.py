@@ -31,13 +31,15 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "interval": (0, 0, 0, 2),  # blocks of a stage that are recomputed together
     "accumulation": (1, 2, 3),
     "precision": ("fp32", "fp32", "fp32", "bf16", "fp16", "autocast"),
-    "offload": ("none", "none", "none", "optimizer", "parameters", "ratio", "disk"),
-    "recompute": ("none", "none", "blocks", "matmul", "host", "offload", "budget", "model"),
-    "optimizer": ("AdamW", "AdamW", "SGD", "Adagrad", "client"),
+    "offload": ("none", "none", "none", "optimizer", "parameters", "ratio", "disk", "ahead", "zenflow"),
+    "recompute": ("none", "none", "blocks", "matmul", "host", "offload", "budget", "budget offload", "model"),
+    "compiled": (False, False, False, True),
+    "optimizer": ("AdamW", "AdamW", "SGD", "Adagrad", "client", "client groups"),
     "clip": (0.0, 0.05),
     "by_tokens": (False, True),
     "ragged": (False, True),
     "padded": (False, False, True),
+    "packed": (False, False, True),  # documents, told by their positions
     "built": ("plainly", "plainly", "meta", "zero.Init"),
     "lora": (False, False, False, True),
     "attention": ("exact", "exact", "shoal"),
@@ -48,11 +50,15 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "gathering": ("ahead", "ahead", "late", "kept"),
     "rebalance": (False, False, True),
     "expert_overlap": (False, False, True),
-    "between": ("nothing", "nothing", "nothing", "evaluate", "offload_states", "resume", "error"),
+    "if_used": (False, False, True),  # read and gather only experts that some token uses
+    "order": ("default", "default", "reversed"),  # of the axes of ranks
+    "watch": ("nothing", "nothing", "checks", "profiles", "replica"),
+    "between": ("nothing", "nothing", "nothing", "evaluate", "offload_states", "resume", "resume_async", "error"),
     "then": (None,),  # another layout, in which the run goes on from a checkpoint
 }
 PLAIN = {name: values[0] for name, values in OPTIONS.items()}
 LAYOUT = ("stage", "dp", "tp", "sp", "cp", "pp", "ep", "schedule", "offload", "hybrid")
+SCHEDULES_OF_TWO = ("zbv", "dualpipev", "interleaved_1f1b", "interleaved_zero_bubble")  # stages of each rank
 MOST_RANKS = 4
 STEPS = 3
 
@@ -129,13 +135,23 @@ def complete(case: Case) -> Case | None:
         plain.add("built")
     if family.options.get("loss") in ("aux", "hook") and case["sp"] * case["cp"] > 1:
         plain.add("ragged")  # what blocks leave behind is over a rank's positions, which then count alike
+    if case["optimizer"] not in ("AdamW", "Adam") and case["offload"] == "zenflow":
+        plain.add("optimizer")
+    if not family.has_experts or case["offload"] not in ("parameters", "disk"):
+        plain.add("if_used")
+    if world_size(case) > 2 or case["recompute"] in ("matmul", "host"):
+        plain.add("compiled")  # each rank compiles by itself; recomputed blocks with a policy run uncompiled
+    if case["hybrid"] != "none" or case["ep"] > 1 or len(order(case)) < 2:
+        plain.add("order")
+    if case["padded"] or not (family.config and family.is_shifted and family.takes_positions and family.has_documents):
+        plain.add("packed")
     if case["precision"] != "fp32" and (is_moe(case) and case["precision"] != "bf16"):
         plain.add("precision")  # rounding changes which experts a token uses
     if case["between"] == "error" and (case["pp"] > 1 or case["tp"] > 1 or case["then"]):
         plain.add("between")
-    if case["recompute"] == "budget" and case["pp"] > 1:
+    if case["recompute"].startswith("budget") and (case["pp"] > 1 or case["compiled"]):
         plain.add("recompute")
-    if case["offload"] != "none" and case["optimizer"] == "Adagrad":
+    if case["offload"] not in ("none", "zenflow") and case["optimizer"] == "Adagrad":
         plain.add("optimizer")
     for name in plain:
         case[name] = PLAIN[name]
@@ -145,6 +161,12 @@ def complete(case: Case) -> Case | None:
             return None
         case["then"] = {name: after[name] for name in LAYOUT if after[name] != case[name]} or None
     return case
+
+
+def order(case: Case) -> tuple[str, ...]:
+    """The axes of more than one rank, the innermost first."""
+    axes = {"tp": "tp", "sp": "sp", "cp": "cp", "dp": "dp_shard", "pp": "pp"}
+    return tuple(axis for name, axis in axes.items() if case[name] > 1)
 
 
 def draw(seed: int, models: tuple[str, ...] = tuple(FAMILIES)) -> Case:
@@ -183,12 +205,14 @@ def config(case: Case, folder: str) -> dict[str, Any]:
         "zero_optimization": zero,
         "parallel": parallel,
     }
-    if case["optimizer"] != "client":
+    if not case["optimizer"].startswith("client"):
         settings["optimizer"] = {"type": case["optimizer"], "params": optimizer_options(case)}
     if family.has_experts and case["ep"] > 1:
         parallel["ep"] = case["ep"]
         experts = {"expert_tensor_parallel_size": case["etp"], "overlap": 2 if case["expert_overlap"] else 1}
         settings["expert_parallel"] = {**experts, "rebalance_every": int(case["rebalance"])}
+    if case["if_used"]:
+        settings.setdefault("expert_parallel", {})["gather_if_used"] = True
     if case["tp"] > 1:
         parallel |= {"tp_sequence_parallel": case["tp_sequence"], "tp_loss_parallel": case["tp_loss"]}
         if case["tp_overlap"]:
@@ -203,7 +227,7 @@ def config(case: Case, folder: str) -> dict[str, Any]:
             }
     if case["pp"] > 1:
         settings["pipeline"] = {"schedule": case["schedule"], "activation_checkpoint_interval": case["interval"]}
-        if case["schedule"] in ("zbv", "dualpipev", "interleaved_1f1b", "interleaved_zero_bubble"):
+        if case["schedule"] in SCHEDULES_OF_TWO:
             settings["pipeline"]["virtual_stages"] = 2
     if case["precision"] == "bf16":
         settings["bf16"] = {"enabled": True}
@@ -215,9 +239,13 @@ def config(case: Case, folder: str) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder}
         zero["offload_param"] = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
     elif case["offload"] != "none":
-        zero["offload_optimizer"] = {"device": "cpu", **({"ratio": 0.5} if case["offload"] == "ratio" else {})}
+        keys = {"ratio": {"ratio": 0.5}, "ahead": {"super_offload": True}}
+        zero["offload_optimizer"] = {"device": "cpu", **keys.get(case["offload"], {})}
         if case["offload"] == "parameters":
             zero["offload_param"] = {"device": "cpu"}
+        if case["offload"] == "zenflow":  # each gradient is applied in its step, so the numbers are those of AdamW
+            columns = {"topk_ratio": 0.5, "select_strategy": "step", "select_interval": 2}
+            zero["zenflow"] = {"update_interval": 1, **columns}
     if case["recompute"] in ("blocks", "matmul", "host"):
         section: dict[str, Any] = {"modules": [family.block]}
         if case["recompute"] == "matmul":
@@ -225,8 +253,10 @@ def config(case: Case, folder: str) -> dict[str, Any]:
         if case["recompute"] == "host":
             section["cpu_checkpointing"] = True
         settings["activation_checkpointing"] = section
-    elif case["recompute"] == "budget":
+    elif case["recompute"].startswith("budget"):
         settings["activation_checkpointing"] = {"modules": [family.block], "memory_budget": "20KiB"}
+        if case["recompute"] == "budget offload":
+            settings["activation_checkpointing"]["offload_every"] = 2
     elif case["recompute"] == "offload":
         settings["offload_activation"] = {"device": "cpu"}
     if case["by_tokens"]:
@@ -247,6 +277,19 @@ def config(case: Case, folder: str) -> dict[str, Any]:
         zero |= {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 100}
     elif case["gathering"] == "kept":
         zero["stage3_max_reuse_distance"] = 1_000_000_000
+    if case["compiled"]:
+        settings["compile"] = {"enabled": True}
+    if case["order"] == "reversed":
+        parallel["order"] = order(case)
+    if case["between"] == "resume_async":
+        settings["checkpoint"] = {"async_save": True}
+    if case["watch"] == "checks":
+        settings |= {"device_check": {"every": 1, "factor": 1e6}, "debug": {"replica_check_steps": 1}}
+        settings |= {"loss_spike": {"action": "warn"}, "goodput": {"file": f"{folder}/log", "rank_times_every": 1}}
+    elif case["watch"] == "profiles":
+        settings |= {"flops_profiler": {"enabled": True, "output_file": f"{folder}/flops"}, "steps_per_print": 1}
+        settings |= dict.fromkeys(("wall_clock_breakdown", "memory_breakdown"), True)
+        settings |= {"comms_logger": {"enabled": True}, "csv_monitor": {"enabled": True, "output_path": folder}}
     return settings
 
 

@@ -74,6 +74,7 @@ class Family:
         lora: the projections that get adapters.
         takes_positions: has ``position_ids``.
         has_sequences: its attention can be that over ranks.
+        has_documents: its own attention tells documents apart by their positions.
     """
 
     config: str | None
@@ -87,6 +88,7 @@ class Family:
     lora: tuple[str, ...] = ()
     takes_positions: bool = True
     has_sequences: bool = True
+    has_documents: bool = True
 
 
 _QV = ("q_proj", "v_proj")
@@ -133,6 +135,7 @@ FAMILIES: dict[str, Family] = {
         "OPTConfig",
         {**_SIZES, **_IDS, "ffn_dim": 32, "dropout": 0.0, "word_embed_proj_dim": 16, "max_position_embeddings": 32},
         block="OPTDecoderLayer",
+        has_documents=False,
         lora=_QV,
     ),
     "falcon": Family(
@@ -374,13 +377,14 @@ def fill(model: nn.Module, generator: torch.Generator) -> None:
             parameter.copy_(values * (6 / parameter.shape[-1]) ** 0.5)
 
 
-def batch(name: str, index: int, *, ragged: bool, padded: bool, has_positions: bool) -> Batch:
+def batch(name: str, index: int, *, ragged: bool, padded: bool, has_positions: bool, packed: bool = False) -> Batch:
     """Micro-batch ``index`` as one process gets it.
 
     Args:
         ragged: some targets do not count, another number in each batch.
         padded: rows end early, with an attention mask.
         has_positions: ``position_ids`` are given.
+        packed: they begin anew within a row, where another document begins.
     """
     family = FAMILIES[name]
     generator = torch.Generator().manual_seed(index)
@@ -398,6 +402,8 @@ def batch(name: str, index: int, *, ragged: bool, padded: bool, has_positions: b
         found["attention_mask"] = mask
     if has_positions:
         found["position_ids"] = torch.arange(LENGTH).expand(ROWS, LENGTH).clone()
+        for row, begin in enumerate((3 + index % 5, 9 + index % 4)[:ROWS] if packed else ()):
+            found["position_ids"][row, begin:] -= begin
     return found
 
 

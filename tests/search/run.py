@@ -16,8 +16,12 @@ import logging
 import math
 import re
 import tempfile
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +29,12 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.comm.quorum import QuorumServer
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import RankFailedError, ShoalError
 from tests.helpers import reference
+from tests.helpers.compiling import CountsGraphs, compiling
 from tests.search import models
 from tests.search.cases import STEPS, Case, complete, config, optimizer_options, world_size
 
@@ -129,10 +135,15 @@ def micro_batch(case: Case, step: int, micro: int, rank: int) -> models.Batch:
     """What data-parallel rank ``rank`` trains on, of the whole sequence."""
     over_sequence = case["sp"] * case["cp"] > 1
     family = models.FAMILIES[case["model"]]
-    has_positions = family.config is None or (over_sequence and family.takes_positions)
+    has_positions = family.config is None or case["packed"] or (over_sequence and family.takes_positions)
     index = 1000 * step + 100 * micro + rank
     found = models.batch(
-        case["model"], index, ragged=case["ragged"], padded=case["padded"], has_positions=has_positions
+        case["model"],
+        index,
+        ragged=case["ragged"],
+        padded=case["padded"],
+        has_positions=has_positions,
+        packed=case["packed"],
     )
     if family.options.get("is_late") and step > 0:
         found["late"] = torch.ones(())
@@ -170,7 +181,14 @@ def alone(case: Case, model: nn.Module) -> reference.Trained:
 
 
 def client(case: Case, parameters: Any) -> torch.optim.Optimizer:
-    kind = {"client": "AdamW"}.get(case["optimizer"], case["optimizer"])
+    kind = case["optimizer"]
+    if kind.startswith("client"):
+        kind = "AdamW"
+    if case["optimizer"] == "client groups":  # as trainers make them: vectors do not decay
+        parameters = list(parameters)
+        vectors = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0, "lr": 0.02}
+        parameters = [{"params": [p for p in parameters if p.dim() >= 2]}, vectors]
+        parameters = [group for group in parameters if group["params"]]
     made: torch.optim.Optimizer = getattr(torch.optim, kind)(parameters, **optimizer_options(case))
     return made
 
@@ -191,11 +209,15 @@ def over_ranks(case: Case, start: nn.Module, folder: str) -> reference.Trained:
         made = [_made(layout, start) for _ in range(world_size(layout))]
 
         def job(
-            layout: Case = layout, steps: range = steps, made: list[Any] = made, is_later: bool = number > 0
+            quorum: QuorumServer | None,
+            layout: Case = layout,
+            steps: range = steps,
+            made: list[Any] = made,
+            is_later: bool = number > 0,
         ) -> Any:
             # Autocast has one cache for all threads, which a rank empties when its forward ends.
             torch.set_autocast_cache_enabled(False)
-            rank = _Rank(layout, made[current_world().rank], folder)
+            rank = _Rank(layout, made[current_world().rank], folder, quorum)
             if is_later:
                 rank.load()
             rank.train(steps)
@@ -204,7 +226,11 @@ def over_ranks(case: Case, start: nn.Module, folder: str) -> reference.Trained:
             rank.finish()
             return rank
 
-        found = run_ranks(world_size(layout), job, timeout=SECONDS, wait_timeout=20.0)
+        slow = 3.0 if layout["compiled"] else 1.0
+        with _quorum(layout) as quorum, _compiling(layout):
+            found = run_ranks(
+                world_size(layout), partial(job, quorum), timeout=slow * SECONDS, wait_timeout=slow * 20.0
+            )
         result.parameters = _together([each.parameters for each in found])
         sums = torch.stack([torch.stack(each.sums) for each in found]).sum(0)
         result.losses += (sums[:, 0] / sums[:, 1]).tolist()
@@ -212,6 +238,40 @@ def over_ranks(case: Case, start: nn.Module, folder: str) -> reference.Trained:
         if any(each.norms != found[0].norms for each in found):
             raise WrongError(f"ranks have different norms: {[each.norms for each in found]}")
     return result
+
+
+@contextmanager
+def _quorum(case: Case) -> Iterator[QuorumServer | None]:
+    """The server of a run that is the only replica."""
+    if case["watch"] != "replica":
+        yield None
+        return
+    server = QuorumServer(0)
+    thread = threading.Thread(target=server.serve, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.close()
+        thread.join()
+
+
+@contextmanager
+def _compiling(case: Case) -> Iterator[None]:
+    """Without code generation, which takes minutes on a CPU."""
+    if not case["compiled"]:
+        yield
+        return
+    compile_ = torch.compile
+    backend = CountsGraphs("aot_eager")
+    torch.compile = lambda function, *, mode: compile_(function, backend=backend, dynamic=False)  # type: ignore
+    try:
+        with compiling():
+            yield
+    finally:
+        torch.compile = compile_
+    if backend.num_graphs == 0:
+        raise WrongError("nothing was compiled")
 
 
 def _together(found: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -244,8 +304,8 @@ def _made(case: Case, start: nn.Module) -> Any:
 class _Rank:
     """One rank's engine; of each step the loss times its weight and the weight, and the norm; the parameters."""
 
-    def __init__(self, case: Case, model: Any, folder: str) -> None:
-        self.case, self.model, self.folder = case, model, folder
+    def __init__(self, case: Case, model: Any, folder: str, quorum: QuorumServer | None) -> None:
+        self.case, self.model, self.folder, self.quorum = case, model, folder, quorum
         self.sums: list[torch.Tensor] = []
         self.norms: list[float] = []
         self.parameters: dict[str, torch.Tensor] = {}
@@ -254,6 +314,8 @@ class _Rank:
     def start(self, model: Any) -> Any:
         case = self.case
         settings = config(case, self.folder)
+        if self.quorum is not None:
+            settings["fault_tolerance"] = {"quorum": f"127.0.0.1:{self.quorum.port}"}
         if case["built"] == "zero.Init":
             whole = model
             with shoal.zero.Init(config_dict_or_path=settings):
@@ -266,7 +328,7 @@ class _Rank:
             if case["lora"]:
                 model.enable_input_require_grads()
         optimizer = None
-        if case["optimizer"] == "client":
+        if case["optimizer"].startswith("client"):
             optimizer = client(case, [p for p in model.parameters() if p.requires_grad])
         engine = shoal.initialize(model=model, optimizer=optimizer, config=settings)[0]
         if case["built"] == "meta":
@@ -346,6 +408,8 @@ class _Rank:
     def resume(self) -> None:
         self.save()
         self.load()
+
+    resume_async = resume
 
     def error(self) -> None:
         """A batch that the model cannot take; the step is run again with a right one."""

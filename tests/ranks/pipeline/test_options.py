@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch.nn import functional
 
 import shoal
 from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
 from shoal.compat.deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
 from shoal.compat.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from shoal.pipeline.module import PipelineModule
+from tests.helpers.compiling import compiling
 from tests.helpers.pipeline_cases import alone, assert_as_alone, engine_of_layers, mean_square, trained_parameters
 from tests.helpers.pipeline_layers import STEPS, WIDTH, batches, settings
 from tests.helpers.training import make, sgd
@@ -23,10 +26,17 @@ from tests.helpers.training import make, sgd
 NUM_CLASSES, ROWS = 5, 4
 
 
+class Layer(nn.Sequential):
+    """A class that PyTorch compiles, which leaves its own ones as they are."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x)
+
+
 def layers() -> list[nn.Module]:
     made = [nn.Linear(WIDTH, WIDTH) for _ in range(8)]
     made[7].weight = made[0].weight
-    return [nn.Sequential(layer, nn.Tanh()) for layer in made]
+    return [Layer(layer, nn.Tanh()) for layer in made]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -44,8 +54,34 @@ def test_compiled_layers(schedule: str, virtual: int, stage: int) -> None:
         engine.module.compile(backend="eager")
         return [float(engine.train_batch(batches(engine.axes.batch.rank, step, 4))) for step in range(STEPS)]
 
-    for found in run_ranks(4, job):
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-6, atol=1e-6)
+    with compiling():
+        for found in run_ranks(4, job):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-6, atol=1e-6)
+
+
+def test_the_backward_of_a_compiled_layer_runs_once_for_each_micro_batch_where_a_schedule_splits_it() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    num_runs: Counter[int] = Counter()  # by rank
+
+    def counted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            num_runs[current_world().rank] += 1
+            return graph(*args)
+
+        return make_boxed_func(run)
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=counted)
+
+    def job() -> None:
+        engine = engine_of_layers(layers, 2, 1, "zb_h1", 1)
+        engine.module.compile(backend=backend)
+        engine.train_batch(batches(0, 0, 4))
+
+    with compiling():
+        run_ranks(2, job)
+    assert num_runs == {0: 4 * 4, 1: 4 * 4}  # layers of the stage, micro-batches
 
 
 def test_a_schedule_of_a_file_trains_and_evaluates_any_number_of_micro_batches(tmp_path: Any) -> None:

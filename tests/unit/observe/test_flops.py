@@ -31,6 +31,17 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape)
 
 
+@pytest.mark.parametrize("activation", [functional.silu, functional.mish])
+def test_gradients_have_the_same_bits_where_backward_is_counted(activation: Callable[..., torch.Tensor]) -> None:
+    """Rank 0 alone counts: ranks that hold the same parameters must go on with the same values."""
+    x = normal(64, 64).requires_grad_()
+    activation(x).square().sum().backward()
+    expected, x.grad = x.grad, None
+    loss = activation(x).square().sum()
+    counted(loss.backward)
+    assert torch.equal(x.grad, expected)
+
+
 # products
 
 

@@ -221,6 +221,8 @@ def make_step(
     elif isinstance(made.optimizer, FP32States) and config.precision.state_dtype is None:
         narrow = torch.bfloat16 if config.precision.stochastic_rounding else None
         state_dtype = state_dtype if made.optimizer.fp32_optimizer_states else narrow  # as the client has said
+    if isinstance(made.optimizer, FP32States):
+        made.optimizer.may_cast = any(group.main.dtype != torch.float32 for group in groups)
     step: ShardedStep
     if made.is_direct:
         step = DirectStep(made.optimizer, groups)

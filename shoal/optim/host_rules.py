@@ -26,8 +26,9 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from shoal.errors import OptimizerError
+from shoal.optim.elementwise import is_known
 from shoal.optim.lion import Lion
-from shoal.optim.variants import AdamWithBias
+from shoal.optim.variants import AdamWithBias, FP32States
 from shoal.optim.whole import WholeTensorOptimizer
 
 RuleName = Literal["Adam", "AdamW", "Adagrad", "Lion", "SGD"]
@@ -200,19 +201,21 @@ def _lion(
 def kind_of(optimizer: torch.optim.Optimizer) -> RuleName | None:
     """The rule that gives this optimizer's bits; None: its own ``step()`` must run.
 
-    A class derived from one of torch's has none, since it may change the update.
+    A class derived from one of these has none if it changes the update, as ``FP32States`` may.
     """
-    if type(optimizer) is Lion:
-        return "Lion"
     kinds: dict[type, RuleName] = {
+        Lion: "Lion",
         torch.optim.Adam: "Adam",
         torch.optim.AdamW: "AdamW",
         AdamWithBias: "Adam",
         torch.optim.Adagrad: "Adagrad",
         torch.optim.SGD: "SGD",
     }
-    kind = kinds.get(type(optimizer))
-    if kind is None or not all(group.get("fused") or _is_plain(group) for group in optimizer.param_groups):
+    base = next((base for base in type(optimizer).__mro__ if base in kinds), None)
+    if base is None or not is_known(type(optimizer)) or (isinstance(optimizer, FP32States) and optimizer.may_cast):
+        return None
+    kind = kinds[base]
+    if kind != "Lion" and not all(group.get("fused") or _is_plain(group) for group in optimizer.param_groups):
         return None
     if kind in ("Adam", "AdamW"):
         decoupled = {bool(group.get("decoupled_weight_decay", kind == "AdamW")) for group in optimizer.param_groups}

@@ -52,6 +52,7 @@ class FP32States(torch.optim.Optimizer):
     """
 
     fp32_optimizer_states = True  # False: state in the dtype of the weight
+    may_cast = True  # False: all that it steps is fp32, as main parameters are
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

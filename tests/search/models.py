@@ -163,6 +163,7 @@ FAMILIES: dict[str, Family] = {
         "GptOssConfig",
         {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4, "sliding_window": 5},
         block="GptOssDecoderLayer",
+        has_documents=False,
         heads=(4, 2),
         has_experts=True,
         exact="eager",

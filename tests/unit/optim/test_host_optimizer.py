@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from shoal.errors import OptimizerError
 from shoal.optim.build import build
 from shoal.optim.host import Choice, HostStep, UpdatePath, choose_path
@@ -210,7 +211,11 @@ def test_the_rule_of_an_optimizer_is_named_only_where_the_bits_would_be_the_same
     weight = torch.nn.Parameter(torch.zeros(8))
 
     class Own(torch.optim.AdamW):
-        pass
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    class Named(torch.optim.AdamW):
+        """As clients have them: with another constructor, or none."""
 
     found = {name: kind_of(optimizer_of(name, weight)) for name in RULES}
     assert found == {name: kind for name, (kind, _) in RULES.items()}
@@ -218,6 +223,12 @@ def test_the_rule_of_an_optimizer_is_named_only_where_the_bits_would_be_the_same
     assert kind_of(torch.optim.AdamW([weight], lr=torch.tensor(1e-3))) is None  # its arithmetic is a tensor's
     assert kind_of(torch.optim.Adagrad([weight], differentiable=True)) is None
     assert kind_of(Own([weight], fused=True)) is None
+    assert kind_of(Named([weight], fused=True)) == "AdamW"
+    host = DeepSpeedCPUAdam([weight])  # what Accelerate makes of AdamW, with offload
+    assert kind_of(host) is None
+    host.may_cast = False
+    assert kind_of(host) == "AdamW"
+    assert kind_of(FusedAdam([weight], adam_w_mode=False)) == "Adam"
     assert kind_of(torch.optim.RMSprop([weight])) is None
 
 

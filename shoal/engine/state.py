@@ -450,7 +450,14 @@ class EngineState(nn.Module):
             return
         ledger = self.memory_report()
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        changes = ledger.changes(self.properties.stage, self.dp_world_size, self.accumulation.micro_batch)[:3]
+        config = self.properties.config
+        recompute = config.activation_checkpointing
+        is_recomputing = bool(
+            recompute.modules or recompute.memory_budget or config.pipeline.activation_checkpoint_interval
+        )
+        changes = ledger.changes(self.properties.stage, self.accumulation.micro_batch, is_recomputing=is_recomputing)[
+            :3
+        ]
         raise OutOfMemoryError(
             f"no memory left in {phase}: {first_line}\n{ledger}{snapshot}",
             where=f"{self.properties.where(self.global_steps)}, micro-step {self.micro_steps}",

@@ -24,6 +24,7 @@ from shoal.text import format_bytes
 from shoal.text import table as text_table
 
 _NUM_TENSORS = 50
+_KINDS_OF_STAGES = ("master", "optimizer state", "gradient", "parameter")  # stage 1 divides two, each further one one
 KINDS = (
     "parameter",
     "gradient",
@@ -47,6 +48,7 @@ class LedgerEntry:
     tier: str
     nbytes: int
     formula: int  # what the layout says it must be, padding included
+    copies: int = 1  # ranks among which a higher stage would divide it
 
 
 @dataclass(frozen=True)
@@ -120,17 +122,19 @@ class Ledger:
             + f" ({self.reading.source})"
         )
 
-    def changes(self, stage: int, num_ranks: int, micro_batch: int) -> list[str]:
-        """Changes of the config that would save memory, with the bytes on this rank; the largest is the first."""
-        kinds = self.by_kind()
-        shardable = {
-            1: kinds["master"] + kinds["optimizer state"],
-            2: kinds["gradient"],
-            3: kinds["parameter"],
-        }
+    def changes(self, stage: int, micro_batch: int, *, is_recomputing: bool = False) -> list[str]:
+        """Changes of the config that would save memory, with the bytes on this rank; the largest is the first.
+
+        Args:
+            is_recomputing: the config has activations recomputed.
+        """
         savings = {
-            target: sum(nbytes for s, nbytes in shardable.items() if stage < s <= target) * (num_ranks - 1) // num_ranks
-            for target in (1, 2, 3)
+            target: sum(
+                entry.nbytes * (entry.copies - 1) // entry.copies
+                for entry in self.entries
+                if entry.tier == Tier.DEVICE.value and entry.kind in _KINDS_OF_STAGES[:most]
+            )
+            for target, most in ((1, 2), (2, 3), (3, 4))
             if target > stage
         }
         other = max(self.reading.peak - self.held, 0)
@@ -141,17 +145,21 @@ class Ledger:
                 f" activations and what else is not in the ledger take {format_bytes(other)}."
             )
             candidates.append((other // 2, text))
-        if savings:
+        if any(savings.values()):
             target, saved = max(savings.items(), key=lambda item: item[1])
             text = f'set "zero_optimization": {{"stage": {target}}}: it would save {format_bytes(saved)} on this rank.'
             candidates.append((saved, text))
-        if stage and (movable := self._on_accelerator("master", "optimizer state")):
-            text = (
-                f'set "zero_optimization": {{"offload_optimizer": {{"device": "cpu"}}}}: it would move'
-                f" {format_bytes(movable)} of this rank to host memory."
-            )
-            candidates.append((movable, text))
-        if candidates and other:
+        movable = {
+            '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}': ("master", "optimizer state")[: 2 * stage],
+            '"zero_optimization": {"offload_param": {"device": "cpu"}}': ("parameter",)[: stage // 3],
+            '"activation_checkpointing": {"cpu_checkpointing": true}': ("saved activations",),
+        }
+        for key, kinds in movable.items():
+            if nbytes := self._on_accelerator(*kinds):
+                candidates.append(
+                    (nbytes, f"set {key}: it would move {format_bytes(nbytes)} of this rank to host memory.")
+                )
+        if candidates and other and not is_recomputing:
             text = (
                 'set "activation_checkpointing": {"modules": ["<the class of a block>"]}: of the'
                 f" {format_bytes(other)} that are not in the ledger, activations inside of blocks are recomputed."
@@ -162,10 +170,6 @@ class Ledger:
             "train on more ranks, or recompute activations (torch.utils.checkpoint): all state is sharded already."
         )
         return [text for _, text in candidates] or [all_sharded]
-
-    def advice(self, stage: int, num_ranks: int, micro_batch: int) -> str:
-        """The change of the config that would save most memory."""
-        return self.changes(stage, num_ranks, micro_batch)[0]
 
 
 def write_snapshot(folder: Path, ledger: Ledger, rank: int, device: Device, notes: Mapping[str, object]) -> Path:
@@ -254,9 +258,12 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[Le
         has_own_main=group.has_own_main,
     )
 
+    placements = {"parameter": row.parameter, "gradient": row.gradient_between}
+
     def entry(kind: str, tier: Tier, nbytes: int, formula: int | None = None) -> LedgerEntry:
         stored = Tier.HOST if tier is Tier.DEVICE and kind in moved else tier
-        return LedgerEntry(row.unit, kind, stored.value, nbytes, nbytes if formula is None else formula)
+        copies = 1 if placements.get(kind, row.state).is_sharded else buffer.comm.size
+        return LedgerEntry(row.unit, kind, stored.value, nbytes, nbytes if formula is None else formula, copies)
 
     yield entry("parameter", row.parameter.tier, buffer.nbytes_stored, model.parameter)
     if buffer.is_sharded and not buffer.placement.is_sharded:

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.errors import CommError, OutOfMemoryError, RankFailedError
+from shoal.errors import CommError, OutOfMemoryError, RankFailedError, ShoalError
+from shoal.text import format_bytes
+from tests.helpers.composition import settings_of
+from tests.helpers.composition_runs import Model
 from tests.helpers.models import Plain
 from tests.helpers.training import STAGES, are_bit_equal, batch, config, finish, run_steps, start
 
@@ -168,6 +172,76 @@ def test_what_uses_the_memory_is_written_and_the_error_names_three_changes(tmp_p
         assert error.do.count(" Or ") == 2
         for key in ("train_micro_batch_size_per_gpu", '{"stage": 3}: it would save', "activation_checkpointing"):
             assert key in error.do
+
+
+class TooLargeLayer(nn.Linear):
+    is_too_large = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_too_large:
+            torch.empty(1 << 62, dtype=torch.uint8)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("stage", "sections", "saved", "absent"),
+    [
+        (1, {}, 3, "offload_"),
+        (0, {"pipeline": {"activation_checkpoint_interval": 1}}, 3, "activation_checkpointing"),
+        (1, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 3, "offload_"),
+    ],
+)
+def test_a_pipeline_stage_without_memory_says_what_would_help_it_and_leaves_a_file(
+    stage: int, sections: dict[str, Any], saved: int, absent: str, tmp_path: Path
+) -> None:
+    """Two stages of two ranks; the ranks of the second one run out of memory."""
+
+    def job() -> str:
+        torch.manual_seed(0)
+        layers = [shoal.LayerSpec(TooLargeLayer, 8, 8) for _ in range(2)]
+        model = shoal.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "parallel": {"pp": 2},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": stage},
+            "debug": {"out_of_memory_folder": str(tmp_path)}, "log_level": "error", **sections,
+        }  # fmt: skip
+        engine = shoal.initialize(model=model, config=settings)[0]
+        batches = [(torch.ones(2, 8), torch.zeros(2, 8))] * 2
+        engine.train_batch(iter(batches))
+        for layer in engine.module.modules():
+            layer.is_too_large = current_world().rank >= 2
+        with pytest.raises(ShoalError) as caught:
+            engine.train_batch(iter(batches))
+        assert isinstance(caught.value, OutOfMemoryError) is (current_world().rank >= 2)
+        engine.destroy()
+        return str(caught.value)
+
+    texts = run_ranks(4, job)
+    kinds = {1: ("master", "optimizer state"), 2: ("gradient",), 3: ("parameter",)}
+    for rank in (2, 3):
+        content = json.loads((tmp_path / f"out-of-memory-rank{rank}.json").read_text())
+        replicated = [kind for level in range(stage + 1, 4) for kind in kinds[level]]
+        nbytes = sum(each["nbytes"] for each in content["entries"] if each["kind"] in replicated) // 2
+        assert content["phase"] == "train_batch()" and nbytes > 0
+        assert f'set "zero_optimization": {{"stage": {saved}}}: it would save {format_bytes(nbytes)}' in texts[rank]
+        assert 'halve "train_micro_batch_size_per_gpu" (2)' in texts[rank] and absent not in texts[rank]
+    assert not (tmp_path / "out-of-memory-rank0.json").exists()
+    assert all("DefaultCPUAllocator" in text for text in texts)
+
+
+def test_what_a_higher_stage_would_save_counts_experts_by_their_own_ranks() -> None:
+    """Experts over all ranks of the axis have no copies that a stage could divide."""
+
+    def job(experts: str) -> tuple[int, int]:
+        config, run = settings_of({"ranks": "2", "stage": "0", "experts": experts})
+        engine = shoal.initialize(model=Model(run), config={**config, "optimizer": {"type": "AdamW"}})[0]
+        entries = engine.memory_report().entries
+        engine.destroy()
+        return tuple(sum(e.nbytes for e in entries if e.kind == "parameter" and e.copies == n) for n in (1, 2))  # type: ignore[return-value]
+
+    (whole_of_one, copied), (own, others) = run_ranks(2, job, "ep 1")[0], run_ranks(2, job, "ep 2")[0]
+    assert whole_of_one == 0 and own > 0 and others > 0
+    assert 0 <= others + 2 * own - copied < copied / 32  # padding
 
 
 def test_a_destroyed_engine_gives_the_model_back_whole_and_without_hooks() -> None:

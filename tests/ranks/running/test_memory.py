@@ -439,34 +439,45 @@ def test_several_engines_in_one_process_train_side_by_side() -> None:
 # Advice when memory runs out
 
 
-def ledger_of(*, parameter: int, gradient: int, state: int, peak: int) -> Ledger:
-    kinds = {"parameter": parameter, "gradient": gradient, "optimizer state": state}
-    entries = tuple(LedgerEntry("root", kind, "device", nbytes, nbytes) for kind, nbytes in kinds.items())
+def ledger_of(stage: int, *, parameter: int, gradient: int, state: int, peak: int) -> Ledger:
+    """Of one of four ranks."""
+    kinds = {"optimizer state": state, "gradient": gradient, "parameter": parameter}
+    entries = tuple(
+        LedgerEntry("root", kind, "device", nbytes, nbytes, 1 if stage > at else 4)
+        for at, (kind, nbytes) in enumerate(kinds.items())
+    )
     return Ledger(entries, 1000, MemoryReading(peak, peak, "test"))
 
 
+STATE = {"parameter": 2_000, "gradient": 2_000, "state": 12_000}
+
+
 def test_advice_names_the_stage_that_saves_most_where_state_is_what_fills_memory() -> None:
-    ledger = ledger_of(parameter=2_000, gradient=2_000, state=12_000, peak=17_000)
-    assert ledger.advice(0, 4, 8).startswith('set "zero_optimization": {"stage": 3}: it would save 11.7 KiB')
-    assert ledger.advice(1, 4, 8).startswith('set "zero_optimization": {"stage": 3}: it would save 2.9 KiB')
+    for stage, saved in ((0, "11.7 KiB"), (1, "2.9 KiB")):
+        first, *_ = ledger_of(stage, **STATE, peak=17_000).changes(stage, 8)
+        assert first.startswith(f'set "zero_optimization": {{"stage": 3}}: it would save {saved}')
 
 
 def test_advice_on_an_accelerator_is_to_move_sharded_state_to_the_host() -> None:
-    held = ledger_of(parameter=2_000, gradient=2_000, state=12_000, peak=17_000)
+    held = ledger_of(3, **STATE, peak=17_000)
     ledger = Ledger(held.entries, 1000, MemoryReading(17_000, 17_000, "CUDA caching allocator"))
-    assert ledger.advice(3, 4, 8) == (
+    assert ledger.changes(3, 8)[:2] == [
         'set "zero_optimization": {"offload_optimizer": {"device": "cpu"}}: it would move 11.7 KiB of this rank to host'
-        " memory."
-    )
-    assert ledger.advice(0, 4, 8).startswith('set "zero_optimization": {"stage": 3}')
-    assert "more ranks" in held.advice(3, 4, 1)
+        " memory.",
+        'set "zero_optimization": {"offload_param": {"device": "cpu"}}: it would move 2 KiB of this rank to host'
+        " memory.",
+    ]
+    assert ledger_of(0, **STATE, peak=17_000).changes(0, 8)[0].startswith('set "zero_optimization": {"stage": 3}')
+    assert "more ranks" in held.changes(3, 1)[0]
 
 
 def test_the_advice_is_a_smaller_micro_batch_where_activations_use_most_memory() -> None:
-    ledger = ledger_of(parameter=2_000, gradient=2_000, state=12_000, peak=1_000_000)
-    assert ledger.advice(0, 4, 8).startswith('halve "train_micro_batch_size_per_gpu" (8)')
+    ledger = ledger_of(0, **STATE, peak=1_000_000)
+    assert ledger.changes(0, 8)[0].startswith('halve "train_micro_batch_size_per_gpu" (8)')
+    assert "activation_checkpointing" in ledger.changes(0, 8)[1]
+    assert not any("activation_checkpointing" in text for text in ledger.changes(0, 8, is_recomputing=True))
 
 
 def test_advice_for_what_is_sharded_already_is_more_ranks_or_recomputation() -> None:
-    ledger = ledger_of(parameter=2_000, gradient=2_000, state=12_000, peak=1_000_000)
-    assert "more ranks" in ledger.advice(3, 4, 1)
+    ledger = ledger_of(3, **STATE, peak=1_000_000)
+    assert "more ranks" in ledger.changes(3, 1)[0]

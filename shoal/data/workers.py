@@ -188,10 +188,11 @@ class _Worker:
         self._start()
 
     def _start(self) -> None:
+        self._parent = os.getpid()
         with self._starting:
             self._connection, other = multiprocessing.Pipe()
             self.process: BaseProcess = multiprocessing.get_context().Process(
-                target=_serve, args=(other, os.getpid(), *self._arguments), daemon=True
+                target=_serve, args=(other, self._parent, *self._arguments), daemon=True
             )
             self.process.start()
             other.close()
@@ -256,8 +257,9 @@ class _Worker:
                 self._connection.send(each)
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.join()
+        if os.getpid() == self._parent:  # a process forked from it has no part in them
+            self.process.kill()
+            self.process.join()
         self._connection.close()
 
 
@@ -282,7 +284,9 @@ def _serve(connection: Connection, parent: int, reader: BatchReader, number: int
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a whole job: its main process ends the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not what a run does to save before it is preempted
     torch.set_num_threads(1)
-    _utils.worker._worker_info = _utils.worker.WorkerInfo(number, num_workers, reader.seed, reader.dataset)
+    _utils.worker._worker_info = _utils.worker.WorkerInfo(
+        id=number, num_workers=num_workers, seed=reader.seed, dataset=reader.dataset
+    )
     requests: queue.SimpleQueue[ReadRequest] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, parent, requests), daemon=True).start()
     with ThreadPoolExecutor(1) as sender:  # a batch is read while the one before is sent

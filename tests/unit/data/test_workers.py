@@ -211,6 +211,23 @@ def test_workers_end_with_the_process_that_reads(tmp_path: Path) -> None:
         wait_until_gone(pid)
 
 
+def test_a_forked_process_that_drops_the_loader_leaves_the_workers_alone(expected: list[list[Any]]) -> None:
+    loader = loader_of(Samples())
+    batches = iter(loader)
+    first = next(batches)
+    child = os.fork()
+    if not child:
+        try:
+            loader._workers.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    found = [batch.tolist() for batch in (first, *batches)]
+    loader.close()
+    assert found == expected[: len(loader)]
+
+
 def wait_until_gone(pid: int) -> None:
     deadline = time.monotonic() + 30
     while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":

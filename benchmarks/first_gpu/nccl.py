@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.first_gpu.common import Finding, Setting, attempt, main
 from shoal.comm.failure import FirstError
-from shoal.comm.gloo import GlooCommunicator, GlooPending
+from shoal.comm.gloo import GlooCommunicator, GlooLinks, GlooPending
 from shoal.comm.nccl import NcclCommunicator, new_group
 from shoal.comm.protocol import Communicator
 from shoal.comm.recorder import Recorder
@@ -64,8 +64,8 @@ def _group(setting: Setting) -> Iterator[Communicator]:
         timeout = timedelta(seconds=60)
         group: Any = new_group([0], setting.device, timeout) if setting.is_gpu else dist.new_group([0], timeout)
         first_error, failures = FirstError(), SimpleNamespace(explain=lambda error, what: error)
-        gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout)
-        host = GlooCommunicator("dp", gloo, [0], 1, failures, GlooPending(first_error))  # type: ignore[arg-type]
+        links, pending = GlooLinks(dist.HashStore(), 0, 60.0), GlooPending(first_error)
+        host = GlooCommunicator("dp", links, [0], 1, failures, pending, is_mesh=False)  # type: ignore[arg-type]
         backend = NcclCommunicator("dp", group, host, failures, first_error)  # type: ignore[arg-type]
         yield Communicator(backend, Recorder())
     finally:

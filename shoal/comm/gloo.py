@@ -7,8 +7,11 @@ Every message has a header, so that ranks that issue different calls get an erro
 rounds, and the second is sent from ``wait()``. So a rank that waits for a later call does the first rounds of all
 earlier ones, on every axis, before it blocks: no two ranks wait for each other.
 
-The communicators of all axes share one Gloo group of the whole world, so a rank has one socket for each other rank,
-however many axes there are. A communicator has a number of its own in the tags of its headers.
+The communicators of all axes share a connection to each rank that one of them needs, and have numbers of their own in
+the tags of headers. An axis that only exchanges a few numbers connects each rank with those 1, 2, 4, ... places before
+and after it, at most 2 * log2(size), rounded up, and values are passed on:
+
+    rank 0 of 8 has the rows of   0   then 0-1 (from 1)   then 0-3 (2-3 from 2)   then 0-7 (4-7 from 4)
 
     tag (30 bits)                                      of
     8 * (communicator, number)                         the header of a collective
@@ -22,13 +25,15 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
+from shoal.comm.environment import chosen_interfaces
 from shoal.comm.failure import FailureReports, FirstError
 from shoal.comm.protocol import (
     Backend,
@@ -52,6 +57,78 @@ _OPEN_SENDS = 64  # finished works whose sends may still be under way before the
 _TEXT_BYTES = 160
 _INLINE_BYTES = 352  # of a small vector, which is sent in the header
 _HEADER_BYTES = _TEXT_BYTES + _INLINE_BYTES
+_Request = tuple[int, Any]  # a peer, and a send to it or a receive from it; None: of no bytes
+
+
+class GlooLinks:
+    """The connections of a rank to others, over Gloo.
+
+    Gloo connects all ranks of a group, so there is a group of two ranks for each connection. They share one thread and
+    one socket that listens. (Gloo's ``lazy_init`` connects on first use. A rank whose peer has ended, or does not use
+    the connection, may then wait without a limit, and ``abort`` does not end that.)
+
+    Args:
+        store: common to all ranks, for these connections alone.
+        rank: this rank, as ``connect`` counts them.
+    """
+
+    def __init__(self, store: Store, rank: int, timeout_seconds: float) -> None:
+        self.rank = rank
+        self._store = store
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._options: Any = None
+        self._groups: dict[int, Any] = {}
+
+    def connect(self, ranks: Sequence[int], peers: Iterable[int]) -> None:
+        """Connect to the ranks at ``peers`` in ``ranks``, which call with this one among theirs.
+
+        Raises: RuntimeError: one of them did not call within the time-out.
+        Communicates: at most 5 requests to the store for each connection that there was not.
+        """
+        own = ranks.index(self.rank)
+        for peer in sorted(peers, key=lambda peer: _turn(own, peer, len(ranks))):
+            if ranks[peer] not in self._groups:
+                low, high = sorted((self.rank, ranks[peer]))
+                store = PrefixStore(f"{low}-{high}", self._store)
+                self._groups[ranks[peer]] = dist.ProcessGroupGloo(
+                    store, int(self.rank == high), 2, self._shared_options()
+                )
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        return self._groups[rank].send([tensor], int(self.rank < rank), tag)
+
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        return self._groups[rank].recv([tensor], int(self.rank < rank), tag)
+
+    def abort(self) -> None:
+        """Close all connections, although works are under way. Never raises."""
+        while self._groups:
+            with contextlib.suppress(RuntimeError):
+                self._groups.popitem()[1].abort()
+
+    def close(self) -> None:
+        self._groups.clear()
+
+    def _shared_options(self) -> Any:
+        if self._options is None:
+            gloo: Any = dist.ProcessGroupGloo
+            names = chosen_interfaces()[0]
+            self._options = gloo._Options()
+            self._options._timeout = self._timeout
+            self._options._threads = 0  # which only Gloo's own collectives use
+            self._options._devices = [
+                gloo.create_device(interface=name, lazy_init=False)
+                if name
+                else gloo.create_default_device(lazy_init=False)
+                for name in names.split(",")
+            ]
+        return self._options
+
+
+def _turn(rank: int, peer: int, size: int) -> tuple[int, int, int]:
+    """The same for both ranks of a connection, which each makes in this order: no two wait for each other."""
+    distance, start = min(((peer - rank) % size, rank), ((rank - peer) % size, peer))
+    return distance, start // distance % 2, start
 
 
 class GlooPending:
@@ -90,13 +167,13 @@ class GlooWork:
         self._header_tag = 8 * header + 3 if is_send else 8 * header
         self._data_tag = self._tag_of(what)
         self._result = result
-        self._first: tuple[list[Any], Callable[[], object]] | None = None
-        self._received: list[Any] = []
+        self._first: tuple[list[_Request], Callable[[], object]] | None = None
+        self._received: list[_Request] = []
         self._last: Callable[[], object] | None = None
         self.is_finished = False
         self.check_header: Callable[[int, torch.Tensor], None] | None = None  # gets a peer and its inline bytes
-        self.headers: list[tuple[int, Any, torch.Tensor]] = []  # peer, receive, the call that it issued
-        self.sends: list[tuple[Any, torch.Tensor]] = []
+        self.headers: list[tuple[_Request, torch.Tensor]] = []  # receive, the call that the peer issued
+        self.sends: list[tuple[_Request, torch.Tensor]] = []
 
     def tag(self, part: int) -> int:
         """Of the header (0), or of the data of a round."""
@@ -109,11 +186,11 @@ class GlooWork:
         checksum = zlib.crc32(f"{self._comm.number} {self._number} {text}".encode()) % (1 << _CHECKSUM_BITS)
         return 8 * ((self._number & 0xFF) << _CHECKSUM_BITS | checksum) + (6 if self._is_send else 0)
 
-    def first_then(self, receives: list[Any], then: Callable[[], None]) -> None:
+    def first_then(self, receives: list[_Request], then: Callable[[], None]) -> None:
         """Do ``then`` once ``receives`` are there, before the rest."""
         self._first = (receives, then)
 
-    def finally_do(self, receives: list[Any], then: Callable[[], object] | None) -> None:
+    def finally_do(self, receives: list[_Request], then: Callable[[], object] | None) -> None:
         self._received = receives
         self._last = then
 
@@ -157,8 +234,9 @@ class GlooWork:
 
     def _compare(self) -> None:
         """Compare the calls in the peers' headers, which arrive before the data, with this one."""
-        for peer, receive, header in self.headers:
-            self._comm.await_all([receive], self, peer)
+        for receive, header in self.headers:
+            self._comm.await_all([receive], self, is_header=True)
+            peer = receive[0]
             theirs = header[:_TEXT_BYTES].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
             if theirs.encode() != self.what.encode()[:_TEXT_BYTES]:
                 raise calls_differ(self._comm.axis, "", ([self._comm.rank], self.what), ([peer], theirs))
@@ -168,35 +246,45 @@ class GlooWork:
 
 
 class GlooCommunicator(Backend):
-    """The ranks along one axis, over a Gloo process group of all ranks. CPU tensors only.
+    """The ranks along one axis, over Gloo's connections. CPU tensors only.
+
+    Communicates: all ranks of the axis make one together.
 
     Args:
         ranks: those along the axis, this one among them.
-        number: of this communicator, the same on all of them and of no other in ``group``.
+        number: of this communicator, the same on all of them and of no other of ``links``.
+        is_mesh: connect each rank with all others. False: with those 1, 2, 4, ... places from it, which is enough for
+            ``exchange`` and ``broadcast``; the first other call blocks until its other ranks have issued it too.
     """
 
     def __init__(
         self,
         axis: str,
-        group: dist.ProcessGroupGloo,
+        links: GlooLinks,
         ranks: Sequence[int],
         number: int,
         failures: FailureReports,
         pending: GlooPending,
+        *,
+        is_mesh: bool,
     ) -> None:
-        super().__init__(axis, ranks.index(group.rank()), len(ranks))
+        super().__init__(axis, ranks.index(links.rank), len(ranks))
         self.number = number
         self._ranks = ranks
         self.pending = pending
         self.first_error = pending.first_error
-        self._group: Any = group
+        self._links: GlooLinks | None = links
         self._failures = failures
         self._peers = [peer for peer in range(self.size) if peer != self.rank]
+        near = neighbours(self.rank, self.size)
+        self._is_mesh = is_mesh or len(near) == len(self._peers)
+        self._near = self._peers if self._is_mesh else near  # with whom an exchange and a broadcast are compared
         self._sum = RankOrderedSum()
         self._number = 0
         self._num_sends: Counter[tuple[int, bool]] = Counter()  # by peer and whether this rank is the sender
         self._sending: list[GlooWork] = []
         self._landing: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._connect(self._near)
 
     @property
     def scratch_nbytes(self) -> int:
@@ -276,32 +364,66 @@ class GlooCommunicator(Backend):
         return work
 
     def _broadcast(self, call: Call) -> Work:
-        work = self._begin(f"broadcast from {call.peer}", call, call.result)
-        if self.rank == call.peer:
-            for peer in self._peers:
+        work = self._begin(f"broadcast from {call.peer}", call, call.result, peers=self._near)
+        source, targets = call.peer, self._peers if self.rank == call.peer else []
+        if not self._is_mesh:  # a rank that has it is 1, 2, 4, ... places before those that it passes it on to
+            place = (self.rank - call.peer) % self.size
+            source = (self.rank - (1 << place.bit_length() >> 1)) % self.size
+            further = [each for each in _distances(self.size) if place < each < self.size - place]
+            targets = [(self.rank + each) % self.size for each in further]
+
+        def pass_on() -> None:
+            before = len(work.sends)
+            for peer in targets:
                 self._send(work, call.result, peer, work.tag(1))
+            if self.rank != call.peer:  # after wait() the result may be changed
+                self.await_all([send for send, _ in work.sends[before:]], work)
+
+        if self.rank == call.peer:
+            pass_on()
         else:
-            work.finally_do([self._receive(work, call.result, call.peer, work.tag(1))], None)
+            work.finally_do([self._receive(work, call.result, source, work.tag(1))], pass_on)
         return work
 
     def _exchange(self, call: Call) -> Work:
-        vector, result = call.sent, call.result
-        mine = result[self.rank].copy_(vector.detach())
-        if vector.nbytes <= _INLINE_BYTES:
+        vector, result = call.sent.detach(), call.result
+        if self._is_mesh and vector.nbytes <= _INLINE_BYTES:
+            mine = result[self.rank].copy_(vector)
             work = self._begin("exchange", call, vector, inline=lambda peer: mine.view(torch.uint8))
             headers = list(work.headers)
 
             def unpack() -> None:
-                for peer, _, header in headers:
+                for (peer, _), header in headers:
                     result[peer].view(torch.uint8).copy_(header[_TEXT_BYTES : _TEXT_BYTES + vector.nbytes])
 
             work.finally_do([], unpack)
             return work
-        work = self._begin("exchange", call, vector)
-        receives = [self._receive(work, result[peer], peer, work.tag(1)) for peer in self._peers]
-        for peer in self._peers:
-            self._send(work, mine, peer, work.tag(1))
-        work.finally_do(receives, None)
+        rows = torch.empty_like(result)  # the row of this rank, of the one after it, ...
+        rows[0] = vector
+        if self._is_mesh:
+            blocks = [(distance, 1) for distance in range(1, self.size)]
+        else:
+            blocks = [(distance, min(distance, self.size - distance)) for distance in _distances(self.size)]
+        work = self._begin("exchange", call, vector, peers=self._near)
+        receives = [
+            self._receive(work, rows[distance : distance + number], (self.rank + distance) % self.size, work.tag(1))
+            for distance, number in blocks
+        ]
+
+        def send(distance: int, number: int) -> None:
+            self._send(work, rows[:number], (self.rank - distance) % self.size, work.tag(1))
+
+        def pass_on() -> None:
+            for (distance, number), receive in zip(blocks, receives, strict=True):
+                if number > 1:
+                    send(distance, number)
+                self.await_all([receive], work)
+            result.copy_(rows.roll(self.rank, 0))
+
+        for distance, number in blocks:
+            if number == 1:
+                send(distance, number)
+        work.finally_do([], pass_on)
         return work
 
     verbs: ClassVar[Verbs] = {
@@ -325,36 +447,38 @@ class GlooCommunicator(Backend):
         # A peer may still be receiving what this rank sent in a collective that is finished here.
         with contextlib.suppress(RuntimeError):  # the peer has ended
             if self.first_error.error is None:
-                for send in [send for work in self._sending if work.is_finished for send, _ in work.sends]:
-                    send.wait(_FAREWELL)
+                for work in self._sending:
+                    for (_, send), _ in work.sends if work.is_finished else ():
+                        send.wait(_FAREWELL)
         for work in [work for work in self.pending.works if work._comm is self]:
             del self.pending.works[work]
         self._sending = []
         self._landing.clear()
-        self._group = None
+        self._links = None
 
     def abandon(self) -> None:
         """Close the connections, although works are under way. Never raises."""
-        group, self._group = self._group, None
-        if group is not None:
-            with contextlib.suppress(RuntimeError):
-                group.abort()
+        links, self._links = self._links, None
+        if links is not None:
+            links.abort()
 
-    def await_all(self, requests: list[Any], work: GlooWork, peer: int | None = None) -> None:
-        """Wait for requests to ``peer``, or to several.
+    def await_all(self, requests: list[_Request], work: GlooWork, *, is_header: bool = False) -> None:
+        """Wait for requests; ``is_header``: one, for the header of a peer.
 
         Raises: RankFailedError: a peer failed; CommError: a time-out, or a lost connection without a report.
         """
         self.pending.watch.current = lambda waits: (
             f"rank {self.rank} on axis {self.axis!r} {waits} in {work.what} for"
-            + (" its peers' data" if peer is None else f" rank {peer}, which has not issued it")
+            + (f" rank {requests[0][0]}, which has not issued it" if is_header else " its peers' data")
         )
+        peer = self.rank
         try:
-            for request in requests:
+            for each in requests:
+                peer, request = each
                 if request is not None:
                     request.wait()
         except RuntimeError as error:
-            raise self._explained(error, work) from error
+            raise self._explained(error, work.what, peer) from error
         finally:
             self.pending.watch.current = None
 
@@ -366,16 +490,18 @@ class GlooCommunicator(Backend):
         *,
         inline: Callable[[int], torch.Tensor] | None = None,
         is_sender: bool | None = None,
+        peers: Sequence[int] = (),
     ) -> GlooWork:
         """Send the header of a call to every peer, and start to receive the peers' headers.
 
         Args:
+            peers: none: all.
             what: its numel and dtype are in the header: they are the same on all ranks.
             inline: bytes for a peer, sent in its header.
             is_sender: of a message, whose header goes from the one rank to the other; None: no message.
         """
         label = call.label
-        if self._group is None:
+        if self._links is None:
             self.first_error.check()
             raise closed_error(self.axis, op, label)
         self.first_error.check()
@@ -386,20 +512,22 @@ class GlooCommunicator(Backend):
                     old.drain()
         text = f"{op} {label!r} of {what.numel()} x {str(what.dtype).removeprefix('torch.')}"
         if is_sender is None:
-            peers = self._peers
+            peers = peers or self._peers
             self._number += 1
             work = GlooWork(self, text, self._number, call.result, is_send=False)
         else:
             peers = [call.peer]
             self._num_sends[call.peer, is_sender] += 1
             work = GlooWork(self, text, self._num_sends[call.peer, is_sender], call.result, is_send=True)
+        if not self._is_mesh:
+            self._connect(peers)
         mine = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
         encoded = text.encode()[:_TEXT_BYTES]
         mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         for peer in peers:
             if not is_sender:
                 theirs = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-                work.headers.append((peer, self._receive(work, theirs, peer, work.tag(0)), theirs))
+                work.headers.append((self._receive(work, theirs, peer, work.tag(0)), theirs))
             if is_sender is not False:
                 header = mine
                 if inline is not None:
@@ -410,7 +538,7 @@ class GlooCommunicator(Backend):
         self._sending.append(work)
         return work
 
-    def _exchange_ranges(self, work: GlooWork, full: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
+    def _exchange_ranges(self, work: GlooWork, full: torch.Tensor) -> tuple[list[_Request], list[torch.Tensor]]:
         """Send each peer its range of ``full``, receive theirs of mine.
 
         Memory: (size - 1) shards on the host; kept for the next call of this size until ``close()``, since fresh pages
@@ -430,24 +558,44 @@ class GlooCommunicator(Backend):
         own = parts[self.rank]
         self._landing[own.numel(), own.dtype] += [part for part in parts if part is not own]
 
+    def _connect(self, peers: Sequence[int]) -> None:
+        if self._links is not None:
+            try:
+                self._links.connect(self._ranks, peers)
+            except RuntimeError as error:
+                raise self._explained(error, f"connecting {len(peers) + 1} ranks", self.rank) from error
+
     def _send(self, work: GlooWork, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        if tensor.numel() and self._group is not None:
+        if tensor.numel() and self._links is not None:
             tensor = tensor.detach()
             try:
-                work.sends.append((self._group.send([tensor], self._ranks[peer], tag), tensor))
+                work.sends.append(((peer, self._links.send(tensor, self._ranks[peer], tag)), tensor))
             except RuntimeError as error:
-                raise self._explained(error, work) from error
+                raise self._explained(error, work.what, peer) from error
 
-    def _receive(self, work: GlooWork, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        if tensor.numel() == 0 or self._group is None:
-            return None
+    def _receive(self, work: GlooWork, tensor: torch.Tensor, peer: int, tag: int) -> _Request:
+        if tensor.numel() == 0 or self._links is None:
+            return peer, None
         try:
-            return self._group.recv([tensor.detach()], self._ranks[peer], tag)
+            return peer, self._links.receive(tensor.detach(), self._ranks[peer], tag)
         except RuntimeError as error:
-            raise self._explained(error, work) from error
+            raise self._explained(error, work.what, peer) from error
 
-    def _explained(self, error: RuntimeError, work: GlooWork) -> CommError:
-        what = f"{work.what} on axis {self.axis!r} with {self.size} ranks, over Gloo,"
-        explained = self._failures.explain(error, what, self._ranks)
+    def _explained(self, error: RuntimeError, what: str, peer: int) -> CommError:
+        what = f"{what} on axis {self.axis!r} with {self.size} ranks, over Gloo,"
+        explained = self._failures.explain(error, what, [self._ranks[peer]] if peer != self.rank else [])
         self.first_error.keep(explained)
         return explained
+
+
+def _distances(size: int) -> list[int]:
+    return [1 << power for power in range((size - 1).bit_length())]
+
+
+def neighbours(rank: int, size: int) -> list[int]:
+    """The coordinates, on an axis of ``size`` ranks, of those 1, 2, 4, ... places before and after ``rank``.
+
+    >>> neighbours(0, 8), len(neighbours(0, 512)), len(neighbours(0, 4096))
+    ([1, 2, 4, 6, 7], 17, 23)
+    """
+    return sorted({(rank + sign * distance) % size for distance in _distances(size) for sign in (1, -1)} - {rank})

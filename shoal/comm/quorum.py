@@ -25,15 +25,13 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeAlias
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shoal.comm.failure import FailureReports, FirstError
 from shoal.comm.fake import FakeCommunicator
-from shoal.comm.gloo import GlooCommunicator, GlooPending
+from shoal.comm.gloo import GlooCommunicator, GlooLinks, GlooPending
 from shoal.comm.protocol import Communicator
 from shoal.comm.recorder import Recorder
 from shoal.errors import CommError, ConfigError
@@ -348,11 +346,9 @@ class ReplicaLink:
         store = PrefixStore(f"{generation}/{self._rank}", self._store)
         self._meet(store)
         failures = FailureReports(store, index, look_up_seconds=0.0)  # the server says who is gone
-        try:
-            group = dist.ProcessGroupGloo(store, index, size, timedelta(seconds=self._timeout_seconds))
-        except RuntimeError as error:
-            raise failures.explain(error, f"joining {size} replicas over Gloo") from error
-        self._backend = GlooCommunicator(AXIS, group, range(size), 1, failures, GlooPending(FirstError()))
+        links = GlooLinks(store, index, self._timeout_seconds)
+        pending = GlooPending(FirstError())
+        self._backend = GlooCommunicator(AXIS, links, range(size), 1, failures, pending, is_mesh=True)
         self._comm = Communicator(self._backend, Recorder())
 
     def _meet(self, store: Store) -> None:

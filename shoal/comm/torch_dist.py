@@ -5,8 +5,8 @@ cuda     any                    NCCL (CPU tensors, and an axis for them alone: G
 cpu      all on one host        shared memory
 cpu      on several hosts       Gloo, by direct exchange
 
-Axes with the same groups of ranks share one NCCL group, since each costs device memory, and all axes share one Gloo
-group, since each costs a socket for each of its other ranks.
+Axes with the same groups of ranks share one NCCL group, since each costs device memory, and all axes share one
+connection over Gloo to each rank that one of them needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shoal.comm.direct import DirectCommunicator, Pending
 from shoal.comm.failure import FailureReports, FailureWatch, FirstError, NextRank
 from shoal.comm.fake import FakeCommunicator
-from shoal.comm.gloo import GlooCommunicator, GlooPending
+from shoal.comm.gloo import GlooCommunicator, GlooLinks, GlooPending
 from shoal.comm.nccl import NcclCommunicator, new_group
 from shoal.comm.protocol import Backend
 from shoal.comm.shm import LocalPeers, is_supported, join_group, vote
@@ -62,7 +62,7 @@ class ProcessTransport:
         self._failures = FailureReports(PrefixStore("failures", store), rank, processes=self._processes)
         self._first_error = FirstError()
         self._gloo_pending = GlooPending(self._first_error)
-        self._gloo_group: dist.ProcessGroupGloo | None = None
+        self._links = GlooLinks(PrefixStore("gloo", store), rank, timeout)
         self._gloo: list[GlooCommunicator] = []
         self._nccl: dict[tuple[Sequence[tuple[int, ...]], int | None], dist.ProcessGroup] = {}
         if watch_seconds is None and device.type != "cpu":
@@ -90,12 +90,16 @@ class ProcessTransport:
                 return DirectCommunicator(axis, group, self._pending)
         elif self._wants_shared_memory:
             vote(PrefixStore("shm", self.store), name, self._size, is_fit=False)
-        joined = self._join_gloo()
         has_nccl = self._device.type != "cpu" and max_ctas != 0
         nccl = self._open_nccl(name, groups, ranks, max_ctas) if has_nccl else None
         if len(ranks) == 1:
             return FakeCommunicator(axis, 0, 1)
-        gloo = GlooCommunicator(axis, joined, ranks, self._num_opened, self._failures, self._gloo_pending)
+        is_mesh = not has_nccl and max_ctas not in (0, 1)
+        gloo = GlooCommunicator(
+            axis, self._links, ranks, self._num_opened, self._failures, self._gloo_pending, is_mesh=is_mesh
+        )
+        if not self._gloo:
+            self._processes.look_up([0])  # now, since the store may end with it
         self._gloo.append(gloo)
         self._gloo_pending.watch.start()
         if nccl is None:
@@ -107,7 +111,6 @@ class ProcessTransport:
             self._local_peers.report(rank, text)
         self._failures.report(rank, text)
         self._first_error.keep(RankFailedError(rank, text))
-        self._gloo_group = None
         for communicator in self._gloo:
             communicator.abandon()  # peers that wait for this rank get an error now, even if its process runs on
         if self._gloo:
@@ -118,7 +121,7 @@ class ProcessTransport:
             self._watch.stop()
         self._gloo_pending.watch.stop()
         self._gloo.clear()
-        self._gloo_group = None
+        self._links.close()
         for group in self._nccl.values():
             with contextlib.suppress(RuntimeError):  # it may be aborted already
                 dist.destroy_process_group(group)
@@ -150,15 +153,3 @@ class ProcessTransport:
             group = new_group(self.store, f"shoal/nccl/{name}", ranks, self._device, timeout, max_ctas)
             self._nccl[groups, max_ctas] = group
         return group
-
-    def _join_gloo(self) -> dist.ProcessGroupGloo:
-        """The Gloo group of all ranks, which join it when the first axis needs it: a socket for each other rank."""
-        if self._gloo_group is None:
-            # Not by new_group, which keeps state after the group is destroyed.
-            store, timeout = PrefixStore("gloo", self.store), timedelta(seconds=self._timeout)
-            try:
-                self._gloo_group = dist.ProcessGroupGloo(store, self._rank, self._size, timeout)
-            except RuntimeError as error:
-                raise self._failures.explain(error, f"joining {self._size} ranks over Gloo") from error
-            self._processes.look_up([0])  # now, since the store may end with it
-        return self._gloo_group

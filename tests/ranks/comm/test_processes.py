@@ -109,13 +109,13 @@ def test_where_one_rank_cannot_map_another_all_ranks_take_gloo(gloo: Gloo) -> No
     assert gloo(3, fall_back) == [[True, True]] * 3
 
 
+def sockets() -> set[str]:
+    names = {os.path.realpath(f"/proc/self/fd/{fd}").rpartition("/")[2] for fd in os.listdir("/proc/self/fd")}
+    return {name for name in names if name.startswith("socket:")}
+
+
 def open_axes(rank: int, size: int) -> int:
     """How many sockets the axes of a mesh took."""
-
-    def sockets() -> set[str]:
-        names = {os.path.realpath(f"/proc/self/fd/{fd}").rpartition("/")[2] for fd in os.listdir("/proc/self/fd")}
-        return {name for name in names if name.startswith("socket:")}
-
     gc.collect()  # worlds that earlier tests have closed
     dist.barrier()
     before = sockets()  # some of those worlds may be closed only later
@@ -126,12 +126,44 @@ def open_axes(rank: int, size: int) -> int:
         ranks = torch.tensor([float(world.rank)])
         assert comm.all_reduce(ranks, label="ranks").wait().item() == sum(mesh.ranks_along(axis, world.rank))
     taken = len(sockets() - before)
+    dist.barrier()  # a rank that closes its connections closes those of others
     world.close()
     return taken
 
 
 def test_all_axes_together_take_a_socket_for_each_other_rank(gloo: Gloo) -> None:
     assert gloo(4, open_axes) == [1 + 3] * 4  # one listens
+
+
+def exchange_only(rank: int, size: int) -> list[int]:
+    """How many sockets an axis took that exchanges a few numbers, and once it has been used for more."""
+    gc.collect()
+    dist.barrier()
+    before = sockets()
+    world = own_world(rank, size, "exchange", False)
+    comm = world.communicator("world", Mesh.of(size), max_ctas=1)
+    for numel in (1, 1000):  # in the order of the ranks, from those that are not connected too
+        rows = comm.exchange(torch.full((numel,), float(rank)), label=f"{numel}").wait()
+        assert rows.equal(torch.arange(float(size)).repeat_interleave(numel).view(size, numel))
+    assert comm.gather_objects({"rank": rank}, label="objects") == [{"rank": other} for other in range(size)]
+    for source in (0, size - 2):
+        value = torch.full((1000,), float(rank))
+        work = comm.broadcast(value, source, label="value")
+        assert work.wait().eq(source).all()
+        if rank == source:
+            work.drain()
+        value.fill_(-1.0)  # it has been passed on
+    taken = [len(sockets() - before)]
+    dist.barrier()  # no rank connects to more, or closes its connections, before all have counted
+    assert comm.all_reduce(torch.tensor([float(rank)]), label="ranks").wait().item() == size * (size - 1) / 2
+    taken.append(len(sockets() - before))
+    dist.barrier()
+    world.close()
+    return taken
+
+
+def test_an_axis_that_exchanges_a_few_numbers_connects_ranks_1_2_4_places_apart(gloo: Gloo) -> None:
+    assert gloo(9, exchange_only) == [[1 + 6, 1 + 8]] * 9  # one listens
 
 
 def disagree(rank: int, size: int, shared_memory: bool, kind: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 import shoal.comm.nccl as nccl
 from shoal.comm.failure import FirstError
-from shoal.comm.gloo import GlooCommunicator
+from shoal.comm.gloo import GlooCommunicator, GlooLinks
 from shoal.comm.nccl import NcclCommunicator, NcclWork, split_scale
 from shoal.comm.protocol import Communicator, Message
 from shoal.comm.recorder import Recorder
@@ -219,16 +220,22 @@ def test_ncclls_own_error_is_explained_once() -> None:
 
 
 class Joined:
-    """The groups that a transport makes: ranks, seconds, priority, channels and the rest of NCCL's; Gloo's.
+    """The groups that a transport makes: ranks, seconds, priority, channels and the rest of NCCL's;
+    of Gloo the size of each axis and the ranks to connect to.
 
     Attributes: ``aborted``: how many of NCCL's.
     """
 
     def __init__(self) -> None:
         self.nccl: list[tuple[Any, ...]] = []
-        self.gloo: list[tuple[int, int]] = []
+        self.gloo: list[tuple[int, set[int]]] = []
         self.names: set[str] = set()
         self.aborted = 0
+
+
+def connected(joined: Joined) -> set[int]:
+    """The ranks that Gloo connects one rank with."""
+    return set().union(*(ranks for _, ranks in joined.gloo))
 
 
 @pytest.fixture
@@ -259,11 +266,10 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Joined:
     monkeypatch.setattr("shoal.comm.nccl.named_group", named_group)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
 
-    def join(_store: Any, rank: int, size: int, _timeout: Any) -> Any:
-        made.gloo.append((rank, size))
-        return SimpleNamespace(rank=lambda: rank)
+    def connect(_links: Any, ranks: tuple[int, ...], peers: list[int]) -> None:
+        made.gloo.append((len(ranks), {ranks[peer] for peer in peers}))
 
-    monkeypatch.setattr(dist, "ProcessGroupGloo", join)
+    monkeypatch.setattr(GlooLinks, "connect", connect)
     return made
 
 
@@ -289,7 +295,7 @@ def test_groups_have_streams_of_high_priority_and_axes_of_the_same_ranks_share_o
     transport.open("expert_dp", inner, 8)
     assert [each[:4] for each in joined.nccl[3:]] == [((0, 2), 60.0, True, 1), ((0, 2), 60.0, True, None)]
     assert len(joined.names) == len(joined.nccl) == 5
-    assert joined.gloo == [(0, 4)]  # one for all axes
+    assert joined.gloo[:3] == [(4, {1, 2, 3}), (4, {1, 2, 3}), (2, {1})]  # as far as there is no connection yet
     transport._abort(RankFailedError(1, "why"))
     assert joined.aborted == 5
     transport.close()
@@ -371,7 +377,31 @@ def test_the_axes_of_a_mesh_have_so_many_groups(
         assert [(each[0], each[3]) for each in joined.nccl] == [
             (mesh.ranks_along(axis, 0), most) for axis, most in groups.items()
         ]
-        assert joined.gloo == [(0, 16)]  # 15 sockets
+        assert len(connected(joined)) <= 9  # of 15
+
+
+@pytest.mark.parametrize(
+    ("size", "degrees", "most"),
+    [
+        (512, {}, 17),  # dp
+        (512, {"tp": 8, "pp": 4}, 25),
+        (512, {"tp": 8, "sp": 2, "cp": 2, "ep": 8}, 19),
+        (4096, {"tp": 8, "pp": 8}, 33),
+    ],
+)
+def test_a_rank_of_many_connects_over_gloo_to_a_few(
+    joined: Joined, size: int, degrees: dict[str, int], most: int
+) -> None:
+    mesh = Mesh.of(size, **degrees)
+    counts = []
+    for rank in (0, size // 3, size - 1):
+        joined.gloo.clear()
+        transport = ProcessTransport(dist.HashStore(), rank, size, DEVICE, 60.0, watch_seconds=3600.0)
+        with closing(World(rank, size, rank, DEVICE, "nccl", transport)) as world:
+            axes_of(mesh, partial(world.communicator, mesh=mesh))
+        counts.append(len(connected(joined)))
+        assert counts[-1] <= sum(2 * math.ceil(math.log2(num_ranks)) for num_ranks, _ in joined.gloo)
+    assert max(counts) == most
 
 
 def test_an_axis_of_the_host_refuses_memory_of_a_device() -> None:

@@ -164,7 +164,7 @@ class EngineParameters(ParameterOwner):
 
     def _home_of(self, parameter: torch.Tensor) -> _ParameterHome:
         group, slot = self._sharded.home_of[id(parameter)]
-        return _ParameterHome(group, slot, group.buffer.owned_part(slot))
+        return _ParameterHome(group, slot, group.buffer.layout.segment_in(slot, group.buffer.begin, group.buffer.end))
 
     def _find(self, parameter: nn.Parameter) -> _ParameterHome:
         """Where a trained parameter is, once pending updates and gathers are done."""
@@ -240,7 +240,7 @@ class EngineParameters(ParameterOwner):
             home.owned_in(group.main).copy_(part)
         if group.has_own_main:
             with group.buffer.storage.resident():
-                home.owned_in(group.owned_parameters).copy_(part)
+                home.owned_in(group.buffer.shard).copy_(part)
 
     # gradients
 

@@ -27,6 +27,7 @@ from shoal.running.order import UnitOrder
 from shoal.running.runtime import ShardedModel
 from shoal.sharding.axes import Axes
 from shoal.sharding.buffer import Axis, FlatBuffer
+from shoal.sharding.copied_gather import HostStorage
 from shoal.sharding.gradient import Gradient
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.memory_model import UnitMemory
@@ -38,7 +39,7 @@ from shoal.sharding.shown_gradient import ShownGradient
 from shoal.sharding.sparse_gradient import SparseGradient
 from shoal.sharding.sparse_sum import SparseSum
 from shoal.sharding.staging import StagingBuffers
-from shoal.sharding.storage import DeviceStorage, HostStorage, ShardStorage
+from shoal.sharding.storage import DeviceStorage, ShardStorage
 from shoal.sharding.unit import IfUsed, LiveNumel, Unit
 from shoal.streams import MemoryPool, name_memory
 from shoal.text import counted, listed
@@ -267,7 +268,6 @@ class _Builder:
             row.parameter if is_sharded else Placement(),
             owned=Placement.of(**{axes.shard: SHARD}) if row.state.is_sharded else Placement(),
             full=full,
-            copies=self.copies,
             pool=self.staging[axes.shard].pool,
         )
         buffer.assume(Placement())
@@ -279,9 +279,10 @@ class _Builder:
     def _storage(self, planned: GroupPlan, numel: int, *, is_offloaded: bool) -> ShardStorage:
         dtype, comm = planned.dtype, planned.axes.comms[planned.axes.shard]
         if planned.row.parameter.tier is Tier.DISK and self.disks.parameters is not None:
-            return DiskStorage(self.disks.parameters, planned.label, numel, dtype)
+            return DiskStorage(self.disks.parameters, planned.label, numel, dtype, self.copies)
         if is_offloaded:
-            return HostStorage(host_empty(numel, dtype, self.device, is_pinned=self.plan.settings.pins_parameters))
+            values = host_empty(numel, dtype, self.device, is_pinned=self.plan.settings.pins_parameters)
+            return HostStorage(values, self.copies)
         return DeviceStorage(comm.empty(numel, dtype, self.device))
 
     def _main_buffer(

@@ -33,9 +33,9 @@ from shoal.running.runtime import ShardedModel
 from shoal.running.step import ShardedStep
 from shoal.sharding.axes import Axes
 from shoal.sharding.buffer import FlatBuffer
-from shoal.sharding.encoded_state import EncodedState
+from shoal.sharding.encoded_state import EncodedState, is_elementwise
 from shoal.sharding.layout import ParameterSpec, Ranges
-from shoal.sharding.param_group import ParameterGroup, is_elementwise
+from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
 from shoal.sharding.storage import placeholder
 

@@ -29,7 +29,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -98,21 +97,6 @@ def all_to_all(
     """Send part ``r`` of ``tensor`` along ``split_dim`` to rank ``r``; concatenate the received parts."""
     there, back = (split_dim, concat_dim), (concat_dim, split_dim)
     return _apply(tensor, comm, label, TensorMove("exchange_parts", there), TensorMove("exchange_parts", back))
-
-
-def all_to_all_uneven(
-    tensor: torch.Tensor, comm: Communicator, *, out_splits: Sequence[int], source_splits: Sequence[int], label: str
-) -> torch.Tensor:
-    """As :func:`all_to_all` along dim 0, with the number of rows for each rank and from each rank.
-
-    Args:
-        out_splits: rows received from each rank.
-        source_splits: rows sent to each rank.
-    """
-    outs, sources = list(out_splits), list(source_splits)
-    there = partial(_exchange_rows, out_splits=outs, source_splits=sources)
-    back = partial(_exchange_rows, out_splits=sources, source_splits=outs)
-    return _apply_untraced(tensor, comm, label, there, back)
 
 
 def is_gather(node: Any, comm: Communicator) -> bool:
@@ -302,21 +286,6 @@ def _exchange_parts(
     received = torch.empty((comm.size, *parts[0].shape), dtype=tensor.dtype, device=tensor.device)
     comm.all_to_all(received.view(-1), _as_one(parts, comm), label=label).drain()
     return _concatenated(received, concat_dim)
-
-
-def _exchange_rows(
-    tensor: torch.Tensor, comm: Communicator, label: str, out_splits: list[int], source_splits: list[int]
-) -> torch.Tensor:
-    out = torch.empty((sum(out_splits), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-    width = tensor[:1].numel() if tensor.shape[0] else out[:1].numel()
-    comm.all_to_all(
-        out.view(-1),
-        tensor.contiguous().view(-1),
-        out_splits=[rows * width for rows in out_splits],
-        source_splits=[rows * width for rows in source_splits],
-        label=label,
-    ).drain()
-    return out
 
 
 def _parts(tensor: torch.Tensor, size: int, dim: int, label: str) -> tuple[torch.Tensor, ...]:

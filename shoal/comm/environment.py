@@ -69,14 +69,10 @@ def launcher_has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def warn_on_rank_0(text: str, *, stacklevel: int = 3) -> None:
-    """A UserWarning in one process of those that a launcher started, by its variables: no communication is needed.
-
-    Args:
-        stacklevel: as of ``warnings.warn``, counted from here.
-    """
+def warn_on_rank_0(text: str) -> None:
+    """A UserWarning in one process of those that a launcher started, by its variables: no communication is needed."""
     if is_first_process():
-        warnings.warn(text, stacklevel=stacklevel)
+        warnings.warn(text, stacklevel=3)
 
 
 def is_first_process() -> bool:

@@ -150,7 +150,7 @@ def _round_masters(engine: Engine) -> None:
         for group in engine.sharding.groups:
             if group.has_own_main:
                 with group.resident(), group.buffer.storage.resident():
-                    group.main.copy_(group.owned_parameters)
+                    group.main.copy_(group.buffer.shard)
 
 
 def _refuse_what_deepspeed_refuses(engine: DeepSpeedEngine, optimizer: Any) -> None:

@@ -23,10 +23,10 @@ from shoal.engine.sharding import Sharding
 from shoal.errors import UsageError
 from shoal.memory.host import aligned_empty, host_available_nbytes, host_too_small
 from shoal.sharding import open_gradient
+from shoal.sharding.copied_gather import HostStorage
 from shoal.sharding.encoded_state import EncodedState
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
-from shoal.sharding.storage import HostStorage
 from shoal.text import format_bytes
 
 # DeepSpeed's names, and the ledger's.
@@ -58,10 +58,6 @@ class Offloaded:
     def ledger_kinds(self) -> frozenset[str]:
         """The ledger's kinds of what is in host memory meanwhile."""
         return frozenset(KINDS[name] for name in self.names) if self.is_host_separate else frozenset()
-
-    def is_away(self, name: str) -> bool:
-        """True if that kind of state is offloaded."""
-        return name in self.names
 
     def require(self, call: str) -> None:
         """Raises: UsageError: a state that ``call`` needs is offloaded."""

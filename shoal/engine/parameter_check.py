@@ -184,7 +184,7 @@ class ParameterCheck:
         for index, (group, slot) in enumerate(self._followed):
             if now[index] != self._versions[index]:
                 buffer = group.buffer
-                if (part := buffer.owned_part(slot)) is not None:
+                if (part := buffer.layout.segment_in(slot, buffer.begin, buffer.end)) is not None:
                     low, high = buffer.begin + part.start, buffer.begin + part.stop
                     group.update_main(part.start, part.stop, buffer.full[low:high])
         self._versions = now

@@ -21,7 +21,9 @@ import torch
 
 from shoal.memory.disk_store import DiskBuffer, DiskStore
 from shoal.memory.host import PAGE, round_up
+from shoal.memory.stream_copies import StreamCopies
 from shoal.sharding.buffer import FlatBuffer
+from shoal.sharding.copied_gather import OffloadedStorage
 from shoal.sharding.encoded_state import EncodedState
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.placement import Tier
@@ -41,19 +43,21 @@ class _Stored:
     fields: tuple[Field, ...] = ()
 
 
-class DiskStorage(ShardStorage):
+class DiskStorage(OffloadedStorage):
     """A shard on a disk. In memory, and zero, until ``unpin()`` is called for the first time."""
 
     tier = Tier.DISK
 
-    def __init__(self, store: DiskStore, label: str, numel: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, store: DiskStore, label: str, numel: int, dtype: torch.dtype, copies: StreamCopies | None
+    ) -> None:
         self._store = store
         self._numel, self._dtype = numel, dtype
         self._nbytes = numel * dtype.itemsize
         self._buffer = store.allocate(label, self._nbytes)
         self._buffer.pin_count = 1
         self._is_changed = False  # since it was read
-        super().__init__(self._in_memory())
+        super().__init__(self._in_memory(), copies)
 
     def _in_memory(self) -> torch.Tensor:
         if self._buffer.memory is None:  # this rank owns nothing

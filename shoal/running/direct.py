@@ -22,7 +22,8 @@ from shoal.errors import OptimizerError
 from shoal.optim.elementwise import inner_optimizers
 from shoal.running.import_state import has_parameter_shape
 from shoal.running.step import Gather, HasGrad, ShardedStep
-from shoal.sharding.param_group import ParameterGroup, ParameterRange, is_elementwise
+from shoal.sharding.encoded_state import is_elementwise
+from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.unit import Unit
 
 logger = logging.getLogger("shoal")

@@ -31,9 +31,8 @@ class GatherAhead:
             return
         self.cancel()
         if unit is not None and is_accelerator(self._device):
-            for group in unit.groups:
-                if group.buffer.is_sharded:
-                    group.buffer.allocate()
+            for group in unit.sharded:
+                group.buffer.allocate()
             self._reserved, self._mark = unit, mark(self._device)
 
     def start(self, unit: Unit) -> None:
@@ -58,7 +57,6 @@ class GatherAhead:
     def cancel(self) -> None:
         """No forward will follow."""
         if self._reserved is not None:
-            for group in self._reserved.groups if self._reserved.is_released else ():
-                if group.buffer.is_sharded:
-                    group.buffer.free()
+            for group in self._reserved.sharded if self._reserved.is_released else ():
+                group.buffer.free()
             self._reserved = None

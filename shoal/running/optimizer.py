@@ -14,7 +14,8 @@ from shoal.errors import OptimizerError, UsageError
 from shoal.optim.loss_scale import LossScale
 from shoal.running.foreign_names import refuse_foreign_name
 from shoal.running.step import ShardedStep
-from shoal.sharding.param_group import ParameterGroup, is_elementwise
+from shoal.sharding.encoded_state import is_elementwise
+from shoal.sharding.param_group import ParameterGroup
 
 
 class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):

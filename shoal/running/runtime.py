@@ -133,7 +133,7 @@ class ShardedModel:
     def _gathered_buffers(self) -> Iterator[torch.Tensor]:
         for unit in self.sharded:
             if unit.state in (UnitState.GATHERING, UnitState.FULL):
-                yield from (group.buffer.full for group in unit.groups if group.buffer.is_sharded)
+                yield from (group.buffer.full for group in unit.sharded)
 
     # forward
 

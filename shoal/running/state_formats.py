@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from shoal.sharding.param_group import ParameterGroup, ParameterRange, decoded, is_elementwise
+from shoal.sharding.encoded_state import decoded, is_elementwise
+from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.stochastic_rounding import round_stochastically
 
 
@@ -50,7 +51,7 @@ def round_back(
             part.param.copy_(computed)
         if state := optimizer.state.pop(computed, None):
             state = {key: _cast(value, computed.numel(), dtype) for key, value in state.items()}
-            optimizer.state[part.param] = part.encoded(state, group.state_format)
+            optimizer.state[part.param] = group.encoded(part, state)
 
 
 def _cast(value: Any, numel: int, dtype: torch.dtype) -> Any:

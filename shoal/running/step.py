@@ -25,8 +25,8 @@ from shoal.optim.one_kernel_adam import AdamRange, takes
 from shoal.optim.one_kernel_adam import update as update_by_kernels
 from shoal.optim.whole import OwnedRange, ParameterPart, WholeTensorOptimizer
 from shoal.running.state_formats import in_fp32, round_back
-from shoal.sharding.encoded_state import StateFormat
-from shoal.sharding.param_group import ParameterGroup, ParameterRange, decoded, is_elementwise
+from shoal.sharding.encoded_state import StateFormat, decoded, is_elementwise
+from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.placement import Tier
 from shoal.sharding.unit import Unit
 from shoal.streams import name_memory, optimizer_step
@@ -166,7 +166,7 @@ class ShardedStep:
         for part in parts if old else ():
             low, high = part.start - whole.start, part.stop - whole.start
             state = {key: _cut(value, whole.stop - whole.start, low, high) for key, value in old.items()}
-            self.optimizer.state[part.param] = part.encoded(state, group.state_format)
+            self.optimizer.state[part.param] = group.encoded(part, state)
         return parts
 
     def _replace(self, group: ParameterGroup, whole: ParameterRange, runs: Sequence[_Run]) -> list[ParameterRange]:

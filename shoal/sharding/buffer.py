@@ -13,47 +13,24 @@ tensor object alive, so a view that autograd saved is valid again after the next
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from shoal.comm.protocol import Communicator, FinishedWork, StagedWork, Work
-from shoal.comm.side_stream import CopyDone
+from shoal.comm.two_level import TwoLevels
 from shoal.comm.wire import Wire
-from shoal.memory.host import round_up
-from shoal.memory.stream_copies import StreamCopies
 from shoal.memory.transfer import clipped
-from shoal.sharding.layout import ALIGNMENT, BufferLayout, Ranges, Segment
+from shoal.sharding.copied_gather import gather_ranges
+from shoal.sharding.layout import BufferLayout, Ranges
 from shoal.sharding.placement import Move, Placement, Tier, moves
+from shoal.sharding.sparse_sum import SparseSum
 from shoal.sharding.storage import ByteRanges, DeviceStorage, ShardStorage
-from shoal.streams import MemoryPool, keep_for_current_stream, resize_storage
+from shoal.streams import MemoryPool, resize_storage
 
-
-class Axis(Protocol):
-    """What moves a buffer along one mesh axis: a ``Communicator``, or ``SparseSum``."""
-
-    rank: int
-    size: int
-
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: Wire | None = None
-    ) -> Work: ...
-    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str, wire: Wire | None = None) -> Work: ...
-    def reduce_scatter(
-        self,
-        full: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float = 1.0,
-        accumulate: bool = False,
-        label: str,
-        wire: Wire | None = None,
-    ) -> Work: ...
-
-
+Axis: TypeAlias = Communicator | TwoLevels | SparseSum  # what moves a buffer along one mesh axis
 Wires: TypeAlias = Mapping[str, Wire]  # by axis
 
 
@@ -69,7 +46,6 @@ class FlatBuffer:
         full: the whole buffer, in memory whose size may change where ``stored`` shards. Shape: [numel]. None: there is
             none yet.
         storage: of the shard of a buffer that is stored so; None: there is no memory yet.
-        copies: copies a shard in host memory to the device, concurrently to its work; None: the current stream does.
         pool: in which the whole of a sharded buffer is allocated; None: with all other memory.
     """
 
@@ -86,7 +62,6 @@ class FlatBuffer:
         owned: Placement | None = None,
         full: torch.Tensor | None = None,
         storage: ShardStorage | None = None,
-        copies: StreamCopies | None = None,
         pool: MemoryPool | None = None,
     ) -> None:
         self.label = label
@@ -106,9 +81,7 @@ class FlatBuffer:
         if full is not None:
             self.set_full(full)
         self.reader: Work | None = None  # the last collective that peers read it for
-        self._copies = copies
         self.pool = pool
-        self._staged: torch.Tensor | None = None  # on the device, for the next gather of an offloaded shard
 
     # what it is
 
@@ -157,12 +130,6 @@ class FlatBuffer:
         """Bytes that this rank stores between uses, on whatever tier."""
         return self.stored_numel * self.dtype.itemsize
 
-    def owned_part(self, slot: int) -> Segment | None:
-        """The part of one parameter that lies in this rank's owned range; None: there is none."""
-        spec = self.layout.specs[slot]
-        low, high = max(spec.offset, self.begin), min(spec.offset + spec.numel, self.end)
-        return Segment(slot, low - self.begin, high - self.begin, low - spec.offset) if low < high else None
-
     # between placements
 
     def redistribute(
@@ -197,7 +164,8 @@ class FlatBuffer:
         if self.is_sharded and not to.is_sharded:
             resize_storage(self.full.untyped_storage(), self.nbytes, self.pool)
             if ranges is not None:
-                return self._gather_ranges(ranges)
+                all_gather = partial(self.comm.all_gather, label=self.label)
+                return gather_ranges(self.storage, self.full, self.comm, ranges, all_gather)
         first = partial(self.issue, todo[0], into, scale=scale, accumulate=accumulate, wire=wire)
         if len(todo) == 1:
             return first()
@@ -225,9 +193,9 @@ class FlatBuffer:
         axis, label = self.axes[move.axis], self.label
         encoded = None if wire is None else wire.get(move.axis)
         if move.collective == "all_gather":
-            if self.is_offloaded:
-                return self._gather_offloaded(axis, encoded)
-            return axis.all_gather(self.full, self.shard if self.is_sharded else None, label=label, wire=encoded)
+            if not self.is_sharded:
+                return axis.all_gather(self.full, label=label, wire=encoded)
+            return self.storage.gather(self.full, self.comm, partial(axis.all_gather, label=label, wire=encoded))
         if move.collective == "reduce_scatter":
             out = self.shard if into is None else into
             return axis.reduce_scatter(self.full, out, scale=scale, accumulate=accumulate, label=label, wire=encoded)
@@ -251,42 +219,6 @@ class FlatBuffer:
     def assume(self, placement: Placement) -> None:
         """The values have been, or are about to be, overwritten: this is their placement. Communicates nothing."""
         self.placement = placement
-
-    def _gather_offloaded(self, axis: Axis, wire: Wire | None) -> Work:
-        """Copy the shard to the device and gather it. The current stream waits for neither before ``Work.wait()``."""
-        # A tensor of its own: peers may read it after the full buffer was released.
-        staged, self._staged = self._staged, None
-        if staged is None and axis.size > 1:
-            staged = self.comm.empty(self.owned_numel, self.dtype, self.device)
-        # The all-gather is issued where the copy is queued: it starts after the copy, not after the device's work.
-        with self._copies.queued() if self._copies is not None else nullcontext(CopyDone()) as copied:
-            with self.storage.resident(is_read_only=True):
-                (self.full if staged is None else staged).copy_(self.shard, non_blocking=True)
-            work = axis.all_gather(self.full, staged, label=self.label, wire=wire)
-        return _GatherAfterCopy(work, copied, staged)
-
-    def _gather_ranges(self, ranges: Ranges) -> Work:
-        """Gather ranges of the buffer only. The current stream waits for nothing before ``Work.wait()``."""
-        owned = [clipped(ranges, *self.layout.owned(rank)) for rank in range(self.comm.size)]
-        mine = [(start - self.begin, stop - self.begin) for start, stop in owned[self.comm.rank]]
-        numel = round_up(max(sum(stop - start for start, stop in each) for each in owned), ALIGNMENT)
-        self.full.fill_(float("nan"))
-        staged = gathered = self.full
-        if self.comm.size > 1:
-            staged = self.comm.empty(numel, self.dtype, self.device)
-            gathered = self.comm.empty(numel * self.comm.size, self.dtype, self.device)
-        work: Work = FinishedWork(self.full)
-        with self._copies.queued() if self._copies is not None else nullcontext(CopyDone()) as copied:
-            with self.storage.resident(is_read_only=True, ranges=self.bytes_of(ranges)):
-                at = 0
-                for start, stop in mine:
-                    at = at if self.comm.size > 1 else start
-                    staged[at : at + stop - start].copy_(self.shard[start:stop], non_blocking=True)
-                    at += stop - start
-            if self.comm.size > 1:
-                work = self.comm.all_gather(gathered, staged, label=self.label)
-        work = _GatherAfterCopy(work, copied, staged)
-        return work if self.comm.size == 1 else _GatherOfRanges(work, gathered, owned, self.full)
 
     def bytes_of(self, ranges: Ranges | None) -> ByteRanges | None:
         """Where ranges of the buffer lie in this rank's shard, in bytes; None: all of it."""
@@ -325,13 +257,12 @@ class FlatBuffer:
     def allocate(self) -> None:
         """Allocate what the next gather needs, on the current stream."""
         resize_storage(self.full.untyped_storage(), self.nbytes, self.pool)
-        if self.is_offloaded and self.comm.size > 1:
-            self._staged = self.comm.empty(self.owned_numel, self.dtype, self.device)
+        self.storage.allocate(self.full, self.comm)
 
     def free(self) -> None:
         """Free the whole buffer of a sharded one, which is not in use."""
         resize_storage(self.full.untyped_storage(), 0)
-        self._staged = None
+        self.storage.free()
 
     def release(self, *, keep_user_views: bool = False) -> None:
         """Replicate -> Shard, where the shard has the values already: free the whole buffer. Communicates nothing.
@@ -370,60 +301,3 @@ class _InPlace(StagedWork):
         result = super().wait()
         self._works[-1].drain()
         return result
-
-
-class _GatherAfterCopy:
-    """An all-gather whose source is copied to the device first, both concurrently to the current stream.
-
-    Args:
-        source: where the shard is copied to; the copy stream may have allocated it.
-    """
-
-    def __init__(self, work: Work, copied: CopyDone, source: torch.Tensor | None) -> None:
-        self._work = work
-        self._copied = copied
-        self._source = source
-
-    def wait(self) -> torch.Tensor:
-        self._copied.wait()
-        result, source = self._work.wait(), self._source
-        self._source = None
-        if source is not None:
-            keep_for_current_stream(source)
-        return result
-
-    def drain(self) -> None:
-        self.wait()
-        self._work.drain()
-
-
-class _GatherOfRanges:
-    """An all-gather of some ranges of a buffer, which lie one after the other in the tensors that move.
-
-    Args:
-        gathered: the ranges of each rank, and padding. Shape: [ranks * numel of a rank].
-        ranges: of each rank, in ``full``.
-    """
-
-    def __init__(
-        self, work: Work, gathered: torch.Tensor, ranges: Sequence[Sequence[tuple[int, int]]], full: torch.Tensor
-    ) -> None:
-        self._gather = work
-        self._gathered = gathered
-        self._ranges = ranges
-        self._full = full
-
-    def wait(self) -> torch.Tensor:
-        self._gather.wait()
-        ranges_of_ranks, self._ranges = self._ranges, ()
-        parts = self._gathered.chunk(len(ranges_of_ranks)) if ranges_of_ranks else ()
-        for part, ranges in zip(parts, ranges_of_ranks, strict=True):
-            at = 0
-            for start, stop in ranges:
-                self._full[start:stop].copy_(part[at : at + stop - start])
-                at += stop - start
-        return self._full
-
-    def drain(self) -> None:
-        self.wait()
-        self._gather.drain()

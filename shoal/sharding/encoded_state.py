@@ -16,8 +16,9 @@ and the largest value of a block has the largest byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -198,3 +199,27 @@ class EncodedState:
             for each in all_blocks.chunks(numel_at_once(values, _CHUNK)):
                 codes, part = (flat[each.start : each.stop].view(-1, each.width) for flat in (self.memory, values))
                 yield codes, scales[each.first : each.first + each.number], part
+
+
+def encoded(
+    state: Mapping[str, Any], form: StateFormat | None, segments: Iterable[Segment], numel: int
+) -> dict[str, Any]:
+    """State of a range in a format; None: as it is."""
+    return {
+        key: EncodedState.of(form.of(key), value, segments)
+        if form is not None and is_elementwise(value, numel) and value.is_floating_point()
+        else value
+        for key, value in state.items()
+    }
+
+
+def decoded(state: Mapping[str, Any]) -> dict[str, Any]:
+    """State of a range, in fp32 where it is encoded."""
+    return {key: value.decode() if isinstance(value, EncodedState) else value for key, value in state.items()}
+
+
+def is_elementwise(value: Any, numel: int) -> bool:
+    """True if an entry of the optimizer state of a range has one element for each of the range's ``numel``."""
+    if isinstance(value, EncodedState):
+        return value.numel() == numel
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel

@@ -11,7 +11,7 @@ too. The parameters of one optimizer group lie side by side, so that a rank's pa
 [('w', 0, 6), ('b', 64, 3)]
 >>> layout.numel, layout.shard_numel
 (128, 64)
->>> layout.segments(1)
+>>> layout.segments_in(*layout.owned(1))
 (Segment(slot=1, start=0, stop=3, offset=0),)
 """
 
@@ -169,18 +169,16 @@ class BufferLayout:
         """The range of the buffer that ``rank`` owns."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
-    def segments_in(self, begin: int, end: int) -> tuple[Segment, ...]:
-        """The parts of parameters in ``[begin, end)`` of the buffer; ``start`` and ``stop`` count from ``begin``."""
-        segments = []
-        for index, spec in enumerate(self.specs):
-            low, high = max(spec.offset, begin), min(spec.offset + spec.numel, end)
-            if low < high:
-                segments.append(Segment(index, low - begin, high - begin, low - spec.offset))
-        return tuple(segments)
+    def segment_in(self, slot: int, begin: int, end: int) -> Segment | None:
+        """The part of one parameter in ``[begin, end)`` of the buffer; ``start`` and ``stop`` count from ``begin``."""
+        spec = self.specs[slot]
+        low, high = max(spec.offset, begin), min(spec.offset + spec.numel, end)
+        return Segment(slot, low - begin, high - begin, low - spec.offset) if low < high else None
 
-    def segments(self, rank: int) -> tuple[Segment, ...]:
-        """The parts of parameters that ``rank`` owns."""
-        return self.segments_in(*self.owned(rank))
+    def segments_in(self, begin: int, end: int) -> tuple[Segment, ...]:
+        """The parts of all parameters."""
+        parts = (self.segment_in(slot, begin, end) for slot in range(len(self.specs)))
+        return tuple(part for part in parts if part is not None)
 
     def group_range(self, group: int, begin: int, end: int) -> tuple[int, int]:
         """The part of ``[begin, end)`` that belongs to ``group``, gaps inside included, counted from ``begin``."""

@@ -23,9 +23,10 @@ import torch
 from shoal.comm.formats import WireFormat
 from shoal.comm.wire import Wire
 from shoal.sharding.buffer import FlatBuffer
+from shoal.sharding.copied_gather import HostStorage
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import PARTIAL, SHARD, Placement, Tier
-from shoal.sharding.storage import DeviceStorage, HostStorage
+from shoal.sharding.storage import DeviceStorage
 
 _ANCHOR, _MOMENTUM, _ERROR = OUTER = ("outer_anchor", "outer_momentum", "outer_error")  # kinds in a checkpoint
 

@@ -25,7 +25,7 @@ from shoal.comm.protocol import FinishedWork, Work
 from shoal.comm.wire import Wire
 from shoal.sharding.axes import GroupAxes
 from shoal.sharding.buffer import FlatBuffer
-from shoal.sharding.encoded_state import EncodedState, StateFormat
+from shoal.sharding.encoded_state import EncodedState, StateFormat, decoded, encoded, is_elementwise
 from shoal.sharding.gradient import Gradient
 from shoal.sharding.layout import Segment, Used
 from shoal.sharding.placement import Placement
@@ -44,28 +44,6 @@ class ParameterRange:
     start: int  # in the owned range
     stop: int
     segments: tuple[Segment, ...]
-
-    def encoded(self, state: Mapping[str, Any], form: StateFormat | None) -> dict[str, Any]:
-        """State of the range in a format; None: as it is."""
-        numel = self.stop - self.start
-        return {
-            key: EncodedState.of(form.of(key), value, self.segments)
-            if form is not None and is_elementwise(value, numel) and value.is_floating_point()
-            else value
-            for key, value in state.items()
-        }
-
-
-def decoded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """State of a range, in fp32 where it is encoded."""
-    return {key: value.decode() if isinstance(value, EncodedState) else value for key, value in state.items()}
-
-
-def is_elementwise(value: Any, numel: int) -> bool:
-    """True if an entry of the optimizer state of a range has one element for each of the range's ``numel``."""
-    if isinstance(value, EncodedState):
-        return value.numel() == numel
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
 
 
 class Updates(Protocol):
@@ -367,19 +345,24 @@ class ParameterGroup:
         with nullcontext() if self.disk is None else self.disk.resident(self):
             self._num_readers += 1
             if self._num_readers == 1:
-                self._replace_state(lambda part, state: decoded(state))
+                self._hold_state(is_encoded=False)
             try:
                 yield
             finally:
                 self._num_readers -= 1
                 if not self._num_readers:
-                    self._replace_state(lambda part, state: part.encoded(state, self.state_format))
+                    self._hold_state(is_encoded=True)
 
-    def _replace_state(self, replaced: Callable[[ParameterRange, dict[str, Any]], dict[str, Any]]) -> None:
+    def _hold_state(self, *, is_encoded: bool) -> None:
+        """Hold optimizer state as it is stored, or as tensors."""
         if self.state_format is not None and self.optimizer is not None:
             for part in self.ranges:
-                if state := self.state_of(part):
-                    self.optimizer.state[part.param] = replaced(part, state)
+                if state := decoded(self.state_of(part)):
+                    self.optimizer.state[part.param] = self.encoded(part, state) if is_encoded else state
+
+    def encoded(self, part: ParameterRange, state: Mapping[str, Any]) -> dict[str, Any]:
+        """State of a range as it is stored."""
+        return encoded(state, self.state_format, part.segments, part.param.numel())
 
     def synchronize(self) -> None:
         """Wait for pending updates and readers; afterwards the state may be modified."""
@@ -405,9 +388,3 @@ class ParameterGroup:
         with self.resident():
             was = self.main[start:stop].to(new.device)
             self.main[start:stop].copy_(torch.where(new != was.to(new.dtype), new.to(was.dtype), was))
-
-    @property
-    def owned_parameters(self) -> torch.Tensor:
-        """This rank's owned range of the parameters themselves, after the last step's update. Shape: [owned numel]."""
-        self.synchronize()
-        return self.buffer.shard

@@ -88,11 +88,6 @@ class Placement:
         """True if each rank along some axis holds only a range."""
         return any(spread is SHARD for _, spread in self.axes)
 
-    @cached_property
-    def is_partial(self) -> bool:
-        """True if a sum over some axis is still due."""
-        return any(spread is PARTIAL for _, spread in self.axes)
-
     def __str__(self) -> str:
         if not self.axes:
             return REPLICATE.value

@@ -24,25 +24,17 @@ class StagingBuffers:
     """Staging buffers by layout and dtype.
 
     Args:
-        max_buffers: of one layout, before one that peers may still read is waited for; None: by ``device``.
         pool: in which they are allocated; None: with all other memory.
 
-    Memory: until ``clear()``, of each layout as many buffers as were ever in use at once, and up to ``max_buffers``
+    Memory: until ``clear()``, of each layout as many buffers as were ever in use at once, and up to ``MAX_BUFFERS``
     where as many groups lie alike.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        device: torch.device,
-        max_buffers: int | None = None,
-        *,
-        pool: MemoryPool | None = None,
-    ) -> None:
+    def __init__(self, comm: Communicator, device: torch.device, *, pool: MemoryPool | None = None) -> None:
         self._comm = comm
         self._device = device
         self.pool = pool
-        self._max_buffers = max_buffers or (MAX_BUFFERS_ON_ACCELERATOR if is_accelerator(device) else MAX_BUFFERS)
+        self._max_buffers = MAX_BUFFERS_ON_ACCELERATOR if is_accelerator(device) else MAX_BUFFERS
         self._free: dict[object, list[FlatBuffer]] = defaultdict(list)
         self._all: list[FlatBuffer] = []
         self._num_made: Counter[object] = Counter()

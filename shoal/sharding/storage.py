@@ -9,15 +9,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 
+from shoal.comm.protocol import Communicator, Work
+from shoal.memory.stream_copies import StreamCopies
 from shoal.sharding.placement import Tier
 
 ByteRanges = Sequence[tuple[int, int]]
+AllGather: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], Work]  # into the whole buffer, of a shard
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -35,6 +38,7 @@ class ShardStorage:
     """What a shard's storage can do. In memory, fetching and pinning do nothing."""
 
     tier: ClassVar[Tier]
+    copies: StreamCopies | None = None  # what copies it to the device; None: the current stream does
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
@@ -62,6 +66,16 @@ class ShardStorage:
     def unpin(self, *, is_read_only: bool = False) -> None:
         """Store the shard, unless it was only read. Raises: TierError."""
 
+    def allocate(self, full: torch.Tensor, comm: Communicator) -> None:
+        """Allocate what the next gather into ``full`` needs in addition to it, on the current stream."""
+
+    def free(self) -> None:
+        """Free it: there will be no gather."""
+
+    def gather(self, full: torch.Tensor, comm: Communicator, all_gather: AllGather) -> Work:
+        """Gather the shards of the ranks of ``comm`` into ``full``."""
+        return all_gather(full, self.values)
+
     @contextmanager
     def resident(
         self, *, is_overwritten: bool = False, is_read_only: bool = False, ranges: ByteRanges | None = None
@@ -78,9 +92,3 @@ class DeviceStorage(ShardStorage):
     """A shard in memory that the device computes in."""
 
     tier = Tier.DEVICE
-
-
-class HostStorage(ShardStorage):
-    """A shard in host memory, which is copied before the device computes with it."""
-
-    tier = Tier.HOST

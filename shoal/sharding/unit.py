@@ -105,7 +105,8 @@ class Unit:
         self.index = index
         self.groups = list(groups)
         self.trained = [group for group in self.groups if group.is_trained]
-        self.is_sharded = any(group.buffer.is_sharded for group in self.groups)
+        self.sharded = [group for group in self.groups if group.buffer.is_sharded]
+        self.is_sharded = bool(self.sharded)
         self.is_on_disk = any(group.buffer.storage.tier is Tier.DISK for group in self.groups)
         self.second_shards = [group.second for group in self.groups if group.second is not None]
         self.numel = sum(group.buffer.layout.numel for group in self.groups)
@@ -116,9 +117,8 @@ class Unit:
         self.state = UnitState.FULL
         self.pin_count = 0  # callers other than the hooks that need it full
         self.shared: list[Unit] = []  # other units whose parameters this unit's forward reads
-        self._works: list[Work] = []
-        self._also = CopyDone()
-        self._hidden: list[ParameterGroup] = []  # stored whole, and being gathered after a step
+        self._works: list[Work | CopyDone] = []
+        self._gathering: list[ParameterGroup] = []
         self._updated_late: list[ParameterGroup] = []  # of these, what is gathered after an update on the host
         self._has_grad = bytearray(len(self.trained_parameters))  # in this backward pass
         self.is_reduced = False  # in this backward pass
@@ -216,15 +216,12 @@ class Unit:
             self._move(UnitState.SHARDED)
         self._move(UnitState.GATHERING)
         self._gathered = used
-        self._works = [
-            group.gather(from_second=from_second, used=used, is_exact=is_exact)
-            for group in self.groups
-            if group.buffer.is_sharded
-        ]
+        self._gathering = self.sharded
+        self._works = [group.gather(from_second=from_second, used=used, is_exact=is_exact) for group in self.sharded]
 
     def wait_also(self, done: CopyDone) -> None:
         """``gather()`` waits for ``done``, too, on the device."""
-        self._also = done
+        self._works.insert(0, done)
 
     def finish_updates(self) -> None:
         """Wait for updates of the groups on the host; work queued on the device afterwards sees their parameters."""
@@ -244,8 +241,8 @@ class Unit:
         self._move(UnitState.GATHERING)
         self._works = [work for _, work in gathers]
         self._updated_late = list(updated_late)
-        self._hidden = [*(group for group, _ in gathers), *updated_late]
-        for group in self._hidden:
+        self._gathering = [*(group for group, _ in gathers), *updated_late]
+        for group in self._gathering:
             group.hide()
 
     def gather(self, *, from_second: bool = False, used: Used | None = None, is_exact: bool = False) -> None:
@@ -268,15 +265,12 @@ class Unit:
         """Wait for the gather under way."""
         if self.state is UnitState.FULL:
             return
-        self._also.wait()
-        self._also = CopyDone()
         for work in self._works:
             work.wait()
         self._works = []
-        for group in self.groups:
-            if group.buffer.is_sharded or group in self._hidden:
-                group.attach_views()
-        self._hidden = []
+        for group in self._gathering:
+            group.attach_views()
+        self._gathering = []
         self._move(UnitState.FULL)
 
     def release(self, *, keep_user_views: bool = False) -> None:
@@ -291,9 +285,8 @@ class Unit:
         self._release(keep_user_views=keep_user_views)
 
     def _release(self, *, keep_user_views: bool = False) -> None:
-        for group in self.groups:
-            if group.buffer.is_sharded:
-                group.release(keep_user_views=keep_user_views)
+        for group in self.sharded:
+            group.release(keep_user_views=keep_user_views)
         self._move(UnitState.SHARDED)
         if self.is_on_disk:
             self._move(UnitState.ON_DISK)

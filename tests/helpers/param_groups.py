@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from shoal.comm.protocol import Communicator
-from shoal.memory.stream_copies import StreamCopies
 from shoal.sharding.axes import GroupAxes
 from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.layout import lay_out
@@ -24,7 +23,6 @@ def gathered_group(
     storage: Callable[[torch.Tensor], ShardStorage] | None,
     *,
     stage: int = 3,
-    copies: StreamCopies | None = None,
 ) -> ParameterGroup:
     """``storage``: makes that of the shard from memory of zeros; None: the parameters are stored whole."""
     shapes = [(f"p{number}", tuple(parameter.shape), 0) for number, parameter in enumerate(parameters)]
@@ -39,7 +37,6 @@ def gathered_group(
         Placement() if storage is None else row.parameter,
         full=torch.zeros(layout.numel),
         storage=None if storage is None else storage(torch.zeros(layout.shard_numel)),
-        copies=copies,
     )
     buffer.assume(Placement())
     group = ParameterGroup(row, GroupAxes("dp_shard", comm, {"dp_shard": comm}), buffer, parameters)

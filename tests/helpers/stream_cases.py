@@ -95,11 +95,6 @@ def exchanges_under_autograd() -> None:
     comm = world()
     tensor = torch.ones(4, 4, requires_grad=True)
     autograd.all_to_all(tensor * 2, comm, split_dim=0, concat_dim=1, label="parts").mul(3).sum().backward()
-    rows = [1, 2] if comm.rank == 0 else [2, 3]
-    sent = torch.ones(sum(rows), 3, requires_grad=True)
-    received = [[1, 2], [2, 3]][comm.rank]
-    found = autograd.all_to_all_uneven(sent * 2, comm, out_splits=received, source_splits=rows, label="rows")
-    found.mul(3).sum().backward()
 
 
 def capacity_of_dense_experts() -> None:

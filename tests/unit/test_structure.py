@@ -24,8 +24,9 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # parameter or a gradient passes from its hook to the collective in a step at stage 3 with everything on the device,
 # except the order of gathers (``order.py``), that of reductions (``reducer.py``), and which calls a backward pass has
 # reached (``calls.py``): those decide when, and move nothing. It has none of what stands in place of one of its classes
-# (a gradient on the host, of rows, or shown to the script; a shard on a disk; the second shard), nor what reads the
-# state (checkpoints, accessors, the printed table) or watches the script (reads of sharded parameters).
+# (a gradient on the host, of rows, or shown to the script; a shard on the host or a disk, or ranges of one; the second
+# shard), nor what reads the state (checkpoints, accessors, the printed table) or watches the script (reads of sharded
+# parameters).
 CORE = (
     "sharding/placement.py",
     "sharding/layout.py",
@@ -200,8 +201,8 @@ def modules_with_one_importer() -> Iterator[str]:
 # Lower a limit when the count falls.
 LIMITS: dict[Callable[[], Iterator[str]], int] = {
     words_of_techniques: 3,
-    comparisons_with_one_rank: 46,
-    calls_of_drain: 35,
+    comparisons_with_one_rank: 45,
+    calls_of_drain: 34,
     questions: 0,
     question_comments: 0,
     second_dialect: 17,
@@ -246,7 +247,7 @@ def test_the_documents_print_the_size_of_the_core(page: str) -> None:
     assert core_figure() in (ROOT / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.xfail(strict=True, reason="gradient, buffer and runtime have 400 lines each, group and unit 300")
+@pytest.mark.xfail(strict=True, reason="gradient and runtime have over 400 lines each, buffer, group and unit 300")
 def test_the_core_is_small() -> None:
     assert lines_of(CORE) < CORE_LIMIT
 

@@ -73,7 +73,6 @@ def check_pairs(comm: Communicator) -> None:
         check_pairs_along(comm, dim)
         for concat_dim in (0, 1, 2):
             check_all_to_all(comm, dim, concat_dim)
-    check_uneven(comm)
     together: Together = lambda xs: [torch.stack(xs).sum(0)] * len(xs)  # noqa: E731
     check(comm, lambda x: autograd.all_reduce(x, comm, label="all_reduce"), together, (3, 5), same_use=True)
     check(comm, lambda x: autograd.copy(x, comm, label="copy"), lambda xs: xs, (3, 5), same_input=True)
@@ -113,22 +112,6 @@ def check_all_to_all(comm: Communicator, split_dim: int, concat_dim: int) -> Non
         return autograd.all_to_all(x, comm, split_dim=split_dim, concat_dim=concat_dim, label="all_to_all")
 
     check(comm, function, together, (2 * size, 3 * size, size))
-
-
-def check_uneven(comm: Communicator) -> None:
-    size, rank = comm.size, comm.rank
-    counts = [[(source + 2 * target) % 3 for target in range(size)] for source in range(size)]
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        out_splits = [counts[peer][rank] for peer in range(size)]
-        own = x[: sum(counts[rank])]
-        return autograd.all_to_all_uneven(own, comm, out_splits=out_splits, source_splits=counts[rank], label="rows")
-
-    def together(xs: list[torch.Tensor]) -> list[torch.Tensor]:
-        parts = [x[: sum(row)].split(row) for x, row in zip(xs, counts, strict=True)]
-        return [torch.cat([part[rank] for part in parts]) for rank in range(size)]
-
-    check(comm, function, together, (max(sum(row) for row in counts), 4))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

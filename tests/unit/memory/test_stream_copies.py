@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from torch import nn
 from shoal.comm.protocol import FinishedWork
 from shoal.comm.threads import run_ranks
 from shoal.memory.stream_copies import ComputeStream, StreamCopies
+from shoal.sharding.copied_gather import HostStorage
 from shoal.sharding.param_group import ParameterGroup
-from shoal.sharding.storage import HostStorage
 from tests.helpers.fake_streams import GPU, FakeStreams
 from tests.helpers.models import Plain
 from tests.helpers.param_groups import gathered_group
@@ -44,7 +45,7 @@ class Ranks:
 
 def offloaded_group(streams: FakeStreams, size: int) -> ParameterGroup:
     comm: Any = Ranks(streams, size)
-    group = gathered_group([nn.Parameter(torch.arange(8.0))], comm, HostStorage, copies=StreamCopies(GPU))
+    group = gathered_group([nn.Parameter(torch.arange(8.0))], comm, partial(HostStorage, copies=StreamCopies(GPU)))
     group.release()
     return group
 

@@ -25,7 +25,7 @@ def test_parameters_begin_at_multiples_of_the_alignment_and_the_end_divides_by_t
 def test_each_rank_owns_the_parts_that_lie_in_its_range() -> None:
     layout = lay_out([("w", (10, 10), 0), ("b", (10,), 0), ("scalar", (), 0)], num_shards=6, alignment=32)
     assert (layout.numel, layout.shard_numel) == (192, 32)
-    assert [layout.segments(rank) for rank in range(6)] == [
+    assert [layout.segments_in(*layout.owned(rank)) for rank in range(6)] == [
         (Segment(slot=0, start=0, stop=32, offset=0),),
         (Segment(slot=0, start=0, stop=32, offset=32),),
         (Segment(slot=0, start=0, stop=32, offset=64),),
@@ -107,7 +107,7 @@ def test_every_element_lies_on_exactly_one_rank(
     found = {slot.name: [0] * slot.numel for slot in layout.specs}
     for rank in range(num_shards):
         begin, _ = layout.owned(rank)
-        for segment in layout.segments(rank):
+        for segment in layout.segments_in(*layout.owned(rank)):
             slot = layout.specs[segment.slot]
             assert begin + segment.start == slot.offset + segment.offset
             for element in range(segment.offset, segment.offset + segment.stop - segment.start):
@@ -122,6 +122,6 @@ def test_every_element_lies_on_exactly_one_rank(
         begin, end = layout.owned(rank)
         for group in layout.groups:
             low, high = layout.group_range(group, begin, end)
-            inside = [s for s in layout.segments(rank) if layout.specs[s.slot].group == group]
+            inside = [s for s in layout.segments_in(*layout.owned(rank)) if layout.specs[s.slot].group == group]
             assert all(low <= s.start and s.stop <= high for s in inside)
             assert not inside or inside[0].start == low

@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.comm.fake import SingleCommunicator
 from shoal.errors import PlacementError
-from shoal.sharding.storage import HostStorage
+from shoal.sharding.copied_gather import HostStorage
 from shoal.sharding.unit import Unit, UnitState
 from tests.helpers.param_groups import gathered_group
 

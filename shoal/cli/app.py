@@ -120,9 +120,19 @@ def quorum(
     ] = 300.0,
 ) -> None:
     """Say which replicas take part in each step of a run with fault_tolerance. Ctrl-C ends it."""
+    from shoal.comm.environment import QUORUM_TOKEN, quorum_token
     from shoal.comm.quorum import QuorumServer
+    from shoal.errors import UsageError
 
-    server = QuorumServer(port, host, num_replicas=replicas, timeout_seconds=timeout, log=partial(print, flush=True))
+    token = quorum_token()
+    if not token and not host.startswith(("127.", "localhost", "::1")):
+        raise UsageError(
+            f"--host {host} without {QUORUM_TOKEN}: everybody on the network could join the job or end it.",
+            do=f"set {QUORUM_TOKEN} here and for each replica to one random text, as of `openssl rand -hex 16`.",
+            code="quorum-token",
+        )
+    log = partial(print, flush=True)
+    server = QuorumServer(port, host, num_replicas=replicas, timeout_seconds=timeout, token=token, log=log)
     print(f"quorum at {host}:{server.port}", flush=True)
     server.serve()
 

@@ -24,6 +24,7 @@ from shoal.heartbeat import HeartbeatPlace
 
 TRACEBACK = "SHOAL_TRACEBACK"
 HEARTBEATS = "SHOAL_HEARTBEATS"
+QUORUM_TOKEN = "SHOAL_QUORUM_TOKEN"
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -51,6 +52,11 @@ def heartbeat_place() -> HeartbeatPlace | None:
     if not folder or not local_rank.isdecimal():
         return None
     return HeartbeatPlace(folder, int(local_rank), int(os.environ.get("RANK", local_rank)))
+
+
+def quorum_token() -> str:
+    """What replicas and their server show each other; empty: not set."""
+    return os.environ.get(QUORUM_TOKEN, "")
 
 
 def chosen_interfaces() -> tuple[str, str]:

@@ -10,6 +10,8 @@ a killed process, or a member that is behind the others by the time-out, is left
     vote      a member           all members have asked             commit, with the members of the next step; or,
                                                                     if one has failed, who sums again
 
+Each request has the token of the job, SHOAL_QUORUM_TOKEN in the environment of all: a connection without it is closed.
+
 A member that joined since the last commit contributes nothing to the step, unless it said so when it joined. Members
 that died after a sum which all others have stay its contributors. Each set of members has a *generation*: a number that
 names its connections.
@@ -20,6 +22,7 @@ Source: the lighthouse and the manager of torchft (github.com/meta-pytorch/torch
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import selectors
 import socket
@@ -75,6 +78,7 @@ class QuorumServer:
         port: 0: one that is free.
         num_replicas: that the run begins with.
         timeout_seconds: after which a member that the others wait for is left out.
+        token: that each request has to have; empty: none.
         log: gets a line for each replica that joins or is left out.
     """
 
@@ -85,6 +89,7 @@ class QuorumServer:
         *,
         num_replicas: int = 1,
         timeout_seconds: float = TIMEOUT_SECONDS,
+        token: str = "",
         log: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._listener = socket.create_server((host, port), backlog=128)
@@ -94,6 +99,7 @@ class QuorumServer:
         self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=opened.detach())
         self._num_replicas = num_replicas
         self._timeout_seconds = timeout_seconds
+        self._token = token.encode()
         self._log = log
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -140,6 +146,8 @@ class QuorumServer:
                 raise ConnectionError("closed")
             for line in lines:
                 request = json.loads(line)
+                if not hmac.compare_digest(str(request["token"]).encode(), self._token):
+                    raise ValueError("no token")
                 if request["op"] not in _OPS or not isinstance(request["is_ok"], bool):
                     raise ValueError("no request")
                 replica.request, replica.asked_at = request, time.monotonic()
@@ -253,10 +261,14 @@ def address_of(text: str) -> tuple[str, int]:
 class Quorum:
     """One replica's connection to the server.
 
+    Args:
+        token: the server's.
+
     Raises: CommError: no server answers at the address for a minute.
     """
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address: tuple[str, int], token: str = "") -> None:
+        self._token = token
         deadline = time.monotonic() + _CONNECT_SECONDS
         while True:
             try:
@@ -277,11 +289,15 @@ class Quorum:
     def ask(self, op: str, **more: Any) -> Message:
         """Ask, and wait for the answer. Raises: CommError: the server has ended, or left this replica out."""
         try:
-            self._connection.sendall(json.dumps({"op": op, **more}).encode() + b"\n")
+            self._connection.sendall(json.dumps({"op": op, "token": self._token, **more}).encode() + b"\n")
             line = self._answers.readline()
         except OSError:
             line = b""
-        reply: Message = json.loads(line) if line else {"error": "the quorum server ended, or left this replica out"}
+        reply: Message = (
+            json.loads(line)
+            if line
+            else {"error": "the quorum server ended, left this replica out, or has another SHOAL_QUORUM_TOKEN"}
+        )
         if "error" in reply:
             raise CommError(
                 f"{reply['error']}.",

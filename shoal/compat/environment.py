@@ -111,7 +111,10 @@ def exported(folders: Sequence[Path]) -> dict[str, str]:
 
     Raises: ConfigError: a line that is not NAME=VALUE.
     """
+    from shoal.comm.environment import QUORUM_TOKEN
+
     variables = {name: value for name, value in os.environ.items() if name.startswith(EXPORTED)}
+    variables.pop(QUORUM_TOKEN, None)  # a command line can be read by others
     name = Path(file_of_variables())
     for path in [name] if name.is_absolute() else [folder / name for folder in folders]:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else [], 1):

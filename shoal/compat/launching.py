@@ -283,7 +283,7 @@ def parse_hostfile(lines: Sequence[str], name: str = "the hostfile") -> dict[str
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
+        match = re.fullmatch(r"([A-Za-z0-9_][\w.:@%-]*)\s+slots=(\d+)", text, re.ASCII)
         if match is None or match[1] in hosts:
             what = f"{match[1]!r} is there twice" if match is not None else f"{text!r} is not NAME slots=N"
             raise ConfigError(f"{name}, line {number}: {what}.", code="launch-hostfile")

@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from shoal.comm.environment import QUORUM_TOKEN
 from shoal.errors import UsageError
 from shoal.launch.failure import HARDWARE_EXIT_CODE
 from shoal.launch.local import DEFAULT_PORT
@@ -29,8 +30,11 @@ _WORD = re.compile(r"[\w.,:=/%@+\[\]-]+", re.ASCII)  # no space, quote or end of
 _RESTARTS = 3
 _SAVE_SECONDS = 120
 _END_SECONDS = 30  # for the end of the ranks and what comes after it
-# What finds programs and libraries on a node of the same file system. Other variables are passed on by their values.
-_OF_THE_MACHINE = "HOME,USER,LOGNAME,LANG,PATH,LD_LIBRARY_PATH,PYTHONPATH,VIRTUAL_ENV,CONDA_PREFIX,MODULEPATH"
+# What finds programs and libraries on a node of the same file system, and the token, whose value is not to be in the
+# script. Other variables are passed on by their values.
+_OF_THE_MACHINE = (
+    "HOME,USER,LOGNAME,LANG,PATH,LD_LIBRARY_PATH,PYTHONPATH,VIRTUAL_ENV,CONDA_PREFIX,MODULEPATH," + QUORUM_TOKEN
+)
 
 
 def _option(help: str, targets: str = " ".join(Target), **limits: Any) -> Any:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.comm.environment import wants_tracebacks
+from shoal.comm.environment import QUORUM_TOKEN, wants_tracebacks
 from shoal.errors import UsageError
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -52,6 +52,7 @@ def passed_on(given: Sequence[str], variables: Mapping[str, str] | None = None) 
     """
     env = os.environ if variables is None else variables
     chosen = {name: value for name, value in env.items() if name.startswith(_PASSED_ON) and _is_name(name)}
+    chosen.pop(QUORUM_TOKEN, None)  # what is submitted can be read by others
     for text in given:
         name, equals, value = text.partition("=")
         if not _is_name(name) or name in _OF_THE_LAUNCHER or name.startswith("PET_"):

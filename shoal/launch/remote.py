@@ -92,7 +92,7 @@ def _command_line(job: RemoteJob, host: str, command: Sequence[str], ssh: str) -
         return [*tied, *variables, "--", *command]
     there = f"cd {shlex.quote(job.folder)} && exec {shlex.join(['env', *variables, *command])}"
     # A terminal, so that the command is hung up when the connection closes; no interactive questions.
-    return [*tied, "--", ssh, "-tt", "-o", "BatchMode=yes", *job.ssh_options, host, there]
+    return [*tied, "--", ssh, "-tt", "-o", "BatchMode=yes", *job.ssh_options, "--", host, there]
 
 
 def _end(processes: Sequence[subprocess.Popen[Any]]) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from shoal.comm.environment import quorum_token
 from shoal.comm.protocol import Communicator
 from shoal.comm.quorum import AXIS, Message, Quorum, ReplicaLink, address_of
 from shoal.data.loading import Loader
@@ -86,7 +87,7 @@ class FaultTolerance(Part):
         self._run = engine.run_state
         self._peer = PeerState(engine)
         if self._world.rank == 0:
-            self._quorum = Quorum(self._address)
+            self._quorum = Quorum(self._address, quorum_token())
         about = self._ask("hello")
         self._link = ReplicaLink(self._address[0], about, self._world.rank)
         if about["members"]:  # the run begins: all start from the parameters of the first

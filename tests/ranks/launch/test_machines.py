@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 SSH = """#!/bin/sh
-while [ "${1#-}" != "$1" ]; do case "$1" in -o|-p) shift 2 ;; *) shift ;; esac; done
+while [ "${1#-}" != "$1" ]; do
+[ "$1" != -- ] || { shift; break; }
+case "$1" in -o|-p) shift 2 ;; *) shift ;; esac; done
 echo "$1" >> "SEEN"
 shift
 cd / && exec sh -c "$*"
@@ -96,6 +98,40 @@ def test_when_one_machine_fails_the_others_are_ended(machines: tuple[Path, dict[
     assert "shoal: machine-b failed first, with exit code 7; the other machines were ended." in done.stderr
     assert "rank 2 failed first: it ended with exit code 7" in done.stderr
     assert time.monotonic() - begin < 60
+
+
+NASTY = ["two words", "; touch canary", "$(touch canary)", "`touch canary`", "it's $HOME", "a\nb", "-oX", "", "*"]
+
+
+@pytest.mark.timeout(120)
+def test_arguments_and_variables_reach_each_machine_as_they_are(
+    machines: tuple[Path, dict[str, str], list[str]],
+) -> None:
+    folder, environment, command = machines
+    (folder / "says.py").write_text(
+        "import json, os, sys\nwith open(os.environ['RANK'], 'w') as file:\n"
+        "    json.dump([sys.argv[1:], os.environ['GLOO_EXTRA']], file)\n"
+    )
+    environment |= {"GLOO_EXTRA": "; touch canary $(touch canary) 'a\nb"}
+    words = [*command, "--no_local_rank", "says.py", *NASTY]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    for rank in range(3):
+        assert json.loads((folder / str(rank)).read_text()) == [NASTY, environment["GLOO_EXTRA"]]
+    assert not (folder / "canary").exists()
+
+
+@pytest.mark.parametrize("name", ["-oProxyCommand=touch${IFS}canary", "$(touch${IFS}canary)", "a;touch${IFS}canary"])
+def test_a_hostfile_names_no_option_of_ssh_and_no_command(
+    name: str, machines: tuple[Path, dict[str, str], list[str]]
+) -> None:
+    folder, environment, command = machines
+    (folder / "hosts").write_text(f"machine-a slots=1\n{name} slots=1\n")
+    done = subprocess.run(
+        [*command, "train.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2 and "hosts, line 2: " in done.stderr, done.stderr
+    assert not (folder / "seen").exists() and not (folder / "canary").exists()
 
 
 @pytest.mark.timeout(120)

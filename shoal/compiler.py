@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, ParamSpec, TypeVar
 
@@ -47,6 +49,34 @@ def untraced(function: Callable[P, R], *, recursive: bool = True) -> Callable[P,
     # What torch.compiler.disable sets, so that a traced caller calls this and does not look inside.
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call
+
+
+class _Uncompiled:
+    """The threads that are in a block of ``uncompiled``: torch's stance is that of the process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_blocks = 0
+        self.stance: Any = None
+
+
+_UNCOMPILED = _Uncompiled()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside the block, and in other threads meanwhile, what is or will be compiled runs as it was written."""
+    with _UNCOMPILED.lock:
+        if not _UNCOMPILED.num_blocks:
+            _UNCOMPILED.stance = torch.compiler.set_stance("force_eager")
+        _UNCOMPILED.num_blocks += 1
+    try:
+        yield
+    finally:
+        with _UNCOMPILED.lock:
+            _UNCOMPILED.num_blocks -= 1
+            if not _UNCOMPILED.num_blocks:
+                _UNCOMPILED.stance.__exit__(None, None, None)
 
 
 def make_optimizer(kind: type[torch.optim.Optimizer], *args: Any, **settings: Any) -> torch.optim.Optimizer:

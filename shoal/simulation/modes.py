@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.compiler import uncompiled
 from shoal.errors import UsageError
 from shoal.simulation.accesses import place_of_call
 
@@ -241,6 +242,6 @@ class WithoutInitialValues(TorchFunctionMode):
 
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Inside the block, ``watcher`` is told what this thread does."""
-    with _FunctionCalls(watcher), _Operators(watcher):
+    """Inside the block, ``watcher`` is told what this thread does, uncompiled: the compiler would trace the watcher."""
+    with uncompiled(), _FunctionCalls(watcher), _Operators(watcher):
         yield

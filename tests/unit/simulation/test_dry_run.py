@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.compiler import uncompiled
 from shoal.errors import OutOfMemoryError, UsageError
 from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.stacked import ExpertFeedForward
@@ -327,20 +328,48 @@ def test_one_rank_of_pipeline_stages_is_refused() -> None:
             shoal.initialize(model=model, config=made)
 
 
-def test_experts_in_blocks_to_be_compiled_have_the_times_and_bytes_of_uncompiled_ones() -> None:
+def test_what_is_compiled_has_the_times_and_bytes_of_uncompiled_experts() -> None:
+    """By the config, or by the script: in place, as a module of the compiler's, and as a whole by the engine."""
     shape = GPTConfig(vocab_size=256, sequence_length=64, num_layers=2, hidden_size=64, num_heads=2, num_experts=8)
 
-    def measured(**more: Any) -> tuple[Any, ...]:
+    def measured(how: str) -> tuple[Any, ...]:
         with shoal.dry_run(4, machine="h100") as run:
             model = GPT(shape, experts=ExpertFeedForward)
+            if how == "script":
+                model.blocks[0].compile(backend="eager")
+                model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+            more = {"compile": {"enabled": True}} if how == "section" else {}
             made = config(3, parallel={"ep": 2}, optimizer=ADAM, bf16={"enabled": True}, **more)
             engine = shoal.initialize(model=model, config=made)[0]
+            if how == "script":
+                engine.compile(backend="eager")
             take_steps(run, engine, torch.zeros(2, 64, dtype=torch.long), 3)
             engine.destroy()
         last = run.steps[-1]
         return last.seconds, last.by_kind, last.busy, last.received, last.memory
 
-    assert measured(compile={"enabled": True}) == measured()
+    assert measured("section") == measured("script") == measured("")
+
+
+def test_after_the_last_simulation_of_any_thread_the_compiler_compiles_again() -> None:
+    def is_compiled() -> bool:
+        torch._dynamo.reset()
+        called: list[Any] = []
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            called.append(graph)
+            return graph
+
+        assert torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2)).tolist() == [2.0, 2.0]
+        return bool(called)
+
+    first, second = uncompiled(), uncompiled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not is_compiled()
+    second.__exit__(None, None, None)
+    assert is_compiled()
 
 
 @pytest.mark.parametrize("stage", [1, 3])

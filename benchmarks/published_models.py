@@ -87,7 +87,7 @@ class PlainAttention(nn.Module):
         self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden, bias=bias)
         self.out = nn.Linear(shape.hidden, shape.hidden, bias=bias)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, _documents: None = None) -> Tensor:
         qkv = self.qkv(hidden).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = (each.transpose(1, 2) for each in qkv.unbind(2))
         mixed = self.attention(query, key, value, is_causal=True)
@@ -122,7 +122,7 @@ class GroupedAttention(nn.Module):
         self.v_proj = Linear(shape.hidden, shape.kv_heads * self.size)
         self.o_proj = Linear(shape.hidden, shape.hidden)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, _documents: None = None) -> Tensor:
         heads = [
             each(hidden).unflatten(-1, (-1, self.size)) for each in (self.q_proj, self.k_proj, self.v_proj)
         ]  # [B, L, H, E]

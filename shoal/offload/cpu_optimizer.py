@@ -401,6 +401,12 @@ class CpuOptimizer:
             self.send_back(group, [part.range for part in update.ranges])
 
     def send_back(self, group: ParameterGroup, ranges: Sequence[ParameterRange]) -> CopyDone:
+        """``copy_back``, and work queued on the device afterwards sees the parameters."""
+        done = self.copy_back(group, ranges)
+        done.wait()
+        return done
+
+    def copy_back(self, group: ParameterGroup, ranges: Sequence[ParameterRange]) -> CopyDone:
         """Start to copy ``rounded`` to where the parameters are stored. Returns: the end of the copy."""
         done = CopyDone()
         if not ranges:
@@ -414,7 +420,6 @@ class CpuOptimizer:
         with torch.no_grad():
             for start, stop in extents:
                 done = self._copy(rounded[start:stop], parameters[start:stop])
-        done.wait()
         return done
 
     def synchronize(self, group: ParameterGroup) -> None:

@@ -18,7 +18,8 @@ sums and updates whole ranges, these columns included: what it writes there is o
 no kernel has masks, and all of it is optimizer state by element, which a checkpoint has and any layout loads.
 
 With ``overlap_step`` an update is waited for, and its parameters are copied, in the step in which the next one starts:
-a point of the program, so the numbers do not depend on time. A checkpoint before it has ``zenflow_shown``, the
+a point of the program, so the numbers do not depend on time. Copies, and writes of important columns over them, are in
+the stream of copies, and the next use of a unit waits for them. A checkpoint before the step has ``zenflow_shown``, the
 parameters without it, and with an interval of ``auto`` ``zenflow_due``: the next step has to update.
 
 Source: ZenFlow (arXiv:2505.12242).
@@ -27,6 +28,7 @@ Source: ZenFlow (arXiv:2505.12242).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +41,15 @@ from shoal.offload.cpu_optimizer import CpuOptimizer, RangeUpdate, offloaded_gra
 from shoal.optim.columns import have_grown, important_columns, in_columns, no_sizes, num_columns, sizes_of
 from shoal.optim.host_rules import Rule
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
-from shoal.streams import HostThread, ThreadResult, host_access, host_memory, name_memory, simulation
+from shoal.streams import (
+    HostThread,
+    ThreadResult,
+    host_access,
+    host_memory,
+    keep_for_current_stream,
+    name_memory,
+    simulation,
+)
 
 _BLOCK_NUMEL = 256 * 1024  # elements of a gradient that are scaled and added at once, in the cache
 _NAMES = ("exp_avg", "exp_avg_sq")
@@ -92,6 +102,7 @@ class ZenFlow(CpuOptimizer):
         self._late_thread: HostThread | None = None
         self._spare: dict[torch.nn.Parameter, torch.Tensor] = {}  # sums of the last interval, which an update reads
         self._returned: dict[ParameterGroup, CopyDone] = {}  # the last copy from the rounded parameters
+        self._merged: dict[ParameterGroup, CopyDone] = {}  # the last write to the parameters in the stream of copies
 
     def _nbytes(self, *, is_on_host: bool) -> int:
         held = [columns.on_host if is_on_host else columns.positions for columns in self._columns.values()]
@@ -281,13 +292,21 @@ class ZenFlow(CpuOptimizer):
             self._wait(late.work)
         for part in () if late.is_rounded else late.ranges:
             self.rounded(group)[part.start : part.stop].copy_(part.param.detach())
-        self.send_back(group, late.ranges)
+        self._returned[group] = self._merged[group] = self.copy_back(group, late.ranges)
+
+    def finish(self, group: ParameterGroup) -> None:
+        self._merged.pop(group, CopyDone()).wait()
+        super().finish(group)
 
     def send_back(self, group: ParameterGroup, ranges: Sequence[ParameterRange]) -> CopyDone:
         done = self._returned[group] = super().send_back(group, ranges)
+        self._show_again(group)
+        return done
+
+    def _show_again(self, group: ParameterGroup) -> None:
+        """Round the important columns into the parameters as the last step has left them."""
         if columns := self._columns.get(group):
             self._show(group, columns, self._on_device(group, columns.tensors[:1])[0])
-        return done
 
     # the important columns
 
@@ -307,6 +326,7 @@ class ZenFlow(CpuOptimizer):
             self._merge(group)
             self._start_rest(group, due)
         self._merge(group)
+        self._show_again(group)
         self._store(group)
         gradient, buffer = self.gradient(group), group.buffer
         parts = [
@@ -369,6 +389,7 @@ class ZenFlow(CpuOptimizer):
         columns = self._columns.pop(group, None)
         if columns is None:
             return
+        self._merged.pop(group, CopyDone()).wait()
         columns.stored.block()
         tensors = columns.tensors if self._section.offload else [self._on_host(tensor) for tensor in columns.tensors]
         for part in group.ranges:
@@ -407,9 +428,13 @@ class ZenFlow(CpuOptimizer):
         self._show(group, columns, tensors[0])
 
     def _show(self, group: ParameterGroup, columns: _ImportantColumns, main: torch.Tensor) -> None:
-        """Round the important columns into the parameters."""
-        with torch.no_grad():
-            group.buffer.shard.index_copy_(0, columns.positions, main.to(group.buffer.dtype))
+        """Round the important columns into the parameters, after the copies to these."""
+        values, copies = main.to(group.buffer.dtype), self._copies if group in self._merged else None
+        with torch.no_grad(), nullcontext(CopyDone()) if copies is None else copies.queued() as done:
+            keep_for_current_stream(values)
+            group.buffer.shard.index_copy_(0, columns.positions, values)
+        if copies is not None:
+            self._merged[group] = done
 
     # consistency
 
@@ -429,6 +454,7 @@ class ZenFlow(CpuOptimizer):
             for part in group.ranges:
                 self._state(part)["zenflow_due"] = is_due
         for group, late in self._late.items():
+            self.finish(group)
             for part in late.ranges:
                 self._state(part)["zenflow_shown"] = self._on_host(group.buffer.shard[part.start : part.stop])
 

@@ -722,3 +722,20 @@ def test_a_cpu_rank_has_one_memory_that_offload_does_not_make_smaller(stage: int
     assert device.reserved == device.allocated
     assert device.device_nbytes == device.allocated + (300 << 20)
     assert "process" in device.report(None)
+
+
+def test_parameters_that_zenflow_merges_are_copied_next_to_the_forward() -> None:
+    shape = GPTConfig(vocab_size=4096, sequence_length=1024, num_layers=4, hidden_size=2048, num_heads=16)
+    zero = {
+        "offload_optimizer": {"device": "cpu"},
+        "overlap_param_gather": True,
+        "zenflow": {"update_interval": 2, "overlap_step": True},
+    }
+    with shoal.dry_run(1, machine=replace(H100, launch_seconds=0.0)) as run:
+        made = config(2, optimizer=ADAM, bf16={"enabled": True}, zero_optimization={"stage": 2, **zero})
+        engine = shoal.initialize(model=GPT(shape), config=made)[0]
+        take_steps(run, engine, torch.zeros(4, 1024, dtype=torch.long), 6)
+        engine.destroy()
+    plain, merging = run.steps[2], run.steps[5]
+    assert merging.busy[COPY] > 1.9 * plain.busy[COPY]
+    assert merging.by_kind[COPY] == pytest.approx(plain.by_kind[COPY], rel=0.05)

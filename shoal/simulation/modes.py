@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.compiler import uncompiled
@@ -240,8 +242,44 @@ class WithoutInitialValues(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _InBackward(threading.local):
+    """The mode of this thread, while functions that backward recomputes are to see it too: torch takes modes off before
+    it runs a backward pass.
+    """
+
+    mode: _FunctionCalls | None = None
+    _lock = threading.Lock()
+    _num_threads = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's start of its engine, with the mode on."""
+        if self.mode is None or self.mode in _get_current_function_mode_stack():
+            return _engine_run_backward(*args, **kwargs)
+        with self.mode:
+            return _engine_run_backward(*args, **kwargs)
+
+    @contextmanager
+    def keep(self, mode: _FunctionCalls) -> Iterator[None]:
+        before, self.mode = self.mode, mode
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+            self.mode = before
+
+    @classmethod
+    def _count(cls, change: int) -> None:
+        with cls._lock:
+            cls._num_threads += change
+            torch.autograd._engine_run_backward = _IN_BACKWARD if cls._num_threads else _engine_run_backward  # type: ignore[attr-defined]
+
+
+_IN_BACKWARD = _InBackward()
+
+
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
     """Inside the block, ``watcher`` is told what this thread does, uncompiled: the compiler would trace the watcher."""
-    with uncompiled(), _FunctionCalls(watcher), _Operators(watcher):
+    with uncompiled(), _FunctionCalls(watcher) as calls, _IN_BACKWARD.keep(calls), _Operators(watcher):
         yield

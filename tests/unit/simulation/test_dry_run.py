@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.compiler import uncompiled
@@ -636,6 +638,30 @@ def test_an_rms_norm_is_one_kernel_forward_and_one_backward(has_weight: bool) ->
     assert found["aten._fused_rms_norm.default"] == 2 * nbytes + of_weight + rows * 4  # the roots are in fp32
     assert found["aten._fused_rms_norm_backward.default"] == 3 * nbytes + 2 * of_weight + rows * 4
     assert not {name for name in found if "pow" in name or "rsqrt" in name or "mean" in name}
+
+
+@pytest.mark.parametrize("by_grad", [True, False])
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_a_norm_that_backward_recomputes_is_one_kernel_too(is_reentrant: bool, by_grad: bool) -> None:
+    if is_reentrant and by_grad:
+        pytest.skip("torch refuses it")
+
+    def make() -> None:
+        source = torch.empty(64, 32, dtype=BF16).requires_grad_()
+        norm = torch.nn.RMSNorm(32, dtype=BF16)
+        normed = checkpoint(norm, source, use_reentrant=is_reentrant)
+        if by_grad:
+            torch.autograd.grad(normed, source, torch.empty(64, 32, dtype=BF16))
+        else:
+            normed.backward(torch.empty(64, 32, dtype=BF16))
+
+    with shoal.dry_run(1) as run:
+        with run.step():
+            make()
+        found = Counter(each.name for each in run._times.operations if each.kind == COMPUTE)
+    assert found["aten._fused_rms_norm.default"] == 2
+    assert not {name for name in found if "pow" in name or "rsqrt" in name or "mean" in name}
+    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")

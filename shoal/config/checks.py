@@ -227,7 +227,7 @@ def _zenflow_problems(config: Schema) -> Iterator[Problem]:
         what = f"{shown(flow.select_interval)} with select_strategy {shown(flow.select_strategy)}."
         do = 'leave both "auto" (once an epoch), or name a strategy, step or epoch, and a number.'
         yield Problem(f"{where}.select_interval", what, do, code="zenflow")
-    between = flow.steps_between_choices
+    between = flow.steps_between_choices(flow.steps_per_epoch)
     if between is not None and isinstance(flow.update_interval, int) and between < flow.update_interval:
         what = f"{flow.update_interval}, but the columns are chosen every {between} steps (select_interval)."
         yield Problem(f"{where}.update_interval", what, f"write at most {between}.", code="zenflow")

@@ -77,19 +77,21 @@ class ZenFlowSection(Section):
     )
     full_warm_up_rounds: int = key(0, "steps at the start that update all columns", ge=0)
     steps_per_epoch: int | None = key(
-        None, "steps of an epoch, for select_strategy epoch and auto; null: the columns are chosen once", ge=1
+        None,
+        "steps of an epoch, for select_strategy epoch and auto; null: those of `training_data`, and without it the"
+        " columns are chosen once",
+        ge=1,
     )
     pt_reserved_cores_perc: float = key(
         0.5, "with overlap_step, share of the host's cores that updates leave to PyTorch", ge=0, le=1
     )
 
-    @property
-    def steps_between_choices(self) -> int | None:
+    def steps_between_choices(self, steps_per_epoch: int | None) -> int | None:
         """Steps after which the columns are chosen anew; None: never."""
         interval = 1 if self.select_interval == "auto" else self.select_interval
         if self.select_strategy == "step":
             return interval
-        return None if self.steps_per_epoch is None else interval * self.steps_per_epoch
+        return None if steps_per_epoch is None else interval * steps_per_epoch
 
 
 class LoCo(Section):

@@ -6,6 +6,7 @@ The host's memory is treated as another than the device's, as always with ZenFlo
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 import shoal
 from shoal.comm.threads import run_ranks
@@ -145,6 +147,32 @@ def test_it_is_the_definition_in_plain_torch(flow: str, size: int) -> None:
         check_equal(runs[0], other)
     runs[0].pop("losses")
     check_equal(runs[0], by_reference(FLOWS[flow]), bound=2e-6)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.zeros(8, 12))
+
+
+@pytest.mark.parametrize(
+    ("data", "given", "expected"),
+    [
+        (torch.zeros(48, 12), None, 3),
+        (torch.zeros(48, 12), 5, 5),
+        (torch.zeros(16, 12), None, 1),
+        (Stream(), None, None),
+    ],
+    ids=["training_data", "config", "less than a step", "stream"],
+)
+def test_an_epoch_is_that_of_the_training_data(data: Any, given: int | None, expected: int | None) -> None:
+    def rank() -> int | None:
+        settings = config(2, {"steps_per_epoch": given}, gradient_accumulation_steps=2)
+        engine, *_ = shoal.initialize(model=copy.deepcopy(MODEL), config=settings, training_data=data)
+        flow = engine.sharding.step.cpu_optimizer
+        engine.destroy()
+        return flow.steps_per_epoch
+
+    assert run_ranks(2, rank) == [expected] * 2
 
 
 AUTO = {"topk_ratio": 0.3, "auto_ratio": 0.6}

@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Run:
+class _FunctionRun:
     """One run of a function. ``position``: of the next value that a recomputation returns; None: it is the forward."""
 
     values: list[Any]
     position: int | None
-    outer: _Run | None
+    outer: _FunctionRun | None
 
     def read(self, read: Callable[[], Any]) -> Any:
         if self.position is not None and self.position < len(self.values):
@@ -35,13 +35,13 @@ class _Run:
         return value
 
 
-_run: ContextVar[_Run | None] = ContextVar("run_with_host_reads", default=None)
+_run: ContextVar[_FunctionRun | None] = ContextVar("run_with_host_reads", default=None)
 
 
 @contextmanager
 def keeping_reads(values: list[Any], *, is_again: bool) -> Iterator[None]:
     """Inside the block, ``read_once`` keeps its results in ``values``, or with ``is_again`` returns those in order."""
-    token = _run.set(_Run(values, 0 if is_again else None, _run.get()))
+    token = _run.set(_FunctionRun(values, 0 if is_again else None, _run.get()))
     try:
         yield
     finally:

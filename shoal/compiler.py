@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ModelError
+from shoal.shared_block import SharedBlock
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,32 +51,12 @@ def untraced(function: Callable[P, R], *, recursive: bool = True) -> Callable[P,
     return call
 
 
-class _Uncompiled:
-    """The threads that are in a block of ``uncompiled``: torch's stance is that of the process."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.num_blocks = 0
-        self.stance: Any = None
+_UNCOMPILED = SharedBlock(lambda: torch.compiler.set_stance("force_eager"))
 
 
-_UNCOMPILED = _Uncompiled()
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
+def uncompiled() -> AbstractContextManager[None]:
     """Inside the block, and in other threads meanwhile, what is or will be compiled runs as it was written."""
-    with _UNCOMPILED.lock:
-        if not _UNCOMPILED.num_blocks:
-            _UNCOMPILED.stance = torch.compiler.set_stance("force_eager")
-        _UNCOMPILED.num_blocks += 1
-    try:
-        yield
-    finally:
-        with _UNCOMPILED.lock:
-            _UNCOMPILED.num_blocks -= 1
-            if not _UNCOMPILED.num_blocks:
-                _UNCOMPILED.stance.__exit__(None, None, None)
+    return _UNCOMPILED
 
 
 def make_optimizer(kind: type[torch.optim.Optimizer], *args: Any, **settings: Any) -> torch.optim.Optimizer:

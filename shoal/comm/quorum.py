@@ -34,7 +34,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shoal.comm.failure import FailureReports, FirstError
 from shoal.comm.fake import FakeCommunicator
-from shoal.comm.gloo import GlooCommunicator, GlooLinks, GlooPending
+from shoal.comm.gloo import GlooCommunicator, GlooPending
+from shoal.comm.gloo_links import GlooLinks
 from shoal.comm.protocol import Communicator
 from shoal.comm.recorder import Recorder
 from shoal.errors import CommError, ConfigError

@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shoal.comm.direct import DirectCommunicator, Pending
 from shoal.comm.failure import FailureReports, FailureWatch, FirstError, NextRank
 from shoal.comm.fake import FakeCommunicator
-from shoal.comm.gloo import GlooCommunicator, GlooLinks, GlooPending
+from shoal.comm.gloo import GlooCommunicator, GlooPending
+from shoal.comm.gloo_links import GlooLinks
 from shoal.comm.nccl import NcclCommunicator, new_group
 from shoal.comm.protocol import Backend
 from shoal.comm.shm import LocalPeers, is_supported, join_group, vote

@@ -532,8 +532,9 @@ class Checkpointing:
             if old == new:
                 continue
             if key.removeprefix("optimizer.params.") in restored:
-                how = "set data.stateful to false to begin the data anew"
-                do.add(how if "seed" in key else "change optimizer.param_groups after loading to use others")
+                is_of_optimizer = key.startswith("optimizer.params.")
+                how = "change optimizer.param_groups after loading to use others"
+                do.add(how if is_of_optimizer else "set data.stateful to false to begin the data anew")
                 changes.append(f"{key}: {old!r} when saved, which is used, {new!r} in this config")
             else:
                 changes.append(f"{key}: {old!r} when saved, {new!r} now")

@@ -6,15 +6,13 @@ Of the start, INFO has a line on the placement and one on memory; DEBUG has the 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from shoal.launch.environment import log_level
+from shoal.shared_block import SharedBlock
 
 logger = logging.getLogger("shoal")
-_lock = threading.Lock()
-_num_quiet = 0
 
 
 def make_audible(level: str | None) -> None:
@@ -35,18 +33,20 @@ def make_audible(level: str | None) -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Log nothing: each dry run would say what it shards. Threads may be in it at the same time."""
-    global _num_quiet
-    with _lock:
-        _num_quiet += 1
-        logger.disabled = True
+def _disabled() -> Iterator[None]:
+    was_disabled, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        with _lock:
-            _num_quiet -= 1
-            logger.disabled = _num_quiet > 0
+        logger.disabled = was_disabled
+
+
+_QUIET = SharedBlock(_disabled)
+
+
+def quiet() -> AbstractContextManager[None]:
+    """Inside the block, and in other threads meanwhile, log nothing: each dry run would say what it shards."""
+    return _QUIET
 
 
 def say_on_rank_0(rank: int, message: str) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shoal.compiler import is_compiled
+from shoal.compiler import is_compiled, uncompiled
 from shoal.device import Device
 from shoal.flop_formulas import MATRIX, OTHER, Formula, torchs
 
@@ -153,7 +153,7 @@ class ModuleCounts:
         self._records: dict[nn.Module, Counted] = {}
         self._frames: list[_Frame] = []
         self._handles: list[Any] = []
-        self._stance: AbstractContextManager[Any] | None = None
+        self._uncompiled = ExitStack()
         parameter = next(model.parameters(), None)
         self._device = Device(parameter.device if parameter is not None else torch.device("cpu"))
 
@@ -174,8 +174,7 @@ class ModuleCounts:
         modules = list(self.model.modules())
         self.num_compiled = sum(map(is_compiled, modules))
         if self.num_compiled:
-            self._stance = torch.compiler.set_stance("force_eager")
-            self._stance.__enter__()
+            self._uncompiled.enter_context(uncompiled())
         for module in modules:
             if type(module) in ignored:
                 continue
@@ -190,9 +189,7 @@ class ModuleCounts:
         self._frames.clear()
         if self.operations.is_open:
             self.operations.__exit__(None, None, None)
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
+        self._uncompiled.close()
 
     def clear(self) -> None:
         """Reset all counts."""

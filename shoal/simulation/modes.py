@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.compiler import uncompiled
 from shoal.errors import UsageError
+from shoal.shared_block import SharedBlock
 from shoal.simulation.accesses import place_of_call
 
 _VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias")  # whose schemas do not say so
@@ -242,44 +242,41 @@ class WithoutInitialValues(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _InBackward(threading.local):
-    """The mode of this thread, while functions that backward recomputes are to see it too: torch takes modes off before
-    it runs a backward pass.
-    """
-
-    mode: _FunctionCalls | None = None
-    _lock = threading.Lock()
-    _num_threads = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's start of its engine, with the mode on."""
-        if self.mode is None or self.mode in _get_current_function_mode_stack():
-            return _engine_run_backward(*args, **kwargs)
-        with self.mode:
-            return _engine_run_backward(*args, **kwargs)
-
-    @contextmanager
-    def keep(self, mode: _FunctionCalls) -> Iterator[None]:
-        before, self.mode = self.mode, mode
-        self._count(1)
-        try:
-            yield
-        finally:
-            self._count(-1)
-            self.mode = before
-
-    @classmethod
-    def _count(cls, change: int) -> None:
-        with cls._lock:
-            cls._num_threads += change
-            torch.autograd._engine_run_backward = _IN_BACKWARD if cls._num_threads else _engine_run_backward  # type: ignore[attr-defined]
+class _WatchedThread(threading.local):
+    calls: _FunctionCalls | None = None
 
 
-_IN_BACKWARD = _InBackward()
+_WATCHED = _WatchedThread()
+
+
+@contextmanager
+def _seeing_backward() -> Iterator[None]:
+    """Functions that backward recomputes are seen as others are: torch takes modes off before it runs a pass."""
+    run: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_seen(*args: Any, **kwargs: Any) -> Any:
+        calls = _WATCHED.calls
+        if calls is None or calls in _get_current_function_mode_stack():
+            return run(*args, **kwargs)
+        with calls:
+            return run(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_seen  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+
+_SEEING_BACKWARD = SharedBlock(_seeing_backward)
 
 
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
     """Inside the block, ``watcher`` is told what this thread does, uncompiled: the compiler would trace the watcher."""
-    with uncompiled(), _FunctionCalls(watcher) as calls, _IN_BACKWARD.keep(calls), _Operators(watcher):
-        yield
+    with uncompiled(), _SEEING_BACKWARD, _FunctionCalls(watcher) as calls, _Operators(watcher):
+        before, _WATCHED.calls = _WATCHED.calls, calls
+        try:
+            yield
+        finally:
+            _WATCHED.calls = before

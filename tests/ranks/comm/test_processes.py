@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -167,6 +168,20 @@ def test_an_axis_that_exchanges_a_few_numbers_connects_ranks_1_2_4_places_apart(
     assert gloo(9, exchange_only) == [[1 + 6, 1 + 8]] * 9  # one listens
 
 
+@contextmanager
+def text_of_error(world: World) -> Iterator[list[str]]:
+    """The text of the error of communication in the block, or "no error"; then the world is closed."""
+    texts: list[str] = []
+    try:
+        yield texts
+    except CommError as error:
+        texts.append(str(error))
+    finally:
+        dist.barrier()
+        world.close()
+    texts.append("no error")
+
+
 def disagree(rank: int, size: int, shared_memory: bool, kind: str) -> str:
     world = own_world(rank, size, f"disagree {kind}", shared_memory)
     comm = world.communicator("dp", Mesh.of(size))
@@ -181,14 +196,9 @@ def disagree(rank: int, size: int, shared_memory: bool, kind: str) -> str:
         work = comm.all_reduce(tensor[:6], label="same")
     else:
         work = comm.all_gather(tensor, label="same")
-    try:
+    with text_of_error(world) as texts:
         work.wait()
-    except CommError as error:
-        return str(error)
-    finally:
-        dist.barrier()
-        world.close()
-    return "no error"
+    return texts[0]
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -215,7 +225,7 @@ def disagree_compared(rank: int, size: int, kind: str) -> str:
     tensor = torch.ones(6)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl, "is_in_host_memory", lambda tensor: False)  # as if Gloo were NCCL's companion
-        try:
+        with text_of_error(world) as texts:
             comm.all_reduce(tensor, label="alike").wait()
             if kind == "message" and rank == 0:
                 comm.send(tensor, 1, label="a")
@@ -223,12 +233,7 @@ def disagree_compared(rank: int, size: int, kind: str) -> str:
                 comm.recv(tensor, 0, label="b").wait()
             elif kind == "call":
                 comm.all_reduce(tensor[: 4 if rank == 2 else 6], label="same")
-        except CommError as error:
-            return str(error)
-        finally:
-            dist.barrier()
-            world.close()
-    return "no error"
+    return texts[0]
 
 
 def test_calls_are_compared_before_they_begin_by_a_companion_over_gloo(gloo: Gloo) -> None:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 import shoal.comm.nccl as nccl
 from shoal.comm.failure import FirstError
-from shoal.comm.gloo import GlooCommunicator, GlooLinks
+from shoal.comm.gloo import GlooCommunicator
+from shoal.comm.gloo_links import GlooLinks
 from shoal.comm.nccl import NcclCommunicator, NcclWork, split_scale
 from shoal.comm.protocol import Communicator, Message
 from shoal.comm.recorder import Recorder

@@ -661,7 +661,21 @@ def test_a_norm_that_backward_recomputes_is_one_kernel_too(is_reentrant: bool, b
         found = Counter(each.name for each in run._times.operations if each.kind == COMPUTE)
     assert found["aten._fused_rms_norm.default"] == 2
     assert not {name for name in found if "pow" in name or "rsqrt" in name or "mean" in name}
-    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
+
+
+def test_a_dry_run_leaves_how_backward_is_started_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_passes = 0
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_passes
+        num_passes += 1
+        return torch.autograd.graph._engine_run_backward(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", run)
+    with shoal.dry_run(1):
+        torch.ones(1, requires_grad=True).sum().backward()
+    assert num_passes == 1
+    assert torch.autograd._engine_run_backward is run  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")

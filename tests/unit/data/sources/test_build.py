@@ -186,5 +186,5 @@ def test_a_file_that_is_named_twice_is_there_twice_and_one_build_keeps_what_it_h
             assert build(files(), None, second) == 0  # the folder is another writer's
         assert len([*kept.iterdir()]) == 2
         shutil.rmtree(kept)
-        build(files(), None, first)  # somebody has removed it
+        build(files(), None, first)  # without the folder, which a user may remove
     assert len(TokenFile(tmp_path / "out")) == 1200 and not kept.exists()

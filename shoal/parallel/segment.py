@@ -31,7 +31,6 @@ from shoal.device import Device
 from shoal.errors import UsageError
 from shoal.memory.stream_copies import copies_of as stream_copies_of
 from shoal.parallel.activations import CopiesOf, HostStore
-from shoal.parallel.host_reads import keeping_reads
 from shoal.parallel.rng_tracker import RngTracker
 from shoal.parallel.saved_tensors import InPlaceStore, PartitionedStore, SavedTensors, TensorStore
 from shoal.parallel.selective import ContextFn, Contexts, contexts_keeping, operations_of
@@ -286,13 +285,10 @@ class Recompute:
         before = _map(_copied, given[0])
         device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
-        reads: list[Any] = []
-
         def call(*inputs: torch.Tensor) -> Any:
-            is_again = not given
             arguments = given.pop() if given else _map(_copied, before)
             args, values = _map(lambda leaf: inputs[leaf.index] if isinstance(leaf, _Slot) else leaf, arguments)
-            with use_recompute(self), _set(_is_inside, True), keeping_reads(reads, is_again=is_again):
+            with use_recompute(self), _set(_is_inside, True):
                 return function(*args, **dict(zip(names, values, strict=True)))
 
         around: list[tuple[MakeContext, MakeContext]] = []

@@ -33,7 +33,6 @@ from shoal.comm.protocol import Communicator
 from shoal.device import is_fake, read_vector
 from shoal.errors import UsageError
 from shoal.parallel.expert.held import ExpertsHeld
-from shoal.parallel.host_reads import read_once
 from shoal.parallel.products import AS_THEY_ARE
 
 Counts = list[list[list[int]]]  # rows by chunk, source and slot
@@ -158,9 +157,8 @@ def route(
     Raises: UsageError: ranks with the same tokens have other routing tables; an index is not of the layer's experts,
         as far as the host reads the counts, and where none may be -1.
     Communicates: with several ranks one exchange of 8 bytes an expert and chunk, and 8 of the digest; with a capacity
-        one of 8 bytes between hosts. A recomputation has what the forward got.
-    Order: the host reads the counts, which blocks it: not on one rank where nothing is dropped, nor with a capacity,
-        nor in a recomputation.
+        one of 8 bytes between hosts.
+    Order: the host reads the counts, which blocks it: not on one rank where nothing is dropped, nor with a capacity.
     """
     comm = held.comm
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
@@ -177,12 +175,11 @@ def route(
         held.load.add(_by_expert(mine.sum(0), slots))
     counts: Counts | None
     if capacity is None:
-        counts = read_once(lambda: _exchanged(index, mine, held, may_drop, digest))
+        counts = _exchanged(index, mine, held, may_drop, digest)
     else:
         capacities = [[capacity]] * size
         if comm is not None and size > 1 and not index.is_meta:
-            every = read_once(lambda: comm.exchange_on_host([capacity], label="experts' capacity"))
-            capacities = [[int(rows)] for (rows,) in every]
+            capacities = [[int(rows)] for (rows,) in comm.exchange_on_host([capacity], label="experts' capacity")]
         counts = [[of_rank * held.num_experts for of_rank in capacities]] * num_chunks
     routes = [
         _route(chunk, None if counts is None else counts[at], slots, rank, index.shape[1], capacity)

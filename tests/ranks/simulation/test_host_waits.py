@@ -89,7 +89,7 @@ def test_an_optimizer_on_the_host_adds_none(stage: int, accumulation: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("more", "num_forward"),
+    ("more", "num_more"),
     [
         ({"parallel": {"tp": 2}}, 0),
         ({"parallel": {"pp": 2}, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}, 0),
@@ -101,13 +101,13 @@ def test_an_optimizer_on_the_host_adds_none(stage: int, accumulation: int) -> No
             },
             0,
         ),
-        # Experts without a capacity read how many rows go to each rank; their recomputation does not read them again.
+        # Experts without a capacity read how many rows go to each rank, and in a recomputation again.
         ({"parallel": {"ep": 2}, "zero_optimization": {"stage": 2}}, EXPERTS.num_layers),
-        ({"parallel": {"ep": 2}, "activation_checkpointing": {"modules": ["Block"]}}, EXPERTS.num_layers),
+        ({"parallel": {"ep": 2}, "activation_checkpointing": {"modules": ["Block"]}}, 2 * EXPERTS.num_layers),
     ],
     ids=str,
 )
-def test_split_models_add_one_for_each_layer_of_experts_and_no_other(more: dict[str, Any], num_forward: int) -> None:
+def test_split_models_add_one_for_each_layer_of_experts_and_no_other(more: dict[str, Any], num_more: int) -> None:
     def rank() -> Counter[str]:
         torch.manual_seed(0)
         batch = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
@@ -127,7 +127,7 @@ def test_split_models_add_one_for_each_layer_of_experts_and_no_other(more: dict[
         return found
 
     for found in run_ranks(2, rank):
-        assert found.total() == 1 + num_forward, found
+        assert found.total() == 1 + num_more, found
 
 
 @pytest.mark.parametrize(

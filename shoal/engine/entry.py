@@ -5,7 +5,6 @@ from __future__ import annotations
 import pathlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -34,7 +33,6 @@ from shoal.engine.parts.loss_spike import LossSpike
 from shoal.engine.parts.part import Part, check_parts
 from shoal.engine.pipeline import PipelineEngine
 from shoal.errors import ConfigError, ModelError, UsageError
-from shoal.offload.zenflow import ZenFlow
 from shoal.pipeline.stage import StageModule
 from shoal.running.optimizer import ShardedOptimizer
 from shoal.running.parameter_owner import OWNERS
@@ -197,11 +195,6 @@ def _give_loader(engine: Engine, training_data: Any, collate_fn: Any) -> None:
     else:
         micro_batch = engine.train_micro_batch_size_per_gpu()
         engine.training_dataloader = loader_of(engine, training_data, micro_batch, collate_fn=collate_fn)
-    step, loader = engine.sharding.step, engine.training_dataloader
-    if step is not None and isinstance(flow := step.cpu_optimizer, ZenFlow):
-        with suppress(TypeError):  # of a stream without a length
-            num_steps = max(len(loader) // engine.gradient_accumulation_steps(), 1)
-            flow.steps_per_epoch = flow.steps_per_epoch or num_steps
     if (replicas := engine.part(FaultTolerance)) is not None:
         replicas.divide_samples()
 

@@ -58,12 +58,21 @@ class RunState:
         self._comm = properties.axes.world
         self._same_buffers = properties.axes.same_units  # the ranks that have the same buffers
         self._device = properties.device
+        if sharding.step is not None and sharding.step.cpu_optimizer is not None:
+            sharding.step.cpu_optimizer.steps_per_epoch = self.steps_per_epoch
         self._count: Any = None  # the schedule's own count of steps after the engine's last step of it
         self._num_moved = 0  # steps in a row before which the script had stepped the schedule
         self._has_warned = False
         self._is_data_stateful = bool(properties.config.data.stateful)
         self._step_start: dict[str, Any] = {}
         self.begin_step()
+
+    def steps_per_epoch(self) -> int | None:
+        """Steps in one pass over ``training_dataloader``; None: there is no loader, or its length is not known."""
+        try:
+            return max(len(self.training_dataloader) // self._accumulation.num_micro, 1)
+        except TypeError:
+            return None
 
     def close(self) -> None:
         """End the workers of the engine's loader."""

@@ -123,6 +123,7 @@ class CpuOptimizer:
         self.is_ahead = is_ahead
         self.kind: RuleName | None = kind_of(optimizer)
         self.likely_scale: Callable[[], float] = lambda: 1.0  # what gradients are multiplied by, if nothing is clipped
+        self.steps_per_epoch: Callable[[], int | None] = lambda: None  # of the training data; None: unknown
         self.is_likely = True  # True if the last step used the likely scale
         self.num_ahead = 0  # updates that ran in the backward pass and were right
         self.num_undone = 0  # those that were not

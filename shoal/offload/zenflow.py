@@ -84,8 +84,6 @@ class ZenFlow(CpuOptimizer):
         section: of the config.
         step_number: counts the steps.
 
-    Attributes: ``steps_per_epoch``: None: the columns are chosen once, unless their choice counts steps.
-
     Memory: on the device 20 bytes for each element of an important column (8 with ``offload``), on the host 5 for each
     element and 8 more for those, and 4 for each element with ``overlap_step``.
     Communicates: where columns are chosen, one all_reduce of 8 bytes a column; with ``update_interval`` auto in each
@@ -95,7 +93,6 @@ class ZenFlow(CpuOptimizer):
     def __init__(self, *args: Any, section: ZenFlowSection, step_number: Callable[[], int], **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._section = section
-        self.steps_per_epoch = section.steps_per_epoch
         self._is_auto = section.update_interval == "auto"
         self._step_number = step_number
         self._columns: dict[ParameterGroup, _ImportantColumns] = {}
@@ -313,11 +310,15 @@ class ZenFlow(CpuOptimizer):
 
     # the important columns
 
+    def steps_between_choices(self) -> int | None:
+        """Steps after which the columns are chosen anew; None: never."""
+        return self._section.steps_between_choices(self._section.steps_per_epoch or self.steps_per_epoch())
+
     def _must_choose(self, group: ParameterGroup, number: int) -> bool:
         if group not in self._chosen:  # the first step, or the first one after a load: ranks may have no range
             own = max((self._state(part).get("zenflow_chosen", -1) for part in group.ranges), default=-1)
             self._chosen[group] = max(group.buffer.comm.gather_objects(own, label="choice of columns"))
-        chosen, between = self._chosen[group], self._section.steps_between_choices(self.steps_per_epoch)
+        chosen, between = self._chosen[group], self.steps_between_choices()
         return chosen < 0 or (between is not None and not 0 <= number - chosen < between)
 
     def _choose(self, group: ParameterGroup, ranges: Sequence[ParameterRange], number: int) -> None:

@@ -16,6 +16,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,12 +66,15 @@ def interfaces() -> list[Interface]:
     return found
 
 
-def choose(host: str, port: int) -> tuple[Interface | None, str]:
+def choose(host: str, port: int, mine: Sequence[Interface]) -> tuple[Interface | None, str]:
     """The interface for this rank's sockets, and the address of ``host`` as it is reached from here; sends nothing.
+
+    Args:
+        mine: the interfaces of this machine.
 
     Raises: ConfigError: a variable names an interface that this machine does not have.
     """
-    mine, route, peer = interfaces(), None, ""
+    route, peer = None, ""
     with suppress(OSError):  # there is no route yet
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as way:
@@ -105,7 +109,7 @@ def _is_of_nccl(name: str, pattern: str) -> bool:
 
 def own_address(host: str, port: int) -> str | None:
     """This machine's address for sockets of ranks that meet at ``host``; None: no route yet."""
-    interface, _ = choose(host, port)
+    interface, _ = choose(host, port, interfaces())
     return None if interface is None else interface.address
 
 
@@ -131,14 +135,15 @@ class CommonInterface:
 
     def __init__(self, store: Store, rank: int, size: int, host: str, port: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._interface, peer = choose(host, port)
+        self._own = interfaces()
+        self._interface, peer = choose(host, port, self._own)
         # The kernel completes connections before they are accepted, so no thread needs to wait for one.
         self._listener = socket.create_server(("", 0))
         network = boot()
         with suppress(OSError):
             network += f"/{os.stat('/proc/self/ns/net').st_ino}"  # a container's own
         mine = self._interface or Interface("", "")
-        number, has = self._listener.getsockname()[1], ", ".join(map(str, interfaces()))
+        number, has = self._listener.getsockname()[1], ", ".join(map(str, self._own))
         self._mine = _RankNetwork(socket.gethostname(), network, mine.name, mine.address, number, has)
         store.set(f"interface/{rank}", json.dumps(asdict(self._mine)))
         if store.compare_set("network", "", network).decode() != network:
@@ -163,7 +168,7 @@ class CommonInterface:
         first = store.get("first machine").decode() if store.check(["first machine"]) else ""
         mine = self._interface
         if mine is None or mine.is_loopback:
-            mine = next((each for each in interfaces() if each.address == first), mine)
+            mine = next((each for each in self._own if each.address == first), mine)
         next_rank = (self._rank + 1) % self._size
         theirs = _RankNetwork(**json.loads(store.get(f"interface/{next_rank}")))
         if theirs.network != self._mine.network and (fault := self._fault(mine, theirs, first)):

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 from shoal.data.blend import Blend, WeightChange
 from shoal.data.order import Indices, shuffled
 from shoal.data.packing import PackedIndex, Packing, pack
-from shoal.data.sources.source import InMemorySource, TokenRange, TokenSource
+from shoal.data.sources.source import InMemorySource, TokenRange, TokenSource, prefetch
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import Documents
 from shoal.parallel.sequence.context import SequenceContext
@@ -212,9 +212,8 @@ class TokenStream(Dataset[Any]):
         """Start to read what these samples need, of sources that can; does not wait."""
         for source, sample in keys:
             packed = self._sources[source]
-            if (prefetch := getattr(packed.source, "prefetch", None)) is not None:
-                for document, start, stop in packed.index.pieces(sample):
-                    prefetch(document, start, stop + 1)
+            for document, start, stop in packed.index.pieces(sample):
+                prefetch(packed.source, document, start, stop + 1)
 
     def collate(self, samples: Sequence[PackedSample]) -> PackedBatch | tuple[Tensor, Tensor]:
         """Samples as one batch."""

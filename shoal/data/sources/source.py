@@ -47,6 +47,12 @@ class TokenSource(Protocol):
         ...
 
 
+def prefetch(source: TokenSource, index: int, start: int, stop: int) -> None:
+    """Start to read these tokens of a document, if the source can; does not wait."""
+    if (begin := getattr(source, "prefetch", None)) is not None:
+        begin(index, start, stop)
+
+
 class InMemorySource:
     """Documents in memory, for tests and small data.
 
@@ -108,8 +114,6 @@ class TokenRange:
         self.tokenizer_hash = getattr(source, "tokenizer_hash", "")
         self._ends = np.cumsum(source.lengths)
         self._bounds = np.unique(np.clip([start, stop] if joined else [start, *self._ends], start, stop))
-        of_source = getattr(source, "prefetch", None)
-        self.prefetch = None if of_source is None else partial(self._each, of_source)
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -121,6 +125,9 @@ class TokenRange:
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
         parts = self._each(self._source.tokens, index, start, stop)
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def prefetch(self, index: int, start: int = 0, stop: int | None = None) -> None:
+        self._each(partial(prefetch, self._source), index, start, stop)
 
     def _each(self, call: Callable[[int, int, int], T], index: int, start: int = 0, stop: int | None = None) -> list[T]:
         """Call with each document of the source and its tokens that are in the range."""

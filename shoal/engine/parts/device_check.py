@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -159,7 +159,7 @@ def slow(seconds: Sequence[float], factor: float) -> Iterator[tuple[int, float, 
     [(2, 4.0, 1.1)]
     """
     for rank, mine in enumerate(seconds if len(seconds) > 1 else ()):
-        usual = median([*seconds[:rank], *seconds[rank + 1 :]])
+        usual = median_low([*seconds[:rank], *seconds[rank + 1 :]])
         if mine > factor * usual:
             yield rank, mine, usual
 

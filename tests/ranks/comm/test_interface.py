@@ -111,8 +111,8 @@ def test_a_variable_chooses_an_interface_and_one_that_is_not_there_is_an_error(
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     for pattern in ("lo", "=lo"):
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", pattern)
-        assert choose("127.0.0.1", 1) == (Interface("lo", "127.0.0.1"), "127.0.0.1")
+        assert choose("127.0.0.1", 1, interfaces()) == (Interface("lo", "127.0.0.1"), "127.0.0.1")
     assert Interface("lo", "127.0.0.1") in interfaces()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME=none0 names no interface of .*\n.*lo 127\.0\.0\.1"):
-        choose("127.0.0.1", 1)
+        choose("127.0.0.1", 1, interfaces())

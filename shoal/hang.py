@@ -98,16 +98,17 @@ def describe_hang(stuck: Sequence[Stuck], kept: str) -> str:
     causes = causes_of(stuck)
     shown = [*causes, *(each for each in stuck if each not in causes)]
     late = next((each.beat for each in shown if each.is_late), shown[0].beat)
+    key = "SHOAL_INIT_SECONDS" if late.is_before_init else f"timeouts.{late.section}"
     match causes:
         case []:
-            who = "all ranks wait"
+            who = "no rank has come to initialize" if late.is_before_init else "all ranks wait"
         case [one]:
             who = f"rank {one.beat.rank} hangs"
         case _:
             who = f"ranks {listed_ranks([each.beat.rank for each in causes])} hang"
     lines = [
         f"shoal: [hang] step {late.step}: {who}; section '{late.section}' of rank {late.rank} took longer than its"
-        f" {late.seconds:g} s (timeouts.{late.section}). All ranks were ended."
+        f" {late.seconds:g} s ({key}). All ranks were ended."
     ]
     lines += [f"  rank {each.beat.rank}: {_doing(each)}" for each in shown[:_RANKS_SHOWN]]
     if len(shown) > _RANKS_SHOWN:
@@ -116,8 +117,9 @@ def describe_hang(stuck: Sequence[Stuck], kept: str) -> str:
         lines += [f"  the stack of rank {shown[0].beat.rank}:", *(f"  {frame}" for frame in stack)]
     if kept:
         lines.append(f"  the stacks of all threads of all ranks: {kept}")
-    compare = "" if causes else " compare the ranks' last collectives;"
-    lines.append(f"  do:{compare} if nothing is wrong, raise timeouts.{late.section} in the config (null: no limit).")
+    compare = "" if causes or late.is_before_init else " compare the ranks' last collectives;"
+    place = "in the environment (0: no limit)" if late.is_before_init else "in the config (null: no limit)"
+    lines.append(f"  do:{compare} if nothing is wrong, raise {key} {place}.")
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """What a rank is doing, in a file that its launcher maps too: it can be read while the rank is stopped or stuck.
 
     launcher    SHOAL_HEARTBEATS=<private folder>, in the environment of the ranks
+    rank        start-<local rank>: which process it is, before its program begins
     rank        heartbeat().enter("step", seconds=60, step=7)            at the start of each section
                 heartbeat().issued(812, "dp", "all_gather", "layers.3")  for each collective
     launcher    read_heartbeats(folder): is a section older than its time-out?
@@ -64,6 +65,11 @@ class Beat:
     num_issued: int
     last_issued: str
     thread: int = 0  # that runs the program, as ``threading.get_ident`` numbers it; 0: not known
+
+    @property
+    def is_before_init(self) -> bool:
+        """True if it has entered no section: its program has not come to ``initialize``."""
+        return not self.thread
 
     @property
     def is_late(self) -> bool:
@@ -226,6 +232,18 @@ def read_heartbeats(folder: Path, *, has_ended: bool = False) -> list[Beat]:
         beat = read_beat(data, int(path.name))
         if beat.pid and (has_ended or started(beat.pid) == beat.started):
             beats.append(beat)
+    return sorted(beats, key=lambda beat: beat.local_rank)
+
+
+def read_starts(folder: Path) -> list[Beat]:
+    """The ranks whose program is there and has not come to ``initialize``, by local rank."""
+    beats = []
+    for path in folder.glob("start-*"):
+        local_rank = path.name.removeprefix("start-")
+        values = path.read_text().split()
+        if len(values) == 5 and not Path(folder, local_rank).exists() and started(int(values[1])) == int(values[2]):
+            (rank, pid, start), (began, seconds) = map(int, values[:3]), map(float, values[3:])
+            beats.append(Beat(int(local_rank), rank, pid, start, "init", began, seconds, 0, 0, ""))
     return sorted(beats, key=lambda beat: beat.local_rank)
 
 

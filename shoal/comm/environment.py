@@ -17,14 +17,16 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UsageError
 from shoal.heartbeat import HeartbeatPlace
 
 TRACEBACK = "SHOAL_TRACEBACK"
 HEARTBEATS = "SHOAL_HEARTBEATS"
 QUORUM_TOKEN = "SHOAL_QUORUM_TOKEN"
+INIT_SECONDS = "SHOAL_INIT_SECONDS"
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -52,6 +54,18 @@ def heartbeat_place() -> HeartbeatPlace | None:
     if not folder or not local_rank.isdecimal():
         return None
     return HeartbeatPlace(folder, int(local_rank), int(os.environ.get("RANK", local_rank)))
+
+
+def init_seconds() -> float | None:
+    """How long a rank may take from its start to ``initialize``; 0: no limit; None: not set.
+
+    Raises: UsageError: SHOAL_INIT_SECONDS is no number, or below 0.
+    """
+    text = os.environ.get(INIT_SECONDS, "")
+    with suppress(ValueError):
+        if not text or float(text) >= 0:
+            return float(text) if text else None
+    raise UsageError(f"{INIT_SECONDS}={text!r} is not a number of seconds.", where="the environment")
 
 
 def quorum_token() -> str:

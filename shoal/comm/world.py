@@ -56,6 +56,7 @@ from shoal.text import listed_ranks
 
 TIMEOUT = timedelta(minutes=30)
 DEFAULT_PORT = 29500
+_LAUNCHER_SECONDS = 8.0  # for Shoal's launcher to end a rank of this machine that has not come, with its stack
 _SILENT_SECONDS = 10.0  # after which a rank that waits for the others logs which ones
 
 logger = logging.getLogger("shoal")
@@ -414,9 +415,11 @@ def init_distributed(
         )
     else:
         seconds = _start_seconds(config, timeout)
-        heartbeat(heartbeat_place()).enter("init", seconds + timeout.total_seconds())
+        beat = heartbeat(heartbeat_place())
+        beat.enter("init", seconds)
         address, port = launch.address or "127.0.0.1", launch.port or distributed_port
         arguments["store"], interface = _meet(launch, address, port, seconds)
+        beat.enter("init", timeout.total_seconds())
     dist.init_process_group(backend, **arguments)
     world = _adopt(timeout, owns_group=True)
     world.heartbeat.enter("data", None)
@@ -445,6 +448,7 @@ def _meet(launch: Launch, host: str, port: int, seconds: float) -> tuple[Store, 
     is_env = launch.launcher == "env"
     source = "RANK and WORLD_SIZE in the environment" if is_env else f"launcher: {launch.launcher}"
     has_store = launch.rank == 0 and not (is_env and launcher_has_store())
+    most = seconds + (0.0 if heartbeat_place() is None else _LAUNCHER_SECONDS)
     store: Any = None
     with ExitStack() as opened:
         while True:
@@ -466,12 +470,12 @@ def _meet(launch: Launch, host: str, port: int, seconds: float) -> tuple[Store, 
                     code="comm-connection",
                 ) from error
             waited = time.monotonic() - began
-            if waited >= (seconds if is_logged else min(_SILENT_SECONDS, seconds)):
+            if waited >= (most if is_logged else min(_SILENT_SECONDS, seconds)):
                 others = range(1, launch.world_size) if store is None else map(int, arrived.get("ranks").split())
                 missing = sorted({*range(launch.world_size)} - {*others})
                 ranks = f"rank{'s' if len(missing) > 1 else ''} {listed_ranks(missing)}"
                 what = f"{ranks} at {host}:{port} ({source})"
-                if waited >= seconds:
+                if waited >= most:
                     if has_store:
                         time.sleep(1.0)  # for others to read who is missing
                     raise CommError(
@@ -482,7 +486,7 @@ def _meet(launch: Launch, host: str, port: int, seconds: float) -> tuple[Store, 
                     )
                 logger.warning("rank %d of %d waits for %s", launch.rank, launch.world_size, what)
                 is_logged = True
-            time.sleep(min(pause, max(0.0, seconds - waited)))
+            time.sleep(min(pause, max(0.0, most - waited)))
             pause = min(2 * pause, 0.5)
         return PrefixStore("default_pg", store), common.settle()  # as torch names it
 

@@ -2,6 +2,7 @@
 
 Run by path, ``python -I -S child.py LAUNCHER_PID [--cores CPU,...;...] NAME=VALUE... -- PROGRAM ARGS...``, so it
 imports next to nothing. ``--cores`` lists the CPUs of each rank of this machine, which is then bound to its own.
+``heartbeat.read_starts`` reads which process the rank is, and since when.
 The kernel then ends the rank when the launcher ends, even by SIGKILL; this stays in effect after ``exec``.
 """
 
@@ -11,6 +12,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 
 _PR_SET_PDEATHSIG = 1
 
@@ -32,7 +34,16 @@ def main(arguments: list[str]) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # it went before the tie was made
             sys.exit(1)
+        _write_start(environment)
     os.execvpe(program[0], program, environment)
+
+
+def _write_start(environment: dict[str, str]) -> None:
+    with open("/proc/self/stat") as file:
+        ticks = file.read().rpartition(")")[2].split()[19]
+    rank, limit = environment["RANK"], environment["SHOAL_INIT_SECONDS"]
+    with open(f"{environment['SHOAL_HEARTBEATS']}/start-{environment['LOCAL_RANK']}", "w") as file:
+        file.write(f"{rank} {os.getpid()} {ticks} {time.monotonic()} {limit}")
 
 
 if __name__ == "__main__":

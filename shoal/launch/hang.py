@@ -1,6 +1,7 @@
 """A hang of this machine's ranks: found by their heartbeats, explained by their stacks, and ended.
 
-1  watch     each second: is a rank's section older than its time-out, in two readings?
+1  watch     each second: is a rank's section older than its time-out, in two readings? A rank that has not come to
+             ``initialize`` is in the section ``init`` since its process began.
              where the config says so, the ranks write their last collectives
 2  ranks     SIGABRT to all: faulthandler, which needs no help of the stuck thread, writes the Python stack of every
              thread to stderr, and the process ends. A rank that a signal has stopped is continued for that.
@@ -19,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoal.hang import Stuck, describe_hang, kept_dumps, main_stack
-from shoal.heartbeat import Beat, call_ranks, clear_heartbeats, read_heartbeats
+from shoal.heartbeat import Beat, call_ranks, clear_heartbeats, read_heartbeats, read_starts
 from shoal.launch.failure import stderr_of
 from shoal.launch.output import RankOutput
 from shoal.process import has_pending, is_stopped, started
@@ -79,8 +80,12 @@ class HangWatch:
             _continue_terminated()
             with self._is_handled, suppress(OSError):  # a file goes with its process's attempt
                 before = {(beat.pid, beat.began) for beat in late}
-                beats = read_heartbeats(self._folder)
+                beats = sorted(
+                    read_heartbeats(self._folder) + read_starts(self._folder), key=lambda beat: beat.local_rank
+                )
                 late = [beat for beat in beats if beat.is_late]
+                if all(beat.section == "init" for beat in late) and not any(beat.is_before_init for beat in beats):
+                    late = []  # its own error says which ranks of other machines it waits for
                 if not self.report and any((beat.pid, beat.began) in before for beat in late):
                     self._end(beats)
 

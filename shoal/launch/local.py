@@ -14,6 +14,7 @@ import ast
 import dataclasses
 import logging
 import os
+import re
 import shutil
 import socket
 import sys
@@ -26,7 +27,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from shoal.comm.environment import HEARTBEATS
+from shoal.comm.environment import HEARTBEATS, INIT_SECONDS, init_seconds
 from shoal.comm.interface import own_address
 from shoal.errors import UsageError
 from shoal.launch.cores import BoundCores
@@ -39,6 +40,8 @@ DEFAULT_PORT = 29500  # where node 0 listens for the others
 CHILD = Path(__file__).with_name("child.py")
 _MEETING_SECONDS = 900  # until all machines of a job are there
 _TRACEBACK = "Traceback (most recent call last):"
+_INITIALIZES = re.compile(r"\b(?:shoal|deepspeed)\.(?:initialize|init_distributed)\(")
+_DEFAULT_INIT_SECONDS = 3600.0  # as ``timeouts.init``
 _MOST_PLACES = 2  # of a job that was interrupted, as a report shows them
 _LAST_CALL_SECONDS = 10  # for more machines, once there are as many as an elastic job needs
 
@@ -147,7 +150,7 @@ def run_local(job: LocalJob) -> Outcome:
         logs_specs=files,
     )
     always = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", HEARTBEATS: str(heartbeats)}
-    assignments = {**always, **_threads(job), **job.environment}
+    assignments = {**always, **_threads(job), INIT_SECONDS: str(_init_seconds(job.program)), **job.environment}
     bound = ["--cores", ";".join(",".join(map(str, cpus)) for cpus in job.cores.cpus)] if job.cores else []
     arguments = [
         *("-I", "-S", str(CHILD), str(os.getpid()), *bound),
@@ -238,6 +241,17 @@ def _threads(job: LocalJob) -> dict[str, str]:
         return {"OMP_NUM_THREADS": str(job.cores.num_threads)}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"OMP_NUM_THREADS": str(max(1, cores // job.num_ranks))}
+
+
+def _init_seconds(program: Sequence[str]) -> float:
+    """How long a rank may take from its start to ``initialize``; 0: there is no limit, as where no call of it is in the
+    script itself, which may be one that does not train.
+    """
+    if (seconds := init_seconds()) is not None:
+        return seconds
+    scripts = [Path(word) for word in program if word.endswith(".py") and Path(word).is_file()]
+    is_for_training = any(_INITIALIZES.search(path.read_text("utf-8", "replace")) for path in scripts[:1])
+    return _DEFAULT_INIT_SECONDS if is_for_training or "shoal.cli.training" in program else 0.0
 
 
 def _check_devices(num_ranks: int) -> None:

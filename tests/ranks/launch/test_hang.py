@@ -132,11 +132,30 @@ shoal.initialize(model=torch.nn.Linear(1, 1), config=config, optimizer=None)
 """
 
 
+def run_before(folder: Path, stuck: str, **variables: str) -> tuple[int, str]:
+    script = folder / "script.py"
+    script.write_text(BEFORE.format(stuck=stuck))
+    command = [sys.executable, "-c", START, "2", str(script)]
+    environment = os.environ | {"TMPDIR": str(folder)} | variables
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=55, check=False)
+    return job.returncode, job.stderr
+
+
 @pytest.mark.parametrize("stuck", ["os.kill(os.getpid(), signal.SIGSTOP)", "sum(range(10 ** 13))"])
-def test_a_rank_that_does_not_come_to_initialize_is_named_by_the_others_and_ended(stuck: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(BEFORE.format(stuck=stuck))
-    command = [sys.executable, "-c", START, "2", str(tmp_path / "script.py")]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
-    assert job.returncode == 1, job.stderr
-    _, _, report = job.stderr.rpartition("shoal: rank 1 failed first: it ended with exit code 1.\n")
-    assert report.startswith("[init-timeout] rank 1 of 2 has waited 2 s for rank 0 at "), job.stderr
+def test_a_rank_that_does_not_come_to_initialize_is_named_with_its_stack_and_ended(stuck: str, tmp_path: Path) -> None:
+    code, err = run_before(tmp_path, stuck)
+    assert code == 128 + signal.SIGABRT, err
+    head = "shoal: [hang] step 0: rank 0 hangs; section 'init' of rank 1 took longer than its 2 s (timeouts.init)."
+    assert head in err
+    script = f"{tmp_path}/script.py"
+    doing = "is stopped, by a signal or a debugger" if "SIGSTOP" in stuck else f"runs {script}:4, in <module>"
+    assert f"  rank 0: {doing}; no collective yet\n  rank 1: waits in a collective, called at {script}:" in err, err
+    assert f'  the stack of rank 0:\n    File "{script}", line 4 in <module>\n' in err
+
+
+def test_where_no_rank_comes_to_initialize_all_are_ended_with_their_stacks(tmp_path: Path) -> None:
+    code, err = run_before(tmp_path, "pass\nimport time; time.sleep(50)", SHOAL_INIT_SECONDS="3")
+    assert code == 128 + signal.SIGABRT, err
+    assert "[hang] step 0: no rank has come to initialize; section 'init' of rank 0 took longer than its 3 s" in err
+    assert f"  rank 1: runs {tmp_path}/script.py:5, in <module>; no collective yet\n" in err
+    assert "  do: if nothing is wrong, raise SHOAL_INIT_SECONDS in the environment (0: no limit).\n" in err

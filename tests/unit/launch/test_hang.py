@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,13 @@ import pytest
 
 import shoal
 from shoal.comm.environment import heartbeat_place
+from shoal.errors import UsageError
 from shoal.hang import Stuck, causes_of, describe_hang, main_stack
-from shoal.heartbeat import Beat, Heartbeat, clear_heartbeats, open_heartbeat, read_heartbeats
+from shoal.heartbeat import Beat, Heartbeat, clear_heartbeats, open_heartbeat, read_heartbeats, read_starts
+from shoal.launch.local import _init_seconds
+from shoal.process import started
 
-BEAT = Beat(0, 0, 1, 1, "step", 0.0, 60.0, 7, 100, "all_gather 'layers.3' on axis 'dp'")
+BEAT = Beat(0, 0, 1, 1, "step", 0.0, 60.0, 7, 100, "all_gather 'layers.3' on axis 'dp'", thread=1)
 PACKAGE = Path(shoal.__file__).parent
 WAITING = (f'  File "{PACKAGE}/comm/gloo.py", line 3 in wait', '  File "/home/me/train.py", line 9 in main')
 COMPUTING = ('  File "/home/me/model.py", line 5 in forward', '  File "/home/me/train.py", line 9 in main')
@@ -96,6 +100,33 @@ def test_a_heartbeat_is_read_by_another_process(tmp_path: Path, monkeypatch: pyt
     assert not open_heartbeat(place).is_read  # a process that the rank has started
     clear_heartbeats(tmp_path)
     assert read_heartbeats(tmp_path) == []
+
+
+def test_a_rank_is_late_that_does_not_come_to_initialize_unless_its_script_never_calls_it(tmp_path: Path) -> None:
+    trains, reads = tmp_path / "train.py", tmp_path / "read.py"
+    trains.write_text("engine, *_ = deepspeed.initialize(model=model)")
+    reads.write_text("print(shoal.__version__)")
+    assert _init_seconds(["python", str(trains), str(reads)]) == 3600
+    assert _init_seconds(["python", str(reads), "--like", str(trains)]) == 0
+    assert _init_seconds(["python", "-m", "shoal.cli.training", "job.json"]) == 3600
+    pid = os.getpid()
+    (tmp_path / "start-1").write_text(f"9 {pid} {started(pid)} {time.monotonic() - 5} 4.0")
+    (tmp_path / "start-2").write_text(f"10 {pid} {started(pid)} {time.monotonic() - 5} 0.0")
+    (tmp_path / "start-3").write_text(f"11 {pid} 1 {time.monotonic() - 5} 4.0")  # it has ended
+    (tmp_path / "start-4").write_text("")  # it begins to write
+    late, other = read_starts(tmp_path)
+    assert (late.local_rank, late.rank, late.section, late.is_late, late.is_before_init) == (1, 9, "init", True, True)
+    assert (other.rank, other.is_late) == (10, False)
+    (tmp_path / "1").touch()  # its heartbeat
+    assert [beat.rank for beat in read_starts(tmp_path)] == [10]
+
+
+def test_the_time_to_initialize_is_set_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_INIT_SECONDS", "90")
+    assert _init_seconds(["python", "read.py"]) == 90
+    monkeypatch.setenv("SHOAL_INIT_SECONDS", "1h")
+    with pytest.raises(UsageError, match="SHOAL_INIT_SECONDS='1h' is not a number of seconds"):
+        _init_seconds(["python", "read.py"])
 
 
 def test_without_a_launcher_nothing_is_written() -> None:

@@ -18,27 +18,24 @@ from __future__ import annotations
 import itertools
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-import xxhash
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from shoal.data.digest import digest_of
 from shoal.data.order import Indices, shuffled
 from shoal.data.packing import balance
 from shoal.data.prefetch import ahead_on
 from shoal.data.stream import SamplePiece, TokenStream
 from shoal.data.workers import BatchReader, ReadRequest, Workers
-from shoal.device import is_fake
 from shoal.errors import UsageError
 from shoal.text import counted
 
 logger = logging.getLogger("shoal")
-_MOST_PARTS = 64  # of a list or a dict that a digest is of
-_MOST_ELEMENTS = 8192  # of an array, a text or bytes
 
 
 @dataclass(frozen=True)
@@ -556,7 +553,7 @@ class Loader:
         taken, changed, num = self.position, "", 0
         for num, sample in enumerate(itertools.islice(stream, taken), 1):
             if num - 1 in self._digests:
-                before, self._digests[num - 1] = self._digests[num - 1], sample_digest(sample)
+                before, self._digests[num - 1] = self._digests[num - 1], digest_of(sample)
                 if before != self._digests[num - 1]:
                     changed = changed or f"gives another sample at position {num - 1} than before"
         if num < taken:
@@ -577,52 +574,11 @@ class Loader:
                 self._position, self._digests = SamplePosition(), {}
                 return
             if not self.position:
-                self._digests = {0: sample_digest(together[0])}
+                self._digests = {0: digest_of(together[0])}
             self._position = SamplePosition(self.position + len(together))
             self._digests = dict([*self._digests.items()][:1])
-            self._digests[self.position - 1] = sample_digest(together[-1])
+            self._digests[self.position - 1] = digest_of(together[-1])
             yield self._collate(self._own(together))
-
-
-def sample_digest(sample: Any) -> str:
-    """A hash of the tensors, arrays, numbers and text of a sample: of their types and sizes, and of their beginnings.
-
-    >>> sample_digest((torch.arange(3), {"label": 1})) == sample_digest((torch.arange(3), {"label": 1}))
-    True
-    >>> sample_digest([torch.arange(3)]) == sample_digest([torch.arange(1, 4)])
-    False
-
-    What other objects hold is left out; it need not be the same in two processes.
-    """
-    digest = xxhash.xxh3_64()
-    _add(digest, sample)
-    return digest.hexdigest()
-
-
-def _add(digest: Any, value: Any) -> None:
-    digest.update(type(value).__name__.encode())
-    if isinstance(value, torch.Tensor):
-        digest.update(repr((tuple(value.shape), value.dtype)).encode())
-        if value.layout is torch.strided and not value.is_meta and not is_fake(value.detach()):
-            part = value.detach().flatten()[:_MOST_ELEMENTS].cpu().resolve_conj().resolve_neg().contiguous()
-            digest.update(part.view(torch.uint8).numpy().data)
-    elif isinstance(value, np.ndarray):
-        digest.update(repr((value.shape, value.dtype)).encode())
-        if not value.dtype.hasobject:
-            digest.update(value.reshape(-1)[:_MOST_ELEMENTS].tobytes())
-    elif isinstance(value, Mapping):
-        digest.update(repr(len(value)).encode())
-        for _, (key, part) in zip(range(_MOST_PARTS), value.items(), strict=False):
-            _add(digest, key)
-            _add(digest, part)
-    elif isinstance(value, list | tuple):
-        digest.update(repr(len(value)).encode())
-        for part in value[:_MOST_PARTS]:
-            _add(digest, part)
-    elif isinstance(value, str | bytes):
-        digest.update(repr((len(value), value[:_MOST_ELEMENTS])).encode())
-    elif value is None or isinstance(value, bool | int | float | complex | np.generic):
-        digest.update(repr(value).encode())
 
 
 class RepeatingLoader:

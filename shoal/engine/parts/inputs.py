@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import xxhash
 from torch.utils._pytree import tree_leaves
 
 from shoal.comm.protocol import Communicator
 from shoal.config.batch import MICRO
+from shoal.data.digest import digest_of
 from shoal.device import in_transform, is_fake
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.log import logger
@@ -62,14 +62,7 @@ class FirstInputs(Part):
 
     def _compare(self, tensors: Sequence[torch.Tensor], comm: Communicator) -> None:
         self._num_left -= 1
-        digest = xxhash.xxh3_64()
-        for tensor in tensors:
-            digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
-            if tensor.is_meta:  # of a pipeline stage that reads none
-                continue
-            array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            digest.update(memoryview(array))
-        digests = comm.gather_objects(digest.hexdigest(), label="same batch")
+        digests = comm.gather_objects(digest_of(tensors, is_whole=True), label="same batch")
         if len(set(digests)) > 1:
             raise UsageError(
                 f"the {comm.size} ranks of a tensor-parallel group were given {len(set(digests))} different batches.",

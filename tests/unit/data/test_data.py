@@ -25,7 +25,7 @@ from shoal.data import (
     split,
     tokenize,
 )
-from shoal.data.loading import sample_digest
+from shoal.data.digest import digest_of
 from shoal.errors import UsageError
 
 
@@ -230,9 +230,20 @@ def test_the_digest_of_a_sample_is_of_its_values_and_not_of_its_objects() -> Non
         values = [np.arange(3) + number, torch.tensor(2.0, dtype=torch.bfloat16), b"bytes", object(), None, True]
         return values, {"next": (number, last, np.float32(1.5), torch.empty(0, device="meta"))}
 
-    assert sample_digest(sample(1)) == sample_digest(sample(1)) != sample_digest(sample(2))
-    assert len({sample_digest(sample(1, last)) for last in (1, 1.0, True, "1", b"1", [1], (1,), {1: 1})}) == 8
-    assert sample_digest(torch.zeros(2, 3)) != sample_digest(torch.zeros(3, 2))
+    assert digest_of(sample(1)) == digest_of(sample(1)) != digest_of(sample(2))
+    assert len({digest_of(sample(1, last)) for last in (1, 1.0, True, "1", b"1", [1], (1,), {1: 1})}) == 8
+    assert digest_of(torch.zeros(2, 3)) != digest_of(torch.zeros(3, 2))
+
+
+def test_the_digest_of_a_whole_batch_is_of_its_ends_too() -> None:
+    batch, other = torch.zeros(10_000), torch.zeros(10_000)
+    other[-1] = 1
+    assert digest_of(batch) == digest_of(other)
+    assert digest_of(batch, is_whole=True) != digest_of(other, is_whole=True)
+    parts = [list(range(100)), list(range(101))[:-1]]
+    parts[1][-1] = 0
+    assert digest_of(parts[0]) == digest_of(parts[1])
+    assert digest_of(parts[0], is_whole=True) != digest_of(parts[1], is_whole=True)
 
 
 def test_a_resumed_run_has_the_order_and_the_seed_of_its_workers_of_the_saved_one() -> None:

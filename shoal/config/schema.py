@@ -437,8 +437,8 @@ class Data(Section):
     )
     read_on_every_stage: bool = key(
         False,
-        "the stages between the first and the last of a pipeline read tokens too, though they need only their documents"
-        " (of a `TokenStream`) or nothing (of a `PipelineModule`)",
+        "the stages between the first and the last of a pipeline read samples too; false: they get what they need from"
+        " the index of a `TokenStream`, else from the first stage",
     )
 
 

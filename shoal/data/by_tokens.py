@@ -341,7 +341,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     if dataset_seqlens is None:
         dataset_seqlens = _lengths(dataset, section.metrics_path, engine, dataloader_collate_fn, batch_seqlens_fn)
     is_pipeline = engine.axes.get("pp") is not None
-    return get_dataloader_and_lr_scheduler_for_variable_batch_size(
+    made = get_dataloader_and_lr_scheduler_for_variable_batch_size(
         dataset,
         dataset_seqlens,
         section.max_tokens,
@@ -364,6 +364,8 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         section.verbose,
         engine.properties.config.data_efficiency.seed,
     )
+    made[0].reads = not is_pipeline or engine.reads(has_forms=False)
+    return made
 
 
 def _lengths(

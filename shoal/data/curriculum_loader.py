@@ -22,6 +22,7 @@ class CurriculumLoader:
         sampler: draws samples for all ranks; every rank has one of its own.
         batch_size: samples per rank and micro-batch.
         num_workers, pin_memory, collate_fn: as of ``Loader``.
+        reads: False: batches are None, and no sample is read.
 
     Attributes: ``post_process``: gets each batch and ``{"current_difficulties", "curriculum_step",
         "consumed_samples"}``, and returns the batch that the loop gets; None: it is left as it is.
@@ -39,12 +40,14 @@ class CurriculumLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        reads: bool = True,
     ) -> None:
         self.dataset, self.batch_size = dataset, batch_size
         self.sampler, self._rank, self._world_size = sampler, rank, world_size
         self._num_samples = len(cast(Any, dataset))
         self._end = num_epochs * self._num_samples
         self._workers = Workers(BatchReader(dataset, collate_fn or default_collate, pins=pin_memory), num_workers)
+        self._reads = reads
         self._taken = 0  # samples that all ranks have taken
         self._state = sampler.state_dict()
         self._num_loads = 0
@@ -69,9 +72,10 @@ class CurriculumLoader:
         while place != self._num_loads:  # another position was loaded: the loop goes on there
             place = self._num_loads
             self.sampler.load_state_dict(self._state)  # workers may have read ahead in a loop that was left
-            for batch, after in self._workers.batches(self._requests()):
+            unread = ((None, after) for _, after in self._requests())
+            for batch, after in self._workers.batches(self._requests()) if self._reads else unread:
                 self._taken, self._state, about = after
-                yield batch if self.post_process is None else self.post_process(batch, about)
+                yield batch if self.post_process is None or not self._reads else self.post_process(batch, about)
                 if place != self._num_loads:
                     break
 

@@ -143,8 +143,9 @@ class Loader:
         pin_memory: put batches in page-locked memory, for copies to an accelerator that do not block.
         num_micro: returns the micro-batches of a step, of a ``TokenStream`` over which the work is divided.
         device: to which batches are copied while the one before is computed; None: they stay in host memory.
-        reads: False: no sample is read. A batch is ``dataset.form(indices)`` where it has this method, else None. Of a
-            ``TokenStream`` it has documents and positions, and tokens and targets on the meta device.
+        reads: False: no sample is read. Without ``collate_fn``, a batch is ``dataset.form(indices)`` where it has this
+            method, else None; those of an ``IterableDataset`` do not end. Of a ``TokenStream`` it has documents and
+            positions, and tokens and targets on the meta device.
 
     Raises: UsageError: sizes that are not positive, or fewer samples than one global batch with ``drop_last``.
     """
@@ -187,7 +188,8 @@ class Loader:
         self._workers = Workers(reader, num_workers)
         self._num_micro = num_micro
         self._device = device
-        self._reads = reads
+        self.reads = reads
+        self._form = getattr(dataset, "form", None) if collate_fn is None else None
         self._is_iterable = isinstance(dataset, IterableDataset)
         is_loader = isinstance(dataset, DataLoader)
         if is_loader or not (self._is_iterable or (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))):
@@ -321,6 +323,8 @@ class Loader:
 
     def begin_step(self, step: int) -> None:
         """The engine's step of this number reads from here."""
+        if self._is_iterable:  # whose samples have no numbers
+            return
         self._steps = [each for each in self._steps if each.step <= step]
         mine = FirstStep(step, self.position, self._step_shape, self._position.returned)
         if (
@@ -523,13 +527,12 @@ class Loader:
 
     def _forms(self) -> Iterator[tuple[Any, PlannedBatch]]:
         """The rest of the epoch, without reading."""
-        form = getattr(self.dataset, "form", None)
         for plan in self._plan(self._shape, self._position):
-            yield None if form is None else form(plan.keys[self._rank]), plan
+            yield None if self._form is None else self._form(plan.keys[self._rank]), plan
 
     def _iterate_indices(self) -> Iterator[Any]:
         end = self._epoch_end(self._position)
-        batches = self._workers.batches(self._requests()) if self._reads else self._forms()
+        batches = self._workers.batches(self._requests()) if self.reads else self._forms()
         for batch, plan in ahead_on(self._device, batches):
             if plan.shape != self._shape and not self._position.into:  # steps have another number of micro-batches now
                 self._num_moves += 1
@@ -549,6 +552,8 @@ class Loader:
         return together[self._rank * size : (self._rank + 1) * size]
 
     def _iterate_stream(self) -> Iterator[Any]:
+        if not self.reads:  # where the stream ends, only its readers know
+            yield from itertools.repeat(None)
         stream = iter(cast(Iterable[Any], self.dataset))
         taken, changed, num = self.position, "", 0
         for num, sample in enumerate(itertools.islice(stream, taken), 1):

@@ -262,8 +262,11 @@ def loader_of(
         options: of torch's ``DataLoader``.
     """
     settings, ranks = engine.properties.config, engine.axes.batch
-    curriculum, sampling = settings.data_efficiency.curriculum, settings.data_efficiency.data_sampling
-    if curriculum is not None and shuffle:
+    sampling = settings.data_efficiency.data_sampling
+    curriculum = settings.data_efficiency.curriculum if shuffle else None
+    has_forms = callable(getattr(dataset, "form", None)) and options.get("collate_fn") is None and curriculum is None
+    reads = not isinstance(engine, PipelineEngine) or engine.reads(has_forms=has_forms)
+    if curriculum is not None:
         num_micro = engine.gradient_accumulation_steps()
         sampler = DifficultySampler(
             curriculum, settings.data_efficiency.seed, len(dataset), batch_size * ranks.size * num_micro
@@ -275,6 +278,7 @@ def loader_of(
             rank=ranks.rank,
             world_size=ranks.size,
             num_epochs=sampling.num_epochs,
+            reads=reads,
             **{**options, "num_workers": sampling.num_workers, "pin_memory": sampling.pin_memory},
         )
     options = {"num_workers": settings.data.num_workers, **options}
@@ -285,11 +289,10 @@ def loader_of(
             do="set it to 0, or pass a data set with a length and indices.",
             code="data-workers",
         )
-    has_forms = callable(getattr(dataset, "form", None)) and options.get("collate_fn") is None
     return Loader(
         dataset,
         batch_size,
-        reads=not isinstance(engine, PipelineEngine) or engine.reads(has_forms=has_forms),
+        reads=reads,
         rank=ranks.rank,
         world_size=ranks.size,
         seed=settings.data.seed or 0,

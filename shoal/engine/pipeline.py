@@ -142,8 +142,8 @@ class PipelineEngine(Engine):
         """Run one step: ``gradient_accumulation_steps`` micro-batches through all stages, then the optimizer.
 
         Args:
-            data_iter: gives this rank's micro-batches, the same on all stages of one pipeline; ranks that are neither
-                first nor last may have None, where their stages do not read the batch. None: the one that
+            data_iter: gives this rank's micro-batches, the same on all stages of one pipeline; a rank that is neither
+                first nor last may have None: it gets them of the first, if its stages need any. None: the one that
                 ``set_dataiterator``, ``set_dataloader`` or ``initialize(training_data=...)`` gave.
 
         Returns: the mean loss over all micro-batches and data-parallel ranks, on every rank. Shape: [].
@@ -151,7 +151,8 @@ class PipelineEngine(Engine):
             raised: on every rank; nothing was changed, and the next call may follow, except where a stage has
             collectives of its own (tensor and sequence parallelism, stage 3 beyond ``stage3_max_live_parameters``).
         Communicates: one send for each boundary, direction and micro-batch (two more of a few bytes for new shapes);
-            the reductions and gathers of the stage; two exchanges of a few bytes between hosts.
+            the reductions and gathers of the stage; two exchanges of a few bytes between hosts; one broadcast of the
+            micro-batches where a rank needs them and has none.
         """
         self._check_alive()
         self.offloaded.require("train_batch()")
@@ -303,7 +304,9 @@ class PipelineEngine(Engine):
         if self.module.training:  # before the batches: an iterator may read the curriculum's place
             arguments = self.run_state.curriculum.arguments()
         checked = partial(self._checked, arguments.get("curriculum_seqlen"))
-        return next_batches(source, checked, num_micro, schedule, arguments, self.axes.get("pp"))
+        needs_all = self.module.reads_between != "nothing" and self.world.stages is None
+        comm, device = self.axes.get("pp"), self.device
+        return next_batches(source, checked, num_micro, schedule, arguments, comm, device=device, needs_all=needs_all)
 
     def _checked(self, longest: int | None, batch: Any) -> Any:
         """A micro-batch as the stages get it; None: this rank reads none. Raises: UsageError: no stage could run it."""
@@ -349,15 +352,18 @@ class PipelineEngine(Engine):
         return self._stage_ranks[-1] == self._pipeline_rank
 
     def reads(self, *, has_forms: bool) -> bool:
-        """True if this rank reads micro-batches: the first stage its inputs, the last one its labels.
+        """True if this rank reads micro-batches: the first stage its inputs, the last one its labels. Others get what
+        they need of the first.
 
         Args:
             has_forms: the loader knows shapes, positions and documents without reading.
         """
-        is_between = not (self.is_first_stage() or self.is_last_stage())
+        if self.is_first_stage() or self.is_last_stage() or self.properties.config.data.read_on_every_stage:
+            return True
         needs = self.module.reads_between
-        needs_none = needs == "nothing" or (needs == "form" and has_forms)
-        return not (is_between and needs_none) or self.properties.config.data.read_on_every_stage
+        if needs == "nothing" or not has_forms:
+            return needs != "nothing" and self.world.stages is not None  # a dry run sends no values
+        return needs == "values"
 
     def schedule(self) -> PipelineSchedule:
         """The schedule of a step, on all ranks."""

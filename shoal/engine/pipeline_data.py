@@ -1,4 +1,4 @@
-"""The micro-batches of one step of a pipeline: read on each stage, compared over all of them before anything runs."""
+"""The micro-batches of one step of a pipeline: read, sent to stages that need and do not read them, and compared."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm.protocol import Communicator
 from shoal.device import is_fake, read_vector
 from shoal.errors import UsageError
-from shoal.pipeline.messages import signature_of
+from shoal.pipeline.messages import MessageForm, flatten, pack_into, signature_of, unflatten, unpacked
 from shoal.pipeline.run import Failure, MicroBatch
-from shoal.streams import host_memory
+from shoal.streams import host_memory, is_in_host_memory
 
 _NO_DATA, _DATA, _ENDED, _RAISED = 0.0, 1.0, 2.0, 3.0  # what a rank's iterator gave
+_SIGNATURES = 4  # of micro-batches, from this column of a row on
+_UNSENT = (
+    'make batches of tensors, numbers, texts and None, in tuples, lists and dicts; or set {"data":'
+    ' {"read_on_every_stage": true}}, and each stage reads.'
+)
 
 
 def next_batches(
@@ -26,6 +31,9 @@ def next_batches(
     schedule: str,
     arguments: Mapping[str, Any],
     comm: Communicator | None,
+    *,
+    device: torch.device,
+    needs_all: bool,
 ) -> tuple[list[MicroBatch], Failure | None]:
     """The next micro-batches, with the signatures that all stages know, and why they cannot be run.
 
@@ -35,29 +43,64 @@ def next_batches(
         schedule: what all stages must have alike.
         arguments: of the model, with each micro-batch.
         comm: the ranks along ``pp``; None: there is one.
+        device: where micro-batches are put that the first rank has there.
+        needs_all: each rank needs micro-batches. If one has read none, it gets those of the first rank that has.
 
-    Communicates: one exchange of 3 numbers, and one for each micro-batch.
+    Communicates: one exchange of 4 numbers, and one for each micro-batch. Where a rank gets them: see ``_sent``.
     """
     read: list[Any] = []
     error: Exception | None = None
-    state = _NO_DATA if source is None else _DATA
+    state = _NO_DATA
     try:
         while source is not None and len(read) < num_micro:
             batch = next(source)
             read.append(batch if batch_fn is None else batch_fn(batch))
+            state = _NO_DATA if batch is None else _DATA  # a loader of a rank that reads none
     except StopIteration:
         state = _ENDED
     except Exception as raised:
         state, error = _RAISED, raised
     signatures = [signature_of(batch, arguments) for batch in read] + [0] * (num_micro - len(read))
     number = int.from_bytes(hashlib.sha256(schedule.encode()).digest()[:6], "big")
-    rows = [[state, float(len(read)), float(number), *map(float, signatures)]]
+    rows = [[state, float(len(read)), float(number), float(needs_all), *map(float, signatures)]]
     if comm is not None:
         rows = exchange_rows(rows[0], comm, label="micro-batches")
-    known = [int(max(row[3 + index] for row in rows)) for index in range(num_micro)]
+    known = [int(max(row[_SIGNATURES + index] for row in rows)) for index in range(num_micro)]
     read += [None] * (num_micro - len(read))
-    batches = [MicroBatch(batch, signature) for batch, signature in zip(read, known, strict=True)]
-    return batches, _failure(rows, num_micro, error)
+    failure = _failure(rows, num_micro, error)
+    if failure is None and comm is not None and any(row[0] == _NO_DATA and row[3] for row in rows):
+        read, failure = _sent(read, next(rank for rank, row in enumerate(rows) if row[0] == _DATA), comm, device)
+    return [MicroBatch(batch, signature) for batch, signature in zip(read, known, strict=True)], failure
+
+
+def _sent(read: list[Any], source: int, comm: Communicator, device: torch.device) -> tuple[list[Any], Failure | None]:
+    """The micro-batches of rank ``source``, on ranks that have read none.
+
+    Communicates: an exchange of 2 numbers and a broadcast of a few bytes between hosts; a broadcast of all
+        micro-batches, between devices if they are there.
+    """
+    mine, text = [-1.0, 0.0], b""
+    form, tensors, failure = MessageForm(None, ()), list[torch.Tensor](), Failure("start", None)
+    if comm.rank == source:
+        try:
+            form, tensors = flatten(read, "the data iterator")
+            text = form.to_json()
+            mine = [float(len(text)), float(not all(map(is_in_host_memory, tensors)))]
+        except UsageError as error:
+            what = f"{error.what.removesuffix(' to the next pipeline stage.')} to the stages that do not read it."
+            failure = Failure("next(data_iter)", UsageError(what, where=error.where, do=_UNSENT, code="pipeline-data"))
+    nbytes, is_on_device = exchange_rows(mine, comm, label="micro-batches to send")[source]
+    if nbytes < 0:
+        return read, failure
+    header = host_memory(torch.tensor(list(text) or [0] * int(nbytes), dtype=torch.uint8), is_pinned=False)
+    comm.broadcast(header, source, label="form of micro-batches").wait()
+    form = MessageForm.from_json(header.numpy().tobytes())
+    buffer = torch.empty(form.packed_nbytes, dtype=torch.uint8, device=device if is_on_device else "cpu")
+    buffer = buffer if is_on_device else host_memory(buffer, is_pinned=False)
+    buffer = pack_into(form, tensors, buffer) if comm.rank == source else buffer
+    comm.broadcast(buffer, source, label="micro-batches").wait()
+    is_filled = comm.rank == source or read[0] is not None
+    return read if is_filled else unflatten(form.tree, unpacked(form, buffer)), None
 
 
 def exchange_rows(mine: list[float], comm: Communicator, *, label: str) -> list[list[float]]:
@@ -93,7 +136,8 @@ def _failure(rows: Sequence[Sequence[float]], num_micro: int, error: Exception |
         what = f"the data iterator ended before the {num_micro} micro-batches of a step: {counts}."
         do = "give all stages of a pipeline the same micro-batches, in multiples of gradient_accumulation_steps."
         return Failure("next(data_iter)", UsageError(what, do=do, code="pipeline-data"))
-    shapes = [index for index in range(num_micro) if len({row[3 + index] for row in rows if row[3 + index]}) > 1]
+    columns = range(_SIGNATURES, _SIGNATURES + num_micro)
+    shapes = [at - _SIGNATURES for at in columns if len({row[at] for row in rows if row[at]}) > 1]
     if shapes:
         what = f"the stages of a pipeline read micro-batches of different shapes: micro-batch {shapes[0]}."
         return Failure("start", UsageError(what, do="give all stages the same micro-batches.", code="pipeline-data"))

@@ -27,6 +27,7 @@ from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator, Message, Work
 from shoal.comm.wire import RowBytes
 from shoal.errors import UsageError
+from shoal.parallel.sequence.chunks import Documents
 
 _ALIGNMENT = 16  # bytes, at which each tensor of a message begins
 _DTYPES = {
@@ -70,6 +71,11 @@ class MessageForm:
     def nbytes(self) -> int:
         """Of all tensors."""
         return sum(t.nbytes for t in self.tensors)
+
+    @cached_property
+    def packed_nbytes(self) -> int:
+        """Of all tensors one after the other, each aligned."""
+        return _offsets(self)[1]
 
     def to_json(self) -> bytes:
         tensors = [[str(t.dtype).removeprefix("torch."), list(t.shape), t.has_gradient] for t in self.tensors]
@@ -117,7 +123,9 @@ def _tree_of(item: Any, tensors: list[torch.Tensor], where: str, path: str) -> A
     if isinstance(item, tuple | list):
         kind = "tuple" if isinstance(item, tuple) else "list"
         return [kind, [_tree_of(part, tensors, where, f"{path}[{index}]") for index, part in enumerate(item)]]
-    if isinstance(item, dict) and all(isinstance(key, str) for key in item):
+    if isinstance(item, Documents):
+        return ["documents", item.begins]
+    if isinstance(item, Mapping) and all(isinstance(key, str) for key in item):
         return ["dict", [[key, _tree_of(part, tensors, where, f"{path}[{key!r}]")] for key, part in item.items()]]
     raise _unsendable(where, path, f"a {type(item).__name__}")
 
@@ -129,6 +137,8 @@ def unflatten(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
         return tensors[content]
     if kind == "value":
         return content
+    if kind == "documents":
+        return Documents(tuple(map(tuple, content)))
     if kind == "dict":
         return {key: unflatten(part, tensors) for key, part in content}
     parts = [unflatten(part, tensors) for part in content]
@@ -164,11 +174,7 @@ class Incoming:
         if len(self.form.tensors) == 1:
             received = [self._buffer.view(self._sent.tensors[0].shape)]
         else:
-            offsets, _ = _offsets(self._sent)
-            received = [
-                self._buffer[start : start + t.nbytes].view(t.dtype).view(t.shape)
-                for start, t in zip(offsets, self._sent.tensors, strict=True)
-            ]
+            received = unpacked(self._sent, self._buffer)
         return [
             values if codes is None else _decoded(codes, values, t)
             for values, codes, t in zip(received, self._codes, self.form.tensors, strict=True)
@@ -185,6 +191,19 @@ def _offsets(form: MessageForm) -> tuple[list[int], int]:
     """Where each tensor of a message begins, and its end."""
     *offsets, end = accumulate((-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in form.tensors), initial=0)
     return offsets, end
+
+
+def pack_into(form: MessageForm, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
+    """The tensors as the bytes of ``buffer``, uint8 of ``form.packed_nbytes``, which is returned."""
+    for start, tensor, t in zip(_offsets(form)[0], tensors, form.tensors, strict=True):
+        buffer[start : start + t.nbytes].view(t.dtype).copy_(tensor.detach().reshape(-1))
+    return buffer
+
+
+def unpacked(form: MessageForm, buffer: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of which ``pack_into`` made the bytes, as views of them."""
+    parts = zip(_offsets(form)[0], form.tensors, strict=True)
+    return [buffer[start : start + t.nbytes].view(t.dtype).view(t.shape) for start, t in parts]
 
 
 class Channel:
@@ -285,10 +304,7 @@ class Channel:
         if len(tensors) == 1:
             flat = tensors[0].detach().contiguous().view(-1)
         else:
-            offsets, nbytes = _offsets(form)
-            flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            for start, tensor, t in zip(offsets, tensors, form.tensors, strict=True):
-                flat[start : start + t.nbytes].view(t.dtype).copy_(tensor.detach().reshape(-1))
+            flat = pack_into(form, tensors, torch.empty(form.packed_nbytes, dtype=torch.uint8, device=self._device))
         self._joined.append(Message("send", flat, peer, label))
         if not is_joined:
             self._issue()
@@ -312,7 +328,7 @@ class Channel:
             only = sent.tensors[0]
             buffer = torch.empty(prod(only.shape), dtype=only.dtype, device=self._device)
         else:
-            buffer = torch.empty(_offsets(sent)[1], dtype=torch.uint8, device=self._device)
+            buffer = torch.empty(sent.packed_nbytes, dtype=torch.uint8, device=self._device)
         work = self._issue(Message("recv", buffer, peer, label))
         return Incoming(form, buffer, work, sent, codes, self._device)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,12 +16,15 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.data import InMemorySource, TokenStream, split
+from shoal.data.analysis import SINGLE, DataAnalyzer
 from shoal.data.sources.token_file import TokenFile, TokenFileWriter
 from shoal.errors import ShoalError, UsageError
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.loss import count_tokens
+from shoal.parallel.sequence.chunks import Documents
 from shoal.pipeline.module import PipelineModule
 from tests.helpers.data_layouts import LENGTH, PACKINGS, Layout, check, random_legs, stream
+from tests.helpers.deepspeed_samples import metric
 
 # More of them, on more ranks and with workers: tests/nightly.
 SEEDS = (1, 6, 10, 16)
@@ -107,12 +112,49 @@ class Tokens(Samples):
         return tokens, tokens
 
 
+class Lines(torch.utils.data.IterableDataset[Any]):
+    """Samples as a stream, which begins anew in the second step."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples, self.reads = samples, samples.reads
+
+    def __iter__(self) -> Any:
+        return (self.samples[index] for index in range(12))
+
+
+def with_documents(samples: list[Any]) -> list[Any]:
+    """A batch of a form that the data set does not know: rows of two documents."""
+    tokens, targets = (torch.stack(part) for part in zip(*samples, strict=True))
+    documents = Documents.of_lengths([[LENGTH - 5, 5]] * len(samples))
+    positions = torch.cat([torch.arange(LENGTH - 5), torch.arange(5)]).expand_as(tokens)
+    return [tokens, targets, positions, documents]
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """A config by which samples are chosen by a measure."""
+    DataAnalyzer(
+        range(64),
+        batch_size=64,
+        metric_names=["size"],
+        metric_functions=[torch.tensor],
+        metric_types=[SINGLE],
+        save_path=folder,
+        collate_fn=list,
+    ).run_map_reduce()
+    measures = {"size": metric("size", folder, 32, 63)}
+    sampling = {"enabled": True, "curriculum_learning": {"enabled": True, "curriculum_metrics": measures}}
+    return {"data_efficiency": {"enabled": True, "data_sampling": sampling}}
+
+
 def of_layers() -> PipelineModule:
     return PipelineModule([nn.Linear(4, 4) for _ in range(4)], num_stages=4, loss_fn=nn.functional.mse_loss)
 
 
-def of_blocks() -> nn.Module:
-    model = GPT(GPTConfig(64, LENGTH, 4, 16, 2))
+def of_blocks(num: int = 4) -> nn.Module:
+    model = GPT(GPTConfig(64, LENGTH, num, 16, 2))
+    generator = torch.Generator().manual_seed(0)  # ranks that are threads share torch's own
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.2, generator=generator)
     model.attend_by(shoal.attention)
     return model
 
@@ -125,18 +167,27 @@ def of_blocks() -> nn.Module:
         (of_blocks, "tokens", {}, "nothing"),
         (of_layers, "samples", {}, "nothing"),
         (of_layers, "samples", {"pipeline": {"schedule": "zb_h1"}}, "nothing"),
+        (of_layers, "lines of samples", {}, "nothing"),
+        (of_blocks, "lines of tokens", {}, "nothing"),
+        (of_blocks, "documents", {}, "nothing"),
+        (partial(of_blocks, 8), "documents", {"pipeline": {"schedule": "zbv", "virtual_stages": 2}}, "nothing"),
+        (of_blocks, "curriculum", {}, "nothing"),
     ],
 )
 def test_stages_between_the_first_and_the_last_read_nothing(
     make: Any, data: str, more: dict[str, Any], between: str, tmp_path: Path
 ) -> None:
-    def job(num_steps: int, resumes: bool) -> tuple[int, float, Any]:
-        dataset: Any = stream("first_fit") if data == "stream" else Tokens() if data == "tokens" else Samples()
+    if data == "curriculum":
+        more = more | measured(tmp_path / "analysis")
+
+    def job(num_steps: int, resumes: bool, more: dict[str, Any]) -> tuple[int, float, Any]:
+        samples = Samples() if make is of_layers else Tokens()
+        dataset: Any = stream("first_fit") if data == "stream" else Lines(samples) if "lines" in data else samples
         reads = count_reads(dataset) if data == "stream" else dataset.reads
         config = {**Layout(micro_batch=2, accumulation=4).config(), "loss_reduction": "mean", **more}
         config |= {"parallel": {"pp": 4}}
-        torch.manual_seed(0)
-        engine: Any = shoal.initialize(model=make(), config=config, training_data=dataset)[0]
+        collate = with_documents if data == "documents" else None
+        engine: Any = shoal.initialize(model=make(), config=config, training_data=dataset, collate_fn=collate)[0]
         if resumes:
             engine.load_checkpoint(tmp_path)
         losses = [float(engine.train_batch()) for _ in range(num_steps)]
@@ -145,12 +196,18 @@ def test_stages_between_the_first_and_the_last_read_nothing(
         engine.destroy()
         return len(reads), losses[-1], position
 
+    expected = {3: 0} if "virtual_stages" in more.get("pipeline", {}) else {}  # there rank 0 has the last stage too
     for resumes in (False, True):
-        ranks = run_ranks(4, job, 2, resumes)
-        first, *rest, last = [reads for reads, *_ in ranks]
-        assert first == last > 0
-        assert rest == ([0, 0] if between == "nothing" else [first, first])
-        assert all(position == ranks[0][2] for *_, position in ranks)  # which any rank may save
+        ranks = run_ranks(4, job, 2, resumes, more)
+        first = ranks[0][0]
+        all_or_none = first if between == "all" else 0
+        assert first > 0
+        assert [reads for reads, *_ in ranks] == [first, all_or_none, all_or_none, expected.get(3, first)]
+        if "lines" not in data:  # where a stream ends, only those know that read it
+            assert all(position == ranks[0][2] for *_, position in ranks)  # which any rank may save
+    if data in ("lines of tokens", "documents", "curriculum"):  # what was sent is what is read
+        every = run_ranks(4, job, 4, False, more | {"data": {"read_on_every_stage": True}})
+        assert [reads for reads, *_ in every] == 4 * [every[0][0]] and every[0][1] == ranks[0][1]
 
 
 class Words:
@@ -206,6 +263,47 @@ def test_tensor_parallel_ranks_read_by_themselves_and_send_no_batch() -> None:
     (first, sent), (second, _) = run_ranks(2, job)
     assert first == second > 0
     assert sent == []
+
+
+def test_an_iterable_data_set_is_trained_on_and_resumed_on_other_ranks(tmp_path: Path) -> None:
+    def job(num_steps: int, micro_batch: int, resumes: bool) -> list[list[int]]:
+        config = {"train_micro_batch_size_per_gpu": micro_batch, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        data = Lines(Samples())
+        engine, _, loader, _ = shoal.initialize(model=nn.Linear(4, 4), config=config, training_data=data)
+        if resumes:
+            engine.load_checkpoint(tmp_path)
+        seen = []
+        for _, (inputs, _) in zip(range(num_steps), loader, strict=False):
+            engine.backward(engine(inputs).sum())
+            engine.step()
+            seen.append(inputs[:, 0].int().tolist())
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+        return seen
+
+    assert run_ranks(2, job, 2, 2, False) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert run_ranks(1, job, 2, 3, True) == [[[8, 9, 10], [11]]]
+
+
+def test_a_batch_that_cannot_be_sent_to_the_stages_between_is_an_error_on_all_and_none_need_be_given() -> None:
+    def job() -> list[str]:
+        config = Layout(micro_batch=2, accumulation=4).config() | {"parallel": {"pp": 4}, "loss_reduction": "mean"}
+        engine: Any = shoal.initialize(model=of_blocks(), config=config)[0]
+        batches = [[torch.stack(part) for part in zip(*(Tokens()[at] for at in pair), strict=True)] for pair in PAIRS]
+        is_between = not (engine.is_first_stage() or engine.is_last_stage())
+        texts = []
+        for wrong in ([np.ones(2)], []):
+            own = iter([batch + wrong for batch in batches])
+            try:
+                engine.train_batch(None if is_between else own)
+            except UsageError as error:
+                texts.append(str(error))
+        return texts
+
+    PAIRS = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    for rank, (text,) in enumerate(run_ranks(4, job)):
+        assert "a ndarray, which cannot be sent to the stages that do not read it" in text
+        assert ("read_on_every_stage" in text) and (rank == 0 or "rank 0" in text)
 
 
 def test_a_stage_that_uses_tokens_it_has_not_read_says_so() -> None:

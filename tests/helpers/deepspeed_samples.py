@@ -1,4 +1,4 @@
-"""Writes ``tests/fixtures/data_efficiency.json``: what DeepSpeed 0.19.8 chooses, analyses and batches.
+"""Writes ``tests/fixtures/data_efficiency.json``: what DeepSpeed 0.19.8 chooses, analyses, batches and schedules.
 
     python -m tests.helpers.deepspeed_samples        with a Python that has DeepSpeed
 
@@ -64,6 +64,40 @@ BATCHINGS: list[dict[str, Any]] = [
     {"max_tokens": 60, "effective_batch_size": 2, "required_microbatches_of_same_size": True},
 ]
 
+NUM_STEPS = 40
+
+
+def random_ltd(low: int, high: int, steps: int, multiple: int, layers: tuple[int, int] = (12, 10)) -> dict[str, Any]:
+    """Of a model of ``layers[0]`` layers, of which ``layers[1]`` drop tokens."""
+    how = {"require_steps": steps, "seq_per_step": multiple}
+    schedule = {"min_value": low, "max_value": high, "schedule_type": "fixed_linear", "schedule_config": how}
+    numbers = {"total_layer_num": layers[0], "random_ltd_layer_num": layers[1], "global_batch_size": 6}
+    return {**numbers, "random_ltd_schedule": schedule, "layer_token_lr_schedule": {"enabled": False}}
+
+
+RANDOM_LTD = [
+    random_ltd(128, 2048, 30, 16),
+    random_ltd(100, 512, 7, 16),  # begins below ``low``
+    random_ltd(8, 500, 33, 24, (4, 1)),  # ends at no multiple
+    random_ltd(64, 64, 5, 8),
+]
+LINEAR = {"total_curriculum_step": 25, "difficulty_step": 8}
+CURRICULA: list[dict[str, Any]] = [
+    {"min_difficulty": 8, "max_difficulty": 100, "schedule_type": "fixed_linear", "schedule_config": LINEAR},
+    {
+        "min_difficulty": 16,
+        "max_difficulty": 128,
+        "schedule_type": "fixed_root",
+        "schedule_config": {**LINEAR, "root_degree": 2},
+    },
+    {
+        "min_difficulty": 1,
+        "max_difficulty": 4,
+        "schedule_type": "fixed_discrete",
+        "schedule_config": {"difficulty": [1, 2, 4], "max_step": [5, 11]},
+    },
+]
+
 
 def samples() -> list[list[int]]:
     """A data set whose samples have ``LENGTHS`` tokens."""
@@ -76,6 +110,26 @@ def length_of(batch: Any) -> np.ndarray:
 
 def counts_of(batch: Any) -> np.ndarray:
     return np.sum([np.bincount(sample, minlength=11) for sample in batch], axis=0)
+
+
+def schedules() -> dict[str, Any]:
+    """DeepSpeed's values of each step."""
+    from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+    from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
+
+    found: dict[str, Any] = {"random_ltd": [], "curricula": []}
+    for config in RANDOM_LTD:
+        ltd = RandomLTDScheduler(config)
+        states = []
+        for step in range(NUM_STEPS):
+            ltd.update_seq(step)  # as in each forward of a step
+            ltd.update_seq(step)
+            states.append(ltd.state_dict())
+        found["random_ltd"].append(states)
+    for config in CURRICULA:
+        curriculum = CurriculumScheduler(config)
+        found["curricula"].append([curriculum.update_difficulty(step) for step in range(1, NUM_STEPS)])
+    return found
 
 
 def main() -> None:
@@ -145,6 +199,7 @@ def main() -> None:
                 "longest": [int(length) for length in longest],
             }
         )
+    found["schedules"] = schedules()
     FIXTURE.write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 

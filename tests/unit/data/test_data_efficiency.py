@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from shoal.data.by_tokens import (
     batch_by_seqlens,
     get_dataloader_and_lr_scheduler_for_variable_batch_size,
 )
+from shoal.data.curriculum import CurriculumScheduler
 from shoal.data.difficulty import DifficultySampler
 from shoal.data.metric_files import Rows, write_rows
+from shoal.data.random_ltd import RandomLTDScheduler
 from shoal.errors import UsageError
+from shoal.parallel.random_tokens import Draw, RandomTokens
 from tests.helpers import deepspeed_samples as cases
 
 FOUND: dict[str, Any] = json.loads(cases.FIXTURE.read_text(encoding="utf-8"))
@@ -195,6 +199,40 @@ def test_all_problems_of_the_section_are_told_at_once() -> None:
         "[9] of 4 layers",
     ):
         assert expected in text, expected
+
+
+@pytest.mark.parametrize("number", range(len(cases.RANDOM_LTD)))
+def test_random_ltd_keeps_as_many_tokens_as_deepspeeds_in_each_step(number: int) -> None:
+    scheduler = RandomLTDScheduler(cases.RANDOM_LTD[number])
+    for step, expected in enumerate(FOUND["schedules"]["random_ltd"][number]):
+        scheduler.update_seq(step)
+        assert scheduler.state_dict() == expected, step
+
+
+def test_positions_are_drawn_as_deepspeed_draws_them_and_other_tokens_pass_the_layer_by() -> None:
+    """DeepSpeed draws without replacement, each position as probable, from a generator that its seed does not set."""
+    draw = Draw(seed=5, step=3, kept=4, micro_batch=0)
+    kept = draw.positions(0, 4000, 4000, 16, torch.device("cpu"))
+    assert (kept.diff(dim=1) > 0).all()
+    assert kept.flatten().bincount(minlength=16).sub(1000).abs().max() < 5 * 27  # of the standard deviation
+    others = [replace(draw, **{name: 9}) for name in ("seed", "step", "micro_batch")]
+    drawn = [each.positions(0, 8, 8, 16, kept.device) for each in others] + [draw.positions(1, 8, 8, 16, kept.device)]
+    assert not any(torch.equal(each, kept[:8]) for each in drawn)
+    tokens = RandomTokens(["layer"])
+    tokens.draw = draw
+    hidden = torch.randn(2, 16, 3, requires_grad=True)
+    out = tokens.run("layer", lambda part: 3 * part + 1, (hidden,), {})
+    is_kept = torch.zeros(2, 16, 1).scatter(1, kept[:2, :, None], 1.0).bool()
+    assert torch.equal(out, torch.where(is_kept, 3 * hidden + 1, hidden))
+    out.sum().backward()
+    assert torch.equal(hidden.grad, torch.where(is_kept, 3.0, 1.0).expand_as(hidden))
+
+
+@pytest.mark.parametrize("number", range(len(cases.CURRICULA)))
+def test_lengths_of_a_curriculum_are_deepspeeds_in_each_step(number: int) -> None:
+    scheduler = CurriculumScheduler(cases.CURRICULA[number])
+    lengths = [scheduler.update_difficulty(step) for step in range(1, cases.NUM_STEPS)]
+    assert lengths == FOUND["schedules"]["curricula"][number] and len(set(lengths)) > 2
 
 
 @pytest.mark.parametrize("number", range(len(cases.BATCHINGS)), ids=lambda number: str(cases.BATCHINGS[number]))

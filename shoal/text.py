@@ -69,6 +69,17 @@ def version_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
+def format_duration(seconds: float) -> str:
+    """
+    >>> format_duration(3725.4), format_duration(0.2)
+    ('1 h 2 min 5 s', '0 s')
+    """
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = [(hours, "h"), (minutes, "min"), (left, "s")]
+    return " ".join(f"{value} {unit}" for value, unit in parts if value) or "0 s"
+
+
 def format_count(count: float) -> str:
     """A count in powers of 1,000.
 

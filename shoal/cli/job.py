@@ -1,4 +1,4 @@
-"""``shoal train`` as data: the options, and the model and the config that follow from them."""
+"""``shoal train`` as data: the options, and the model, the config and the learning rates that follow."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 
 from shoal.config.batch import MICRO, STEPS, TRAIN
 from shoal.errors import UsageError
+from shoal.text import format_duration
 
 if TYPE_CHECKING:
     from shoal.data.sources.opening import SourceSpec
@@ -30,6 +31,8 @@ _DEFAULT_MICRO_BATCH = 8
 _DEFAULT_TOP_K = 2
 _DEFAULT_CLIP = 1.0
 _DEFAULT_MINUTES = 3.0
+_WARMUP = 0.03  # of the run
+_LOWEST = 0.1  # of the peak learning rate, at the end
 
 VERBOSE = typer.Option("--verbose", "-v", help="Also print the placement and memory tables (SHOAL_LOG_LEVEL=debug).")
 PrecisionOption = StrEnum("PrecisionOption", "fp32 bf16 fp16")
@@ -244,6 +247,47 @@ def effective_config(
     if job.verbose:
         config["log_level"] = "debug"
     return config, notes
+
+
+@dataclass
+class Budget:
+    """The progress of a run, by steps or by time, whichever is nearer to the end. The same on every rank.
+
+    ``elapsed`` is rank 0's clock, sent to all ranks after each step that is logged.
+    """
+
+    steps: int | None
+    seconds: float | None
+    schedule: str
+    elapsed: float = 0.0
+
+    def fraction(self, step: int) -> float:
+        by_steps = step / self.steps if self.steps is not None else 0.0
+        by_time = self.elapsed / self.seconds if self.seconds is not None else 0.0
+        return min(1.0, max(by_steps, by_time))
+
+    def length(self) -> str:
+        """Steps, time, or both."""
+        limits = [f"{self.steps:,} steps"] if self.steps is not None else []
+        limits += [format_duration(self.seconds)] if self.seconds is not None else []
+        return " or ".join(limits)
+
+    def multiplier(self, step: int) -> float:
+        """Of the learning rate: a short warm-up, then as ``schedule`` says down to a tenth."""
+        at = self.fraction(step)
+        if at < _WARMUP:
+            return max(0.02, at / _WARMUP)
+        left = (1 - at) / (1 - _WARMUP)
+        if self.schedule == "constant":
+            return 1.0
+        if self.schedule == "linear":
+            return _LOWEST + (1 - _LOWEST) * left
+        return _LOWEST + (1 - _LOWEST) * 0.5 * (1 - math.cos(math.pi * left))
+
+    def rates(self, peak: float) -> str:
+        """The rates in words: the peak, and how it is reached and left."""
+        end = "" if self.schedule == "constant" else f" to {peak * _LOWEST:.2g}"
+        return f"{peak}, {self.schedule}{end} after a warm-up over {_WARMUP:.0%} of the run"
 
 
 def usual_learning_rate(num_parameters: int) -> float:

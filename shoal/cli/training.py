@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -26,6 +26,7 @@ import shoal
 from shoal.cli.job import (
     JOB_FILE,
     TOKENIZER,
+    Budget,
     TrainJob,
     checkpoint_folder,
     describe_shape,
@@ -61,54 +62,16 @@ from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.parallel.loss import count_tokens
 from shoal.pipeline.simulate import simulate
 from shoal.pipeline.timeline import svg
-from shoal.text import format_bytes, format_count
+from shoal.text import format_bytes, format_count, format_duration
 
 _VALIDATION_FRACTION = 0.05
 _VALIDATION_SEQUENCES = 64
 _VALIDATIONS = 10  # about so many, spread over the run
-_WARMUP = 0.03  # of the run
-_LOWEST = 0.1  # of the peak learning rate, at the end
 _PROMPT_TOKENS = 48  # of the validation text, where the user gives text and no prompt
 _DEFAULT_PROMPT = "The function returns"
 _SAMPLE_TOP_K = 40
 _DEFAULT_SAMPLE_TOKENS = 400
 _DEFAULT_TEMPERATURE = 0.8
-
-
-@dataclass
-class Budget:
-    """The progress of a run, by steps or by time, whichever is nearer to the end. The same on every rank.
-
-    ``elapsed`` is rank 0's clock, sent to all ranks after each step that is logged.
-    """
-
-    steps: int | None
-    seconds: float | None
-    schedule: str
-    elapsed: float = 0.0
-
-    def fraction(self, step: int) -> float:
-        by_steps = step / self.steps if self.steps is not None else 0.0
-        by_time = self.elapsed / self.seconds if self.seconds is not None else 0.0
-        return min(1.0, max(by_steps, by_time))
-
-    def length(self) -> str:
-        """Steps, time, or both."""
-        limits = [f"{self.steps:,} steps"] if self.steps is not None else []
-        limits += [_duration(self.seconds)] if self.seconds is not None else []
-        return " or ".join(limits)
-
-    def multiplier(self, step: int) -> float:
-        """Of the learning rate: a short warm-up, then as ``schedule`` says down to a tenth."""
-        at = self.fraction(step)
-        if at < _WARMUP:
-            return max(0.02, at / _WARMUP)
-        left = (1 - at) / (1 - _WARMUP)
-        if self.schedule == "constant":
-            return 1.0
-        if self.schedule == "linear":
-            return _LOWEST + (1 - _LOWEST) * left
-        return _LOWEST + (1 - _LOWEST) * 0.5 * (1 - math.cos(math.pi * left))
 
 
 def train(job: TrainJob) -> None:
@@ -529,22 +492,18 @@ class _Run:
             ledger=self.ledger.rows(),
             allocator=f"{reading.source}: {format_bytes(reading.allocated)} now, {format_bytes(reading.peak)} at most",
             placement=[HEADERS, *Table.of(group.row for group in self.engine.sharded.groups).merged()],
-            pipeline=self._drawn_schedule(),
+            pipeline=svg(simulate(self.engine.schedule())) if isinstance(self.engine, PipelineEngine) else "",
             prompt=prompt,
             sample=sample,
             messages=self.messages,
         )
 
-    def _drawn_schedule(self) -> str:
-        return svg(simulate(self.engine.schedule())) if isinstance(self.engine, PipelineEngine) else ""
-
     def _schedule(self) -> str:
-        """In words: the peak, and how it is reached and left."""
+        """In words."""
         peak = self.config["optimizer"]["params"]["lr"]
         if "scheduler" in self.config:
             return f"{peak}, scheduler {self.config['scheduler'].get('type')}"
-        end = "" if self.budget.schedule == "constant" else f" to {peak * _LOWEST:.2g}"
-        return f"{peak}, {self.budget.schedule}{end} after a warm-up over {_WARMUP:.0%} of the run"
+        return self.budget.rates(peak)
 
     def _facts(self) -> list[tuple[str, str]]:
         steps = self.engine.global_steps
@@ -556,7 +515,7 @@ class _Run:
             ("tokens seen", format_count(self.tokens)),
             ("tokens a second", format_count(rate)),
             ("steps", f"{steps:,}"),
-            ("training time", _duration(self.seconds)),
+            ("training time", format_duration(self.seconds)),
             ("in use on rank 0", format_bytes(self.ledger.held)),
         ]
 
@@ -579,13 +538,6 @@ def _title(shape: GPTConfig, config: dict[str, Any], num_ranks: int) -> str:
     names = ("pp", "tp", "sp", "cp", "ep")
     axes = "".join(f", {axis} {degree}" for axis, degree in config.get("parallel", {}).items() if axis in names)
     return f"GPT {describe_shape(shape)} ({count}), ZeRO-{stage} on {ranks}{axes}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    parts = [(hours, "h"), (minutes, "min"), (left, "s")]
-    return " ".join(f"{value} {unit}" for value, unit in parts if value) or "0 s"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The interface of all of a rank's sockets: chosen once, for the store, Gloo and NCCL, and reachable by other machines.
+"""Where the ranks meet: the store of rank 0, and one interface for the sockets of the store, Gloo and NCCL.
 
 1  before the ranks meet   the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, else that of the route to
                            rank 0's machine
@@ -12,23 +12,30 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import socket
 import struct
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shoal.comm.environment import chosen_interfaces, set_interface
+from shoal.comm.environment import Launch, chosen_interfaces, heartbeat_place, launcher_has_store, set_interface
 from shoal.errors import CommError, ConfigError
 from shoal.process import boot
+from shoal.text import listed_ranks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+logger = logging.getLogger("shoal")
+
+_LAUNCHER_SECONDS = 8.0  # for Shoal's launcher to end a rank of this machine that has not come, with its stack
+_SILENT_SECONDS = 10.0  # after which a rank that waits for the others logs which ones
 _CONNECT_SECONDS = 3.0
 _LINGER_SECONDS = 1.0
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
@@ -208,3 +215,68 @@ class CommonInterface:
         except OSError as error:
             return f"{error.strerror or error}"
         return ""
+
+
+def meet(launch: Launch, host: str, port: int, seconds: float) -> tuple[Store, Interface | None]:
+    """The store of rank 0's process, or of torchrun's, once all ranks have connected to it, and the interface for all
+    other sockets; None: there is one machine.
+
+    Raises: CommError: after ``seconds`` some ranks have not, which it names; or a rank does not reach the next one.
+    Communicates: four requests to the store, and one more each half second.
+    """
+    from torch._C._distributed_c10d import PrefixStore, TCPStore  # the launcher, which imports this, needs no torch
+
+    began, pause, is_logged = time.monotonic(), 0.01, False
+    is_env = launch.launcher == "env"
+    source = "RANK and WORLD_SIZE in the environment" if is_env else f"launcher: {launch.launcher}"
+    has_store = launch.rank == 0 and not (is_env and launcher_has_store())
+    most = seconds + (0.0 if heartbeat_place() is None else _LAUNCHER_SECONDS)
+    store: Any = None
+    with ExitStack() as opened:
+        while True:
+            if store is None and (has_store or _is_reachable(host, port)):
+                limit = timedelta(seconds=seconds)
+                store = TCPStore(host, port, None, has_store, limit, wait_for_workers=False, multi_tenant=True)
+                arrived: Any = PrefixStore(f"shoal/start/{store.add(f'shoal/starts/{launch.rank}', 1)}", store)
+                common = CommonInterface(arrived, launch.rank, launch.world_size, host, port)
+                opened.callback(common.close)
+                arrived.append("ranks", f"{launch.rank} ")
+                arrived.add("count", 1)
+            try:
+                if store is not None and arrived.add("count", 0) >= launch.world_size:
+                    break
+            except RuntimeError as error:
+                raise CommError(
+                    f"the store at {host}:{port} has ended while rank {launch.rank} waited for others",
+                    do="look at the output of rank 0.",
+                    code="comm-connection",
+                ) from error
+            waited = time.monotonic() - began
+            if waited >= (most if is_logged else min(_SILENT_SECONDS, seconds)):
+                others = range(1, launch.world_size) if store is None else map(int, arrived.get("ranks").split())
+                missing = sorted({*range(launch.world_size)} - {*others})
+                ranks = f"rank{'s' if len(missing) > 1 else ''} {listed_ranks(missing)}"
+                what = f"{ranks} at {host}:{port} ({source})"
+                if waited >= most:
+                    if has_store:
+                        time.sleep(1.0)  # for others to read who is missing
+                    raise CommError(
+                        f"rank {launch.rank} of {launch.world_size} has waited {seconds:g} s for {what}",
+                        do=f"look at the output of {ranks}; start the missing ranks, or unset WORLD_SIZE to run alone."
+                        " timeouts.init in the config, or init_distributed(timeout=...), sets the time.",
+                        code="init-timeout",
+                    )
+                logger.warning("rank %d of %d waits for %s", launch.rank, launch.world_size, what)
+                is_logged = True
+            time.sleep(min(pause, max(0.0, most - waited)))
+            pause = min(2 * pause, 0.5)
+        return PrefixStore("default_pg", store), common.settle()  # as torch names it
+
+
+def _is_reachable(host: str, port: int) -> bool:
+    """True if a process listens there. A store's client would log each try with a stack."""
+    try:
+        socket.create_connection((host, port), 2.0).close()
+    except OSError:
+        return False
+    return True

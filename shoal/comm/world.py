@@ -10,12 +10,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
@@ -25,13 +23,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.comm.environment import Launch, check_alone, heartbeat_place, launcher_has_store, read_launch
+from shoal.comm.environment import Launch, check_alone, heartbeat_place, read_launch
 from shoal.comm.failure import ExceptHook
 from shoal.comm.fake import FakeCommunicator, FakeStages, FakeStageTransport, FakeTransport
-from shoal.comm.interface import CommonInterface, Interface
+from shoal.comm.interface import Interface, meet
 from shoal.comm.local_device import (
     accelerator,
     device_of,
@@ -47,7 +45,7 @@ from shoal.comm.protocol import Backend, Communicator
 from shoal.comm.recorder import Group, Recorder
 from shoal.comm.torch_dist import ProcessTransport
 from shoal.config.source import open_source
-from shoal.errors import CommError, ConfigError, RankFailedError, UsageError
+from shoal.errors import ConfigError, RankFailedError, UsageError
 from shoal.hang import HangGuard
 from shoal.heartbeat import Heartbeat, await_call, heartbeat
 from shoal.mesh import Mesh
@@ -56,8 +54,6 @@ from shoal.text import listed_ranks
 
 TIMEOUT = timedelta(minutes=30)
 DEFAULT_PORT = 29500
-_LAUNCHER_SECONDS = 8.0  # for Shoal's launcher to end a rank of this machine that has not come, with its stack
-_SILENT_SECONDS = 10.0  # after which a rank that waits for the others logs which ones
 
 logger = logging.getLogger("shoal")
 
@@ -418,7 +414,7 @@ def init_distributed(
         beat = heartbeat(heartbeat_place())
         beat.enter("init", seconds)
         address, port = launch.address or "127.0.0.1", launch.port or distributed_port
-        arguments["store"], interface = _meet(launch, address, port, seconds)
+        arguments["store"], interface = meet(launch, address, port, seconds)
         beat.enter("init", timeout.total_seconds())
     dist.init_process_group(backend, **arguments)
     world = _adopt(timeout, owns_group=True)
@@ -435,69 +431,6 @@ def _start_seconds(config: Any, timeout: timedelta) -> float:
     with suppress(Exception):
         return float(open_source(config)[0].value["timeouts"]["init"])
     return timeout.total_seconds()
-
-
-def _meet(launch: Launch, host: str, port: int, seconds: float) -> tuple[Store, Interface | None]:
-    """The store of rank 0's process, or of torchrun's, once all ranks have connected to it, and the interface for all
-    other sockets; None: there is one machine.
-
-    Raises: CommError: after ``seconds`` some ranks have not, which it names; or a rank does not reach the next one.
-    Communicates: four requests to the store, and one more each half second.
-    """
-    began, pause, is_logged = time.monotonic(), 0.01, False
-    is_env = launch.launcher == "env"
-    source = "RANK and WORLD_SIZE in the environment" if is_env else f"launcher: {launch.launcher}"
-    has_store = launch.rank == 0 and not (is_env and launcher_has_store())
-    most = seconds + (0.0 if heartbeat_place() is None else _LAUNCHER_SECONDS)
-    store: Any = None
-    with ExitStack() as opened:
-        while True:
-            if store is None and (has_store or _is_reachable(host, port)):
-                limit = timedelta(seconds=seconds)
-                store = TCPStore(host, port, None, has_store, limit, wait_for_workers=False, multi_tenant=True)
-                arrived: Any = PrefixStore(f"shoal/start/{store.add(f'shoal/starts/{launch.rank}', 1)}", store)
-                common = CommonInterface(arrived, launch.rank, launch.world_size, host, port)
-                opened.callback(common.close)
-                arrived.append("ranks", f"{launch.rank} ")
-                arrived.add("count", 1)
-            try:
-                if store is not None and arrived.add("count", 0) >= launch.world_size:
-                    break
-            except RuntimeError as error:
-                raise CommError(
-                    f"the store at {host}:{port} has ended while rank {launch.rank} waited for others",
-                    do="look at the output of rank 0.",
-                    code="comm-connection",
-                ) from error
-            waited = time.monotonic() - began
-            if waited >= (most if is_logged else min(_SILENT_SECONDS, seconds)):
-                others = range(1, launch.world_size) if store is None else map(int, arrived.get("ranks").split())
-                missing = sorted({*range(launch.world_size)} - {*others})
-                ranks = f"rank{'s' if len(missing) > 1 else ''} {listed_ranks(missing)}"
-                what = f"{ranks} at {host}:{port} ({source})"
-                if waited >= most:
-                    if has_store:
-                        time.sleep(1.0)  # for others to read who is missing
-                    raise CommError(
-                        f"rank {launch.rank} of {launch.world_size} has waited {seconds:g} s for {what}",
-                        do=f"look at the output of {ranks}; start the missing ranks, or unset WORLD_SIZE to run alone."
-                        " timeouts.init in the config, or init_distributed(timeout=...), sets the time.",
-                        code="init-timeout",
-                    )
-                logger.warning("rank %d of %d waits for %s", launch.rank, launch.world_size, what)
-                is_logged = True
-            time.sleep(min(pause, max(0.0, most - waited)))
-            pause = min(2 * pause, 0.5)
-        return PrefixStore("default_pg", store), common.settle()  # as torch names it
-
-
-def _is_reachable(host: str, port: int) -> bool:
-    """True if a process listens there. A store's client would log each try with a stack."""
-    try:
-        socket.create_connection((host, port), 2.0).close()
-    except OSError:
-        return False
-    return True
 
 
 @contextmanager

@@ -173,7 +173,7 @@ def test_a_port_in_use_is_said_before_a_rank_starts() -> None:
 def test_a_rank_that_is_started_alone_says_whom_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("shoal.comm.world._SILENT_SECONDS", 0.05)
+    monkeypatch.setattr("shoal.comm.interface._SILENT_SECONDS", 0.05)
 
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with socket.socket() as free:

@@ -24,6 +24,7 @@ Ranks that issue different calls hang, or take one tensor for another: unlike th
 from __future__ import annotations
 
 import math
+import socket
 import struct
 import weakref
 import zlib
@@ -45,6 +46,7 @@ from shoal.comm.protocol import (
     Backend,
     Call,
     Communicator,
+    FinishedWork,
     StagedWork,
     Work,
     calls_differ,
@@ -55,6 +57,7 @@ from shoal.comm.protocol import (
 )
 from shoal.comm.sums import is_same_memory
 from shoal.errors import CommError
+from shoal.process import boot
 from shoal.streams import MemoryPool, host_memory, is_in_host_memory, simulation
 
 # The names of newer versions of torch, which warn about the old ones.
@@ -64,6 +67,8 @@ _coalescing: Any = dist.distributed_c10d._coalescing_manager
 _premul_sum: Any = torch._C._distributed_c10d._make_nccl_premul_sum
 _TEXT_BYTES = 160  # of a call's description
 _LABEL = "comparison of calls"
+_OPENS = "symmetric memory"
+_LEAST_WORKSPACE = 2 * 2**20  # what CUDA allocates at least
 
 
 def new_group(
@@ -209,6 +214,7 @@ class NcclCommunicator(Backend):
         self._first_error = first_error
         self._factors: dict[tuple[float, torch.device], torch.Tensor] = {}
         self._registered: list[tuple[weakref.ref[MemoryPool], Any]] = []  # and the backend that knows it
+        self._has_symmetric_memory = False
 
     @property
     def scratch_nbytes(self) -> int:
@@ -230,6 +236,39 @@ class NcclCommunicator(Backend):
         self._registered.append((weakref.ref(pool), backend))
         return pool
 
+    def open_symmetric_memory(self, device: torch.device) -> bool:
+        """Allocate memory that torch's products over symmetric memory use, and that they enlarge where they need more.
+
+        Raises: CommError: the ranks are on several nodes, or torch or a device cannot; the same on every rank.
+        Communicates: between the hosts what they are and what is wrong; then torch exchanges handles through the store.
+        """
+        name = cast(Any, self._group).group_name
+        here = f"{socket.gethostname()}/{boot()}"
+        nodes, indices = zip(*self.gather_objects([here, device.index], label=_OPENS), strict=True)
+        problems: Sequence[str] = []
+        if len(set(nodes)) > 1:
+            problems = [f"its ranks are on {len(set(nodes))} nodes"]
+        elif len(set(indices)) < self.size:
+            problems = [
+                f"its ranks name their devices {', '.join(map(str, indices))}, and torch needs different numbers"
+            ]
+        for part in (_check_symmetric_memory, _open_symmetric_memory):
+            if not any(problems):  # of all ranks, so that none waits in the second part for one that has failed
+                problem = ""
+                try:
+                    part(name, device, indices)
+                except (AssertionError, AttributeError, ImportError, RuntimeError) as error:
+                    problem = f"on rank {self.rank} of the axis: {error}"
+                problems = self.gather_objects(problem, label=_OPENS)
+        if any(problems):
+            raise CommError(
+                f"symmetric memory cannot be used on axis {self.axis!r}: {next(filter(None, problems))}.",
+                do='set "tensor_parallel": {"tp_overlap_comm": true}, or make the axis shorter.',
+                code="symmetric-memory",
+            )
+        self._has_symmetric_memory = True
+        return True
+
     def issue(self, call: Call) -> Work:
         if is_in_host_memory(call.sent):
             return self._host.issue(call)
@@ -238,6 +277,8 @@ class NcclCommunicator(Backend):
             raise closed_error(self.axis, call.verb, call.label)
         what = f"{call.verb} {call.label!r} on axis {self.axis!r}, over NCCL,"
         with self.explained(what):
+            if call.operator is not None:
+                return FinishedWork(call.operator(self._group.group_name))
             return self._on_stream(call, what)
 
     def _on_stream(self, call: Call, what: str) -> NcclWork:
@@ -292,11 +333,14 @@ class NcclCommunicator(Backend):
 
     def close(self) -> None:
         self._host.close()
-        self._group = None
+        group, self._group = self._group, None
         registered, self._registered = self._registered, []
-        for reference, backend in registered if self._first_error.error is None else ():  # to abort a group did it
-            if (pool := reference()) is not None:
-                backend.deregister_mem_pool(pool.native)
+        if group is not None and self._first_error.error is None:  # to abort a group did it
+            for reference, backend in registered:
+                if (pool := reference()) is not None:
+                    backend.deregister_mem_pool(pool.native)
+            if self._has_symmetric_memory:
+                _symmetric_memory()._group_name_to_workspace_tensor.pop(group.group_name, None)
         self._factors.clear()
 
     @contextmanager
@@ -325,6 +369,27 @@ class NcclCommunicator(Backend):
             factor = torch.full((1,), after, dtype=torch.float32, device=full.device)
             self._factors[after, full.device] = factor
         return factor
+
+
+def _symmetric_memory() -> Any:
+    """torch's module, which registers its operators."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory
+
+
+def _check_symmetric_memory(group: str, device: torch.device, indices: Sequence[int]) -> None:
+    """Raises: AttributeError, ImportError: torch has no such operators. RuntimeError: a device is out of reach."""
+    _symmetric_memory()
+    _ = torch.ops.symm_mem.fused_all_gather_matmul, torch.ops.symm_mem.fused_matmul_reduce_scatter
+    for peer in indices:
+        if peer != device.index and not torch.cuda.can_device_access_peer(device, peer):
+            raise RuntimeError(f"GPU {device.index} has no access to the memory of GPU {peer}")
+
+
+def _open_symmetric_memory(group: str, device: torch.device, indices: Sequence[int]) -> None:
+    """Raises: RuntimeError: CUDA cannot allocate such memory, or share it between the processes."""
+    _symmetric_memory().get_symm_mem_workspace(group, min_size=_LEAST_WORKSPACE)
 
 
 class ComparedCommunicator(Communicator):

@@ -163,6 +163,8 @@ class Call(NamedTuple):
         out_splits: elements of each part of an all_to_all's ``result``, as ``source_splits`` of its ``source``; None:
             equal parts.
         messages: of a batch its sends, then its receives; ``result`` is that of the last one.
+        operator: what a backend calls in place of its collective, with the name of torch's group; ``result`` and
+            ``source`` then only have the shapes of what is communicated. See ``open_symmetric_memory``.
     """
 
     verb: Verb
@@ -176,6 +178,7 @@ class Call(NamedTuple):
     out_splits: Sequence[int] | None = None
     source_splits: Sequence[int] | None = None
     messages: tuple[Call, ...] = ()
+    operator: Callable[[str], torch.Tensor] | None = None
 
     @property
     def sent(self) -> torch.Tensor:
@@ -221,6 +224,10 @@ class Backend:
         """
         return None
 
+    def open_symmetric_memory(self, device: torch.device) -> bool:
+        """True if calls with an ``operator`` may be issued: each rank's device reads the memory of the others."""
+        return False
+
     def issue(self, call: Call) -> Work:
         """Begin a call. Does not block."""
         return self.issue_each(call) if call.messages else self.verbs[call.verb](self, call)
@@ -261,6 +268,11 @@ class Communicator:
         self.recorder = recorder
         self.backend = backend
         self._side_stream: SideStream | None = None
+
+    @property
+    def is_for_shapes(self) -> bool:
+        """True inside of ``shapes_only``."""
+        return _IS_FOR_SHAPES.get()
 
     def side_stream(self, tensor: torch.Tensor) -> SideStream | None:
         """The stream in which a collective of ``tensor`` waits for the one whose result it takes; None: it is in host

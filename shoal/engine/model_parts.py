@@ -29,6 +29,7 @@ from shoal.build.settings import WireSettings
 from shoal.comm.encoded import encoded
 from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator
+from shoal.comm.symmetric import SymmetricCommunicator
 from shoal.comm.two_level import TwoLevels
 from shoal.comm.world import current_world
 from shoal.config import Config
@@ -309,7 +310,7 @@ def split(
         _check_expert_split(config)
         plan = complete_plan(model, plan)
     if asked.tp_grid != "1d":
-        if asked.tp_sequence_parallel or overlap is True or wire is not None:
+        if asked.tp_sequence_parallel or overlap in (True, "symmetric_memory") or wire is not None:
             raise ConfigError(
                 f"parallel.tp_grid is {asked.tp_grid!r}, with tp_sequence_parallel, tp_overlap_comm or wire.tensor, "
                 "which are of layers split along one dim.",
@@ -318,6 +319,15 @@ def split(
             )
         grid = Grid.open(current_world(), mesh, asked.tp_grid)
         return parallelize_grid(model, grid, plan, loss_parallel=asked.tp_loss_parallel), frozenset()
+    if overlap == "symmetric_memory":
+        if not asked.tp_sequence_parallel or wire is not None:
+            raise ConfigError(
+                'tensor_parallel.tp_overlap_comm is "symmetric_memory", and tp_sequence_parallel is false or '
+                "wire.tensor set: these products gather and scatter parts of the sequence, as they are.",
+                do="set parallel.tp_sequence_parallel to true and leave out wire.tensor, or tp_overlap_comm to true.",
+                code="tensor-parallel",
+            )
+        comm, overlap = SymmetricCommunicator(comm, device), True
     least = LEAST_NBYTES if overlap == "auto" else 0
     if overlap == "auto":  # a CPU computes while the host waits; a compiled block has its collectives in its graph
         is_plain = not (config.compile.enabled or asked.tp_sequence_parallel) and wire is None

@@ -7,6 +7,9 @@
     columns, backward     the sum of the input's gradient (sequence parallel: in chunks) is under way while the
                           gradients of the weights are computed
 
+Over a ``SymmetricCommunicator`` the chunks of the last two forms are the parts of the ranks, each product is multiplied
+part by part, and the weights' gradients are computed at once, after the gather or the scatter.
+
 Columns that read one input (query, key and value; gate and up) are computed together: ``InputColumns``. Values are
 those of the plain layers; a weight's gradient that is computed in chunks is a sum in another order.
 """
@@ -23,6 +26,7 @@ from torch.nn import functional as F
 
 from shoal.comm.autograd import TracedLabel
 from shoal.comm.protocol import Communicator, Work
+from shoal.comm.symmetric import SymmetricCommunicator
 from shoal.compiler import untraced
 from shoal.device import in_backward
 from shoal.parallel.products import cast_for_autocast, weight_gradient
@@ -182,6 +186,8 @@ class _ScatteredRow(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.comm, ctx.label = comm, f"{label} backward"
+        if (symmetric := _symmetric(comm)) is not None:
+            return symmetric.matmul_reduce_scatter(x, weight.t(), label=label)
         by_rank = _by_rank(x, comm.size)  # [ranks, B, L of a rank, K]
         works, outs = [], []
         for chunk in by_rank.chunk(_num_chunks(by_rank, 2), 2):
@@ -197,6 +203,9 @@ class _ScatteredRow(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         comm: Communicator = ctx.comm
+        if (symmetric := _symmetric(comm)) is not None:
+            entered, products = symmetric.all_gather_matmul(gradient, [weight], label=ctx.label)
+            return products[0], _of_weight(ctx, entered, x), None, None
         by_rank = _by_rank(x, comm.size)
         num_chunks = _num_chunks(by_rank, 2)
         own = gradient.reshape(by_rank.shape[1], -1, weight.shape[0]).chunk(num_chunks, 1)
@@ -243,6 +252,11 @@ class _Columns(torch.autograd.Function):
         return None if finish is None else finish(), None, None, None, *of_weights
 
 
+def _symmetric(comm: Communicator) -> SymmetricCommunicator | None:
+    """Whose products gather and scatter; None: they do so in chunks, or nothing is computed but shapes."""
+    return comm if isinstance(comm, SymmetricCommunicator) and not comm.is_for_shapes else None
+
+
 def _start_gathers(
     parts: Sequence[torch.Tensor], comm: Communicator, label: str
 ) -> tuple[list[Work], list[torch.Tensor]]:
@@ -258,6 +272,9 @@ def _gather_and_multiply(
     x: torch.Tensor, comm: Communicator, label: str, weights: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The whole input and its products. Shape: [..., L of a rank, K] -> [..., L, K], [..., L, M] each."""
+    if (symmetric := _symmetric(comm)) is not None:
+        entered, outputs = symmetric.all_gather_matmul(x, [weight.t() for weight in weights], label=label)
+        return [entered, *outputs]
     local = x.reshape(-1, *x.shape[-2:])  # [B, L of a rank, K]
     works, gathered = _start_gathers(local.chunk(_num_chunks(local, 1), 1), comm, label)
     sizes = [x.shape[-1], *(weight.shape[0] for weight in weights)]
@@ -292,6 +309,11 @@ def _start_sum(
 def _start_scatter(
     comm: Communicator, label: str, whole: torch.Tensor, of_whole: torch.Tensor | None, pairs: Pairs
 ) -> Callable[[], torch.Tensor]:
+    symmetric = _symmetric(comm)
+    if symmetric is not None and of_whole is None and pairs:
+        gradient, weight = (torch.cat(each, dim) for each, dim in zip(zip(*pairs, strict=True), (-1, 0), strict=True))
+        scattered = symmetric.matmul_reduce_scatter(gradient, weight, label=label)
+        return lambda: scattered
     by_rank = _by_rank(whole, comm.size)  # [ranks, B, L of a rank, K]
     num_chunks = _num_chunks(by_rank, 2)
     others = None if of_whole is None else _by_rank(of_whole, comm.size).chunk(num_chunks, 2)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric_memory
 
 import shoal.comm.nccl as nccl
 from shoal.comm.failure import FirstError
@@ -351,6 +352,65 @@ def test_memory_that_torch_does_not_register_is_an_error() -> None:
     comm._group = cast(Any, SimpleNamespace(_get_backend=lambda device: SimpleNamespace()))
     with pytest.raises(CommError, match=r"cannot register memory with NCCL on axis 'dp': .*mem_allocator"):
         comm.new_pool(DEVICE, is_symmetric=True)
+
+
+def with_symmetric_memory(monkeypatch: pytest.MonkeyPatch, *gathered: list[Any], has_access: bool = True) -> list[str]:
+    """What a rank finds in memory that it opens, of which the hosts tell ``gathered``, one call after the other.
+
+    An element that is ``...`` is what this rank tells.
+    """
+    rows = iter(gathered)
+
+    def gather(value: Any, *, label: str) -> list[Any]:
+        return [value if each is ... else each for each in next(rows)]
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: has_access)
+    opened: list[str] = []
+
+    def workspace(name: str, min_size: int) -> None:
+        signature(get_workspace).bind(name, min_size=min_size)
+        symmetric_memory._group_name_to_workspace_tensor[cast(Any, name)] = torch.empty(min_size, dtype=torch.uint8)
+        opened.append(name)
+
+    get_workspace = symmetric_memory.get_symm_mem_workspace
+    monkeypatch.setattr(symmetric_memory, "get_symm_mem_workspace", workspace)
+    comm = backend()
+    comm._group, comm._host.gather_objects = cast(Any, SimpleNamespace(group_name="tp group")), gather  # type: ignore[method-assign]
+    assert comm.open_symmetric_memory(torch.device("cuda", 1))
+    assert "tp group" in symmetric_memory._group_name_to_workspace_tensor
+    comm.close()
+    assert "tp group" not in symmetric_memory._group_name_to_workspace_tensor
+    return opened
+
+
+NODES = [["node", index] for index in range(SIZE)]
+NO_PROBLEM = [...] * SIZE
+
+
+def test_symmetric_memory_is_opened_once_and_freed_with_the_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_symmetric_memory(monkeypatch, NODES, NO_PROBLEM, NO_PROBLEM) == ["tp group"]
+
+
+@pytest.mark.parametrize(
+    ("gathered", "has_access", "reason"),
+    [
+        ([[["node", 0], ["node", 1], ["other", 0], ["other", 1]]], True, "its ranks are on 2 nodes"),
+        ([[["node", 0]] * SIZE], True, "devices 0, 0, 0, 0, and torch needs different"),
+        ([NODES, NO_PROBLEM], False, "rank 1 of the axis: GPU 1 has no access to the memory of GPU 0"),
+        ([NODES, ["", "", "on rank 2 of the axis: why", ""]], True, "rank 2 of the axis: why"),
+        (
+            [NODES, NO_PROBLEM, ["", "", "", "on rank 3 of the axis: pidfd_open"]],
+            True,
+            "rank 3 of the axis: pidfd_open",
+        ),
+    ],
+)
+def test_where_symmetric_memory_cannot_be_used_every_rank_says_why(
+    monkeypatch: pytest.MonkeyPatch, gathered: list[list[Any]], has_access: bool, reason: str
+) -> None:
+    with pytest.raises(CommError, match=rf"symmetric memory cannot be used on axis 'dp': .*{reason}") as caught:
+        with_symmetric_memory(monkeypatch, *gathered, has_access=has_access)
+    assert caught.value.code == "symmetric-memory"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.compiler import uncompiled
-from shoal.errors import OutOfMemoryError, UsageError
+from shoal.errors import ConfigError, OutOfMemoryError, UsageError
 from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.simulation.clocks import SimulatedStream
@@ -472,6 +472,18 @@ def test_sums_overlap_by_default_where_blocks_are_not_compiled_and_sequences_who
         split = engine.module.get_submodule("blocks.0.feed_forward.down").tensor_split
         engine.destroy()
     assert split.chunk_nbytes == chunk_nbytes
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sections"), [({}, {}), ({"tp_sequence_parallel": True}, {"wire": {"tensor": "int8"}})]
+)
+def test_products_over_symmetric_memory_need_a_sequence_that_is_split_and_sent_as_it_is(
+    parallel: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    shape = GPTConfig(vocab_size=64, sequence_length=16, num_layers=1, hidden_size=64, num_heads=4)
+    sections = {"tensor_parallel": {"tp_overlap_comm": "symmetric_memory"}, **sections}
+    with shoal.dry_run(2), pytest.raises(ConfigError, match="symmetric_memory"):
+        shoal.initialize(model=GPT(shape), config=config(1, parallel={"tp": 2, **parallel}, **sections))
 
 
 class Accumulating(torch.optim.Optimizer):

@@ -92,6 +92,7 @@ HOST = {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"devi
         (4, 4, 3, 1, {"parallel": {"tp_loss_parallel": True}}),
         (4, 2, 2, 1, {"tensor_parallel": {"tp_overlap_comm": True}}),
         (4, 2, 3, 1, {"tensor_parallel": {"tp_overlap_comm": True}, **SEQUENCE}),
+        (4, 4, 2, 2, {"tensor_parallel": {"tp_overlap_comm": "symmetric_memory"}, **SEQUENCE}),
         (8, 2, 3, 1, {"parallel": {"dp_replicate": 2}}),
         (8, 2, 3, 2, {"zero": {"zero_hpz_partition_size": 2}}),
         (4, 2, 3, 1, HOST),

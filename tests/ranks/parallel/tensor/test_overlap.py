@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.helpers.tensor_cases import Forward, Outputs, compare, randomize
+from shoal.comm.symmetric import SymmetricCommunicator
+from tests.helpers import tensor_cases
+from tests.helpers.tensor_cases import Forward, Outputs, compare, randomize, tp_communicator
 from tests.ranks.parallel.tensor.test_shared_heads import BATCH, HIDDEN, LENGTH, SEPARATE, Layers
 from tests.ranks.parallel.tensor.test_shared_heads import forward as of_attention
 from tests.ranks.parallel.tensor.test_tensor_parallel import gpt, loss_alone
@@ -72,8 +74,7 @@ def of_gated(model: nn.Module) -> Outputs:
     return {"loss": model(INPUT)}
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(
+models = pytest.mark.parametrize(
     ("make", "forward", "options", "name"),
     [
         (gpt, loss_alone, {"loss_parallel": True}, "blocks.1.attention"),
@@ -83,6 +84,10 @@ def of_gated(model: nn.Module) -> Outputs:
     ],
     ids=["fused", "query key value", "shared heads", "gate and up"],
 )
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@models
 def test_overlapped_layers_compute_the_same_and_communicate_the_same_bytes(
     make: Any, forward: Forward, options: dict[str, Any], name: str, sequence_parallel: bool
 ) -> None:
@@ -106,3 +111,17 @@ def test_overlapped_layers_compute_the_same_and_communicate_the_same_bytes(
         assert counts[f"{name} in"] == (5 if sequence_parallel else 0)
         assert counts[f"{name} in backward"] == (5 if sequence_parallel else 2)
         assert {counts[label] for label in counts if label.startswith(name) and label.endswith(" out")} == {8}
+
+
+@models
+def test_products_by_parts_compute_the_same(
+    make: Any, forward: Forward, options: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        tensor_cases, "tp_communicator", lambda: SymmetricCommunicator(tp_communicator(), torch.device("cpu"))
+    )
+    for calls in compare(make(), twice(forward), 2, overlap=True, sequence_parallel=True, **options):
+        counts = Counter((call.label, call.op) for call in calls)
+        # a batch of one send and one receive, forward and backward, in both calls
+        assert {counts[key] for key in counts if key[0].startswith(name) and key[0].endswith(" out")} == {2}
+        assert counts[f"{name} in", "recv"] == counts[f"{name} in", "all_gather"] == 1  # together, in the second call

@@ -1,11 +1,13 @@
 """Documents of text to files of tokens, by several processes; the result does not depend on how many.
 
-While a file of tokens is written, the tokens of each file of text are also appended to one of their own, batch by batch
-with a checksum. A build that is killed leaves them, and the next one reads them in place of the text.
+A file of tokens is written in a hidden folder, with a record of each batch of documents. A build that is killed leaves
+both, and the next one goes on behind the batches whose text has not changed.
 
-    .OUT.kept/HASH    uint64 documents, bytes of tokens, xxh64 of what follows
-                      int64 [documents]: their tokens; the tokens, little-endian
-                      and so on; at the end 24 bytes of 255
+    .OUT.kept/tokens.bin       becomes OUT/tokens.bin
+    .OUT.kept/tokens.batches   uint64 xxh64 of what the file of text is, documents, bytes of tokens, xxh64 of what
+                               follows and of the tokens; int64 [documents]: their tokens; and so on
+                               at the end of a file of text: its xxh64, 2^64 - 1, 0, xxh64 of nothing
+    .OUT.kept/old.*            the same of a build before, where a file of text has changed and later ones have not
 """
 
 from __future__ import annotations
@@ -13,15 +15,16 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
+import secrets
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -36,9 +39,9 @@ from shoal.errors import UsageError
 _BATCH = 256  # documents that a process tokenises at a time
 _QUEUED_PER_WORKER = 4  # batches that are read ahead
 _COPIED_TOKENS = 1 << 20
-_VERSION = 1  # of kept tokens
-_RECORD = struct.Struct("<QQQ")
-_END = bytes([255]) * _RECORD.size
+_VERSION = 2  # of kept tokens
+_RECORD = struct.Struct("<QQQQ")
+_END = 2**64 - 1
 
 Tokens = tuple[NDArray[Any], NDArray[np.int64]]  # of some documents, and the length of each
 
@@ -63,79 +66,132 @@ def build(
 
     Raises: UsageError: a conversation, and a tokenizer without a chat template; a process that died.
     """
-    folder, fingerprint, num_kept = writer.kept_folder(), load_tokenizer(tokenizer).fingerprint, 0
+    fingerprint, num_kept = load_tokenizer(tokenizer).fingerprint, 0
+    keyed, seen = [], Counter[str]()
+    for identity, documents in files:
+        given = json.dumps([_VERSION, identity, fingerprint, _BATCH])
+        number = secrets.randbits(63) if identity is None else seen[given]
+        seen[given] += 1  # a file may be named twice
+        keyed.append((xxhash.xxh64_intdigest(f"{given}{number}".encode()), documents))
+    kept = _KeptTokens(writer, [key for key, _ in keyed])
 
-    def work() -> Iterator[tuple[_TokenJournal, list[Document] | None]]:
-        for identity, documents in files:
-            key = xxhash.xxh64_hexdigest(json.dumps([_VERSION, identity, fingerprint, _BATCH]).encode())
-            kept = _TokenJournal(None if identity is None or folder is None else folder / key, writer.dtype)
-            yield kept, None
-            if not kept.is_whole:
-                yield from ((kept, batch) for batch in itertools.islice(_batches(documents), kept.num_batches, None))
+    def work() -> Iterator[tuple[int, _Item]]:
+        for key, documents in keyed:
+            batches = kept.batches.get(key, [])
+            yield from ((key, batch) for batch in batches)
+            if key not in kept.whole:
+                yield from ((key, batch) for batch in itertools.islice(_batches(documents), len(batches), None))
+            yield key, None
 
-    current = _TokenJournal(None, writer.dtype)
-    for kept, tokens in _tokenised(work(), tokenizer, num_workers):
-        if kept is not current:
-            current.end()
-            current = kept
-        for each in itertools.islice(kept.read(), kept.num_batches) if tokens is None else [tokens]:
-            writer.write(*each)
-            if tokens is None:
-                num_kept += len(each[1])
-            else:
-                kept.append(*each)
+    for key, item, tokens in _tokenised(work(), tokenizer, num_workers):
+        if isinstance(item, _Batch):
+            tokens = np.fromfile(item.data, writer.dtype, item.num_tokens, offset=item.start), item.lengths
+            num_kept += len(item.lengths)
+        if tokens is not None:
+            writer.write(*tokens)
+        kept.add(key, item, tokens)
+        if tokens is not None:
             on_batch()
-    current.end()
     return num_kept
 
 
-class _TokenJournal:
-    """The tokens of one file of text, as far as builds have come.
+class _Batch(NamedTuple):
+    """Tokens of some documents."""
+
+    data: Path
+    start: int  # byte
+    lengths: NDArray[np.int64]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+
+_Item = _Batch | list[Document] | None  # tokens, documents, or the end of a file of text
+
+
+class _FileBatches(NamedTuple):
+    """Of one file of text."""
+
+    batches: list[_Batch]
+    is_whole: bool = False  # there are no more
+
+
+_NOTHING = _FileBatches([])
+
+
+class _KeptTokens:
+    """The tokens that killed builds have left, and the records of this one.
 
     Attributes:
-        num_batches: those that are there, whole.
-        is_whole: there are no more.
+        batches: by file of text, those that are there.
+        whole: files of text of which there are no more.
     """
 
-    def __init__(self, path: Path | None, dtype: np.dtype[Any]) -> None:
-        self._path, self._dtype = path, dtype
-        self._nbytes = 0  # of whole batches
-        self.is_whole = False
-        self.num_batches = sum(1 for _ in self.read())
-
-    def read(self) -> Iterator[Tokens]:
-        """The batches that are there. One that is cut off or damaged ends them."""
-        if self._path is None or not self._path.is_file():
+    def __init__(self, writer: TokenFileWriter, keys: list[int]) -> None:
+        self._writer = writer
+        self.batches: dict[int, list[_Batch]] = {}
+        self.whole: set[int] = set()
+        self._folder = folder = writer.kept_folder()
+        if folder is None:
             return
-        size, self._nbytes = self._path.stat().st_size, 0
-        with open(self._path, "rb") as file:
-            while len(head := file.read(_RECORD.size)) == _RECORD.size:
-                num, nbytes, checksum = _RECORD.unpack(head)
-                self.is_whole = head == _END
-                if self.is_whole or file.tell() + 8 * num + nbytes > size:
-                    return
-                content = file.read(8 * num + nbytes)
-                if xxhash.xxh64_intdigest(content) != checksum:
-                    return
-                self._nbytes = file.tell()
-                yield np.frombuffer(content, self._dtype, offset=8 * num), np.frombuffer(content, "<i8", num)
+        self._data, self._records = folder / "tokens.bin", folder / "tokens.batches"
+        self._nbytes = 0  # of records, up to the last batch that this build has written
+        self._there = _read(self._data, self._records)
+        order = list(self._there)
+        num_same = next((at for at, (a, b) in enumerate(zip(order, keys, strict=False)) if a != b), len(order))
+        if {*order[num_same:]} & {*keys}:
+            self._data.replace(folder / "old.bin")
+            self._records.replace(folder / "old.batches")
+            num_same = 0
+        self._there = {key: self._there[key] for key in order[:num_same]}  # where this build will write them
+        old = _read(folder / "old.bin", folder / "old.batches")
+        for key in keys:
+            mine, other = self._there.get(key, _NOTHING), old.get(key, _NOTHING)
+            self.batches[key] = mine.batches + other.batches[len(mine.batches) :]
+            if mine.is_whole or other.is_whole:
+                self.whole.add(key)
+        self._records.touch()
+        writer.continue_in(self._data)
 
-    def append(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> None:
-        values = tokens.astype(self._dtype).tobytes()
-        content = lengths.astype("<i8").tobytes() + values
-        self._write(_RECORD.pack(len(lengths), len(values), xxhash.xxh64_intdigest(content)) + content)
+    def add(self, key: int, item: _Item, tokens: Tokens | None) -> None:
+        """Record what has been written: the tokens of ``item``, or the end of a file of text."""
+        if self._folder is None:
+            return
+        lengths = b"" if tokens is None else tokens[1].astype("<i8").tobytes()
+        is_end_there = item is None and self._there.get(key, _NOTHING).is_whole
+        if is_end_there or (isinstance(item, _Batch) and item.data == self._data):
+            self._nbytes += _RECORD.size + len(lengths)
+            return
+        values = b"" if tokens is None else tokens[0].astype(self._writer.dtype).tobytes()
+        num = _END if tokens is None else len(tokens[1])
+        record = _RECORD.pack(key, num, len(values), xxhash.xxh64_intdigest(lengths + values)) + lengths
+        self._writer.flush()
+        with suppress(FileNotFoundError), open(self._records, "r+b") as file:  # the user may remove the folder
+            file.truncate(self._nbytes)
+            file.seek(self._nbytes)
+            file.write(record)
+        self._nbytes += len(record)
 
-    def end(self) -> None:
-        """There are no more batches."""
-        if not self.is_whole:
-            self._write(_END)
 
-    def _write(self, content: bytes) -> None:
-        if self._path is not None:
-            with suppress(FileNotFoundError), open(self._path, "ab") as file:  # the user may remove the folder
-                file.truncate(self._nbytes)
-                file.write(content)
-            self._nbytes += len(content)
+def _read(data: Path, records: Path) -> dict[int, _FileBatches]:
+    """The batches of two files, by file of text. One that is cut off or damaged ends them."""
+    result: dict[int, _FileBatches] = {}
+    if not (data.is_file() and records.is_file()):
+        return result
+    size = data.stat().st_size
+    with open(data, "rb") as values, open(records, "rb") as heads:
+        while len(head := heads.read(_RECORD.size)) == _RECORD.size:
+            key, num, nbytes, checksum = _RECORD.unpack(head)
+            start, lengths = values.tell(), b"" if num == _END else heads.read(8 * num)
+            if start + nbytes > size or xxhash.xxh64_intdigest(lengths + values.read(nbytes)) != checksum:
+                break
+            file = result.setdefault(key, _FileBatches([]))
+            if num == _END:
+                result[key] = file._replace(is_whole=True)
+            else:
+                file.batches.append(_Batch(data, start, np.frombuffer(lengths, "<i8")))
+    return result
 
 
 def copy(source: TokenSource, writer: TokenFileWriter, *, on_batch: Callable[[], None] = lambda: None) -> None:
@@ -198,23 +254,24 @@ def _tokenise(batch: list[Document], tokenizer: str | None) -> Tokens:
 
 
 def _tokenised(
-    work: Iterator[tuple[_TokenJournal, list[Document] | None]], tokenizer: str | None, num_workers: int
-) -> Iterator[tuple[_TokenJournal, Tokens | None]]:
-    """The batches as tokens, in their order; None stays what it is."""
+    work: Iterator[tuple[int, _Item]], tokenizer: str | None, num_workers: int
+) -> Iterator[tuple[int, _Item, Tokens | None]]:
+    """What there is to do, in its order, with the tokens of documents."""
     if num_workers == 1:
         loaded = load_tokenizer(tokenizer)
-        yield from ((kept, None if batch is None else tokens_of(batch, loaded)) for kept, batch in work)
+        yield from ((key, item, tokens_of(item, loaded) if isinstance(item, list) else None) for key, item in work)
         return
-    queue: deque[tuple[_TokenJournal, Future[Tokens] | None]] = deque()
+    queue: deque[tuple[int, _Item, Future[Tokens] | None]] = deque()
 
-    def first() -> tuple[_TokenJournal, Tokens | None]:
-        kept, tokens = queue.popleft()
-        return kept, None if tokens is None else tokens.result()
+    def first() -> tuple[int, _Item, Tokens | None]:
+        key, item, tokens = queue.popleft()
+        return key, item, None if tokens is None else tokens.result()
 
     with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            for kept, batch in work:
-                queue.append((kept, None if batch is None else pool.submit(_tokenise, batch, tokenizer)))
+            for key, item in work:
+                made = pool.submit(_tokenise, item, tokenizer) if isinstance(item, list) else None
+                queue.append((key, item, made))
                 if len(queue) == num_workers * _QUEUED_PER_WORKER:
                     yield first()
             while queue:

@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import IO, Any, Literal, Self
 
 import numpy as np
 import xxhash
@@ -88,6 +88,7 @@ class TokenFileWriter:
         self.dtype = np.dtype("<u1" if self._vocab_size <= 2**8 else "<u2" if self._vocab_size <= 2**16 else "<i4")
         self._folder = self._temporary_name()
         self._kept: tuple[Path, int] | None = None  # and the descriptor of its lock
+        self._continued: Path | None = None  # the file there that has the tokens
         self._lengths: list[NDArray[np.int64]] = []
         self._checksums: list[int] = []
         self._chunk = xxhash.xxh64()
@@ -101,6 +102,7 @@ class TokenFileWriter:
         self._folder.mkdir(parents=True)
         self._data = open(data_of(self._folder / _PREFIX), "xb")
         fcntl.flock(self._data, fcntl.LOCK_EX)  # until this process is done, or dies
+        self._out: IO[bytes] = self._data
         return self
 
     def write(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> None:
@@ -134,13 +136,14 @@ class TokenFileWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._data.flush()
+            self._out.flush()
             if error is None:
                 self._commit()
                 if self._kept is not None:
                     shutil.rmtree(self._kept[0], ignore_errors=True)
         finally:
             self._data.close()
+            self._out.close()
             if self._kept is not None:
                 os.close(self._kept[1])
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -148,11 +151,13 @@ class TokenFileWriter:
     def kept_folder(self) -> Path | None:
         """A folder for what the next writer of this path needs if this one ends too early. The end removes it.
 
-        Returns: None: another process has it.
+        Returns: None: another process has it, or this writer has one, or has written tokens.
         """
+        if self._kept is not None or self.num_documents:
+            return None
         folder = self.path.with_name(f".{self.path.name}.kept")
         folder.mkdir(parents=True, exist_ok=True)
-        self._kept = folder, os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+        self._kept = folder, os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o666)
         try:
             fcntl.flock(self._kept[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -160,6 +165,17 @@ class TokenFileWriter:
             self._kept = None
             return None
         return folder
+
+    def continue_in(self, path: Path) -> None:
+        """Write the tokens to a file of ``kept_folder``, from its beginning; the end moves it. What is there is left
+        until it is written over.
+        """
+        self._continued = path
+        self._out = os.fdopen(os.open(path, os.O_CREAT | os.O_RDWR, 0o666), "r+b")
+
+    def flush(self) -> None:
+        """Hand what was written to the system, which keeps it if this process is killed."""
+        self._out.flush()
 
     def _remove_abandoned(self) -> None:
         """Remove what writers of this path left behind that were killed: no process holds the lock of their data."""
@@ -172,7 +188,7 @@ class TokenFileWriter:
     def _add_bytes(self, data: memoryview) -> None:
         while data:
             part, data = data[: _CHUNK_NBYTES - self._chunk_nbytes], data[_CHUNK_NBYTES - self._chunk_nbytes :]
-            self._data.write(part)
+            self._out.write(part)
             self._chunk.update(part)
             self._chunk_nbytes += len(part)
             if self._chunk_nbytes == _CHUNK_NBYTES:
@@ -203,6 +219,10 @@ class TokenFileWriter:
             checksums_checksum=xxhash.xxh64_hexdigest(checksums),
         )
         (self._folder / _HEADER).write_text(header.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        self._out.truncate(self._out.tell())
+        os.fsync(self._out.fileno())
+        if self._continued is not None:
+            self._move_tokens(self._continued)
         for path in (*self._folder.rglob("*"), self._folder):
             _flush(path)
         old = self._temporary_name()
@@ -211,6 +231,14 @@ class TokenFileWriter:
         self._folder.rename(self.path)
         _flush(self.path.parent)
         shutil.rmtree(old, ignore_errors=True)
+
+    def _move_tokens(self, path: Path) -> None:
+        try:
+            path.replace(data_of(self._folder / _PREFIX))
+        except FileNotFoundError:  # the user has removed the folder
+            self._out.seek(0)
+            with open(data_of(self._folder / _PREFIX), "wb") as file:
+                shutil.copyfileobj(self._out, file)
 
     def _temporary_name(self) -> Path:
         """A name in the same folder, from which a rename is atomic."""

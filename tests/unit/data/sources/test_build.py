@@ -66,7 +66,7 @@ def test_what_a_source_raises_ends_the_workers_and_leaves_no_file(tmp_path: Path
         TokenFileWriter(tmp_path / "t", tokenizer=ByteTokenizer()) as writer,
     ):
         build([(None, broken())], None, writer, num_workers=2)
-    assert [path.name for path in tmp_path.rglob("*")] == [".t.kept", "lock"]
+    assert {path.name for path in tmp_path.rglob("*")} == {".t.kept", "lock", "tokens.bin", "tokens.batches"}
 
 
 def test_a_conversation_needs_a_chat_template() -> None:
@@ -156,7 +156,13 @@ def test_a_build_that_is_killed_goes_on_where_it_was_and_has_the_same_bytes(
         files = {path.name for path in (tmp_path / "whole").iterdir()}
         return all((tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in files)
 
-    assert run("whole") == (0, 1500)
+    def nbytes() -> int:
+        """Of tokens on the disk."""
+        return sum(path.stat().st_size for path in tmp_path.rglob("*.bin") if path.stem != "checksums")
+
+    sizes: list[int] = []
+    assert run("whole", lambda: sizes.append(nbytes())) == (0, 1500)
+    assert sizes[-1] == nbytes() > sizes[0] > 0  # once, while it is built and afterwards
     left = sum(map(bool, [*texts[0], *texts[1][:512]]))  # each fifth document is empty
     kill_at(1)
     kill_at(5)  # 3 of a, 2 of b, of which the first is read from what was left
@@ -167,8 +173,18 @@ def test_a_build_that_is_killed_goes_on_where_it_was_and_has_the_same_bytes(
     os.utime(tmp_path / "a.jsonl", (1, 1))  # a changed file is read anew, and the other one is not
     last = max((tmp_path / ".out.kept").iterdir(), key=lambda path: path.stat().st_size)
     last.write_bytes(last.read_bytes()[:-1])  # its last batch is cut off
-    assert run("out") == (left - 480, 600 + 900 - 512)
+    kill_at(4)  # 3 of a again, 1 of b from what was left
+    kill_at(4)  # none is new
+    assert {path.stem for path in (tmp_path / ".out.kept").iterdir()} == {"lock", "tokens", "old"}
+    assert run("out") == (left, 900 - 512)
     assert same()
+
+    kill_at(7)
+    (tmp_path / "a.jsonl").rename(tmp_path / "c.jsonl")  # b is the first now
+    assert run("out") == (sum(map(bool, texts[1])), 600)
+    tokens, others = ((tmp_path / out / "tokens.bin").read_bytes() for out in ("out", "whole"))
+    assert tokens != others and sorted(tokens) == sorted(others)
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
 
 
 def test_a_file_that_is_named_twice_is_there_twice_and_one_build_keeps_what_it_has(tmp_path: Path) -> None:
@@ -181,10 +197,10 @@ def test_a_file_that_is_named_twice_is_there_twice_and_one_build_keeps_what_it_h
     with TokenFileWriter(tmp_path / "out", tokenizer=ByteTokenizer(), overwrite=True) as first:
         build(files(), None, first)
         kept = tmp_path / ".out.kept"
-        assert len([*kept.iterdir()]) == 2
+        assert len([*kept.iterdir()]) == 3
         with TokenFileWriter(tmp_path / "out", tokenizer=ByteTokenizer(), overwrite=True) as second:
             assert build(files(), None, second) == 0  # the folder is another writer's
-        assert len([*kept.iterdir()]) == 2
+        assert len([*kept.iterdir()]) == 3
         shutil.rmtree(kept)
         build(files(), None, first)  # without the folder, which a user may remove
     assert len(TokenFile(tmp_path / "out")) == 1200 and not kept.exists()

@@ -17,15 +17,27 @@ import torch
 from torch import Tensor
 
 
-class _KeptGraph(bytearray):
+class _KeptValue(bytearray):
     """The memory of a ticket, and what its number stands for."""
 
-    output: Tensor
-    inputs: list[Tensor]  # and parameters
+    value: Any
 
 
 _numbers = itertools.count(1)
-_graphs: weakref.WeakValueDictionary[int, _KeptGraph] = weakref.WeakValueDictionary()
+_by_number: weakref.WeakValueDictionary[int, _KeptValue] = weakref.WeakValueDictionary()
+
+
+def ticket_of(value: Any) -> Tensor:
+    """A tensor as long as whose memory ``value`` lives. Shape: [1], int64."""
+    number = next(_numbers)
+    kept = _by_number[number] = _KeptValue(number.to_bytes(8, "little"))
+    kept.value = value
+    return torch.frombuffer(kept, dtype=torch.int64)
+
+
+def behind(ticket: Tensor) -> Any:
+    """The value that the ticket was made of."""
+    return _by_number[int(ticket)].value
 
 
 def run(
@@ -43,11 +55,7 @@ def run(
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
         inputs = [tensor.detach().requires_grad_() for tensor in tensors]
         output = function(*inputs)
-    number = next(_numbers)
-    graph = _KeptGraph(number.to_bytes(8, "little"))
-    graph.output, graph.inputs = output, [*inputs, *parameters]
-    _graphs[number] = graph
-    return output.detach(), torch.frombuffer(graph, dtype=torch.int64)
+    return output.detach(), ticket_of((output, [*inputs, *parameters]))
 
 
 def result_like(wanted: Tensor, result: Tensor) -> Tensor:
@@ -64,9 +72,9 @@ def kept_backward(
     Args:
         sizes, strides: of all of them, one after the other; ``dims``: how many of each.
     """
-    graph = _graphs[int(ticket)]
+    output, inputs = behind(ticket)
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
-    gradients = torch.autograd.grad(graph.output, graph.inputs, gradient, retain_graph=keep, allow_unused=True)
+    gradients = torch.autograd.grad(output, inputs, gradient, retain_graph=keep, allow_unused=True)
     empty = _empty(gradient, sizes, strides, dims)
     return [like.zero_() if own is None else result_like(like, own) for like, own in zip(empty, gradients, strict=True)]
 

@@ -7,6 +7,7 @@ strides and device, so that a recomputation selects the same kernels and gives t
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections import Counter
@@ -14,13 +15,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointFunction
 
 from shoal.comm.protocol import Communicator
-from shoal.device import is_fake
+from shoal.device import backward_pass, in_backward, is_fake
 from shoal.errors import UsageError
 from shoal.sharding.placement import Tier
 
@@ -326,6 +328,27 @@ def checkpoint_around() -> object | None:
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
+
+
+def recomputed_calls() -> Iterator[tuple[object, object | None]]:
+    """The calls of ``torch.utils.checkpoint`` around, as far as torch tells.
+
+    Yields: for each, what torch keeps until its backward; and what tells apart its recomputations, None in the forward.
+    """
+    hook: Any = checkpoint_around()
+    variables = {} if hook is None else inspect.getclosurevars(inspect.unwrap(hook)).nonlocals
+    if "frame" in variables:
+        yield variables["frame"], None
+    elif "target_frame_ref" in variables:
+        yield variables["target_frame_ref"](), hook
+    if torch.is_grad_enabled() and not in_backward():
+        return
+    forward, backward = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__  # use_reentrant=True
+    caller = inspect.currentframe()
+    while caller is not None:
+        if caller.f_code in (forward, backward):
+            yield caller.f_locals["ctx"], backward_pass() if caller.f_code is backward else None
+        caller = caller.f_back
 
 
 def input_changed(tensor: torch.Tensor) -> UsageError:

@@ -31,6 +31,7 @@ from shoal.device import Device
 from shoal.errors import UsageError
 from shoal.memory.stream_copies import copies_of as stream_copies_of
 from shoal.parallel.activations import CopiesOf, HostStore
+from shoal.parallel.host_reads import Tickets, contexts_keeping_tickets
 from shoal.parallel.rng_tracker import RngTracker
 from shoal.parallel.saved_tensors import InPlaceStore, PartitionedStore, SavedTensors, TensorStore
 from shoal.parallel.selective import ContextFn, Contexts, contexts_keeping, operations_of
@@ -250,7 +251,8 @@ class Recompute:
         """As ``checkpoint``. ``name``: of the segment, in tables of times."""
         if torch.compiler.is_compiling():
             if self.is_plain:
-                return torch_checkpoint(function, *args, **{**kwargs, "use_reentrant": False})
+                keys = {"context_fn": contexts_keeping_tickets} if Tickets.are_used else {}
+                return torch_checkpoint(function, *args, **{**keys, **kwargs, "use_reentrant": False})
             return self._run_uncompiled(name, function, args, kwargs)
         return self._run(name, function, args, kwargs)
 

@@ -15,12 +15,13 @@ Source: selective activation recomputation, section 5 of arXiv:2205.05198.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shoal.errors import ConfigError, UsageError
@@ -146,6 +147,19 @@ class _Mode(TorchDispatchMode):
         return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}.get("dropout_p") == 0.0
 
 
+@contextmanager
+def unseen_by_policies() -> Iterator[None]:
+    """Inside the block, what a recompute policy saves does not depend on the operations that run."""
+    modes = []
+    while isinstance(_get_current_dispatch_mode(), _POLICY_MODES):
+        modes.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
 class _Saving(_Mode):
     """In the forward pass."""
 
@@ -175,6 +189,9 @@ class _Reusing(_Mode):
             return func(*args, **(kwargs or {}))
         self._num_taken[func] += 1
         return calls[taken].take()
+
+
+_POLICY_MODES = (_Mode, checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 
 def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:

@@ -28,6 +28,7 @@ from shoal.simulation.accesses import place_of_call
 _VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias")  # whose schemas do not say so
 _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 _CHECKS = frozenset({"aten::_linalg_check_errors"})  # the host reads the values, and may raise
+_DEVICE_CHECK = "aten::_assert_async"  # which raises later
 _OVERWRITES = ("copy_", "zero_", "fill_", "uniform_", "normal_", "_foreach_copy_", "_foreach_zero_")
 _SYNCHRONIZING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -64,7 +65,8 @@ def effects_of(operator: Any) -> Effects:
     unknown = ""
     if schema.name in _CHECKS:
         return Effects(tuple(arguments), blocks_host=True)
-    if arguments and not any(written for _, _, written in arguments) and not schema.returns:
+    has_effect = schema.returns or schema.name == _DEVICE_CHECK or any(written for _, _, written in arguments)
+    if arguments and not has_effect:
         unknown = "its schema has no result and no argument that it writes"
     is_custom = operator.namespace not in ("aten", "prims", "prim", "c10d", "_c10d_functional")
     blocks_host = any(tag in operator.tags for tag in _SYNCHRONIZING)

@@ -38,6 +38,7 @@ from shoal.parallel.expert.grouped import gather_rows, sum_rows, with_zeros
 from shoal.parallel.expert.held import ExpertsHeld, traced_experts
 from shoal.parallel.expert.losses import tokens_per_expert
 from shoal.parallel.expert.route import Route, compare_tables, route, table_digest
+from shoal.parallel.host_reads import keeping_reads
 from shoal.streams import is_accelerator
 
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
@@ -101,7 +102,8 @@ def run_experts(
     keeps = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    out: Tensor = torch.ops.shoal.experts(tensors, expert_index, traced.number, *options, dtype, keeps)[0]
+    reads = torch.ops.shoal.reads_ticket(expert_index, traced.number)
+    out: Tensor = torch.ops.shoal.experts(tensors, expert_index, traced.number, reads, *options, dtype, keeps)[0]
     return out
 
 
@@ -110,6 +112,7 @@ def _experts_operator(
     tensors: list[Tensor],
     expert_index: Tensor,
     number: Tensor,
+    reads: Tensor,
     score_before: bool,
     overlap: int,
     may_drop: bool,
@@ -122,6 +125,7 @@ def _experts_operator(
     Args:
         tensors: ``hidden``, ``weights`` and the parameters that are trained.
         number: of the ``TracedExperts``.
+        reads: the ticket of what the host reads.
         autocast: its dtype; None: it is off. A compiler turns it off around its operators.
     """
     traced = traced_experts(number)
@@ -129,7 +133,7 @@ def _experts_operator(
     def compute(hidden: Tensor, weights: Tensor) -> Tensor:
         given = (hidden, expert_index, weights, traced.compute, traced.held, None)
         is_on = autocast is not None
-        with torch.autocast(hidden.device.type, dtype=autocast, enabled=is_on, cache_enabled=False):
+        with keeping_reads(reads), torch.autocast(hidden.device.type, autocast, is_on, cache_enabled=False):
             return _run_experts(*given, score_before, overlap, may_drop, capacity, label)
 
     hidden, weights, *_ = tensors

@@ -28,7 +28,9 @@ from shoal.device import is_fake, read_vector
 from shoal.errors import ConfigError, UsageError
 from shoal.parallel.expert.bias import ExpertLoad
 from shoal.parallel.expert.rebalance import ExpertCopies, ExpertsByRank
+from shoal.parallel.host_reads import Tickets
 from shoal.parallel.products import AS_THEY_ARE, LayerProducts
+from shoal.parallel.selective import unseen_by_policies
 from shoal.parallel.tensor.region import TensorRegion
 from shoal.streams import is_accelerator
 
@@ -106,6 +108,7 @@ class RouterCheck:
         self.has_checked = False
         self._sum: Tensor | None = None
 
+    @unseen_by_policies()  # a recomputation does not repeat the first check
     def check_index(self, index: Tensor, num_experts: int, label: str) -> None:
         """Check a router's choices: the first ones, and those on a CPU always. ``route`` checks what it reads.
 
@@ -343,6 +346,7 @@ def let_trace(model: nn.Module, units: Sequence[str]) -> None:
             compute = module if inner is None else module.get_submodule(inner)
         is_apart = any(unit == name or unit.startswith(f"{name}.") for unit in units)
         held.traced = None if is_apart else TracedExperts(held, module, compute)
+        Tickets.are_used = Tickets.are_used or held.traced is not None
 
 
 class ListedExperts(nn.ModuleList):

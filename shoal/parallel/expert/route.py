@@ -33,9 +33,16 @@ from shoal.comm.protocol import Communicator
 from shoal.device import is_fake, read_vector
 from shoal.errors import UsageError
 from shoal.parallel.expert.held import ExpertsHeld
+from shoal.parallel.host_reads import read_once
 from shoal.parallel.products import AS_THEY_ARE
+from shoal.parallel.selective import unseen_by_policies
 
 Counts = list[list[list[int]]]  # rows by chunk, source and slot
+
+_OTHER_TOKENS = (
+    "recomputed experts got other tokens than in the forward: give the recomputation the random states of the forward"
+    " (preserve_rng_state), and deterministic operations before the router"
+)
 
 
 class RowCounts(Sequence[int]):
@@ -58,7 +65,8 @@ class RowCounts(Sequence[int]):
     def on_host(self) -> Sequence[int]:
         if self._on_host is None:
             assert self._starts is not None
-            self._on_host = [int(count) for count in read_vector(self._starts.diff(), when_fake=0.0)]
+            counts = self._starts.diff()
+            self._on_host = read_once(lambda: [int(count) for count in read_vector(counts, when_fake=0.0)])
         return self._on_host
 
     def ends(self, device: torch.device) -> Tensor:
@@ -157,8 +165,9 @@ def route(
     Raises: UsageError: ranks with the same tokens have other routing tables; an index is not of the layer's experts,
         as far as the host reads the counts, and where none may be -1.
     Communicates: with several ranks one exchange of 8 bytes an expert and chunk, and 8 of the digest; with a capacity
-        one of 8 bytes between hosts.
-    Order: the host reads the counts, which blocks it: not on one rank where nothing is dropped, nor with a capacity.
+        one of 8 bytes between hosts. A recomputation has what the forward got.
+    Order: the host reads the counts, which blocks it: not on one rank where nothing is dropped, nor with a capacity,
+        nor in a recomputation.
     """
     comm = held.comm
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
@@ -175,11 +184,15 @@ def route(
         held.load.add(_by_expert(mine.sum(0), slots))
     counts: Counts | None
     if capacity is None:
-        counts = _exchanged(index, mine, held, may_drop, digest)
+        counts, counted = read_once(lambda: (_exchanged(index, mine, held, may_drop, digest), mine))
+        if counted is not mine:
+            with unseen_by_policies():
+                torch._assert_async((mine == counted).all(), _OTHER_TOKENS)
     else:
         capacities = [[capacity]] * size
         if comm is not None and size > 1 and not index.is_meta:
-            capacities = [[int(rows)] for (rows,) in comm.exchange_on_host([capacity], label="experts' capacity")]
+            every = read_once(lambda: comm.exchange_on_host([capacity], label="experts' capacity"))
+            capacities = [[int(rows)] for (rows,) in every]
         counts = [[of_rank * held.num_experts for of_rank in capacities]] * num_chunks
     routes = [
         _route(chunk, None if counts is None else counts[at], slots, rank, index.shape[1], capacity)
@@ -312,6 +325,7 @@ def table_digest(expert_index: Tensor) -> Tensor:
     return ((expert_index.reshape(-1) + 2) * factors).sum().view(1)
 
 
+@unseen_by_policies()  # a recomputation does not repeat it
 def compare_tables(expert_index: Tensor, comm: Communicator, label: str) -> None:
     """Compare the routing tables of ranks that hold the same tokens and a part of each expert.
 

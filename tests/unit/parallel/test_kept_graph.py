@@ -27,7 +27,7 @@ def heads() -> list[Tensor]:
 
 def num_kept() -> int:
     gc.collect()
-    return len(kept_graph._graphs)
+    return len(kept_graph._by_number)
 
 
 @pytest.fixture(autouse=True)

@@ -126,12 +126,12 @@ class TrainingProgress:
 
 
 def watch(folder: Path, *, once: bool) -> None:
-    """Redraw every two seconds, or print once.
+    """Redraw every two seconds, or print once, as where the output is no terminal.
 
     Raises: UsageError: the folder has no metrics of a run.
     """
     console = Console()
-    if once:
+    if once or not console.is_terminal:  # which shows nothing before the end
         console.print(_view(folder))
         return
     with suppress(KeyboardInterrupt), Live(_view(folder), console=console, auto_refresh=False) as live:

@@ -19,6 +19,7 @@ from shoal.running.status import GlobalStatus, first_bad_parameter
 # Steps in a row whose loss, before scaling, is not finite. A smaller loss scale repairs none of them.
 MAX_BAD_LOSSES = 3  # under a loss scale: one odd batch may overflow in an fp16 forward
 MAX_SKIPPED_LOSSES = 10  # where the user asked to skip
+MAX_AT_FLOOR = 10  # overflows in a row at the lowest loss scale, which no smaller one can repair
 
 
 class NonFinite:
@@ -26,8 +27,8 @@ class NonFinite:
 
     ``precision.nonfinite`` is "raise", "skip" or "warn" (apply the step). Without it, a step raises if its loss is not
     finite or unknown (``loss.backward()``); it is skipped if the gradients overflow and the loss is finite. Under a
-    loss scale an overflow is skipped and lowers the scale; a loss that is not finite is skipped at first, and raises
-    after 3 steps in a row. Too many bad steps in a row raise in any case.
+    loss scale an overflow is skipped and lowers the scale, and raises after 10 at the lowest scale; a loss that is not
+    finite is skipped at first, and raises after 3 steps in a row. Too many bad steps in a row raise in any case.
     """
 
     def __init__(self, properties: Properties, sharding: Sharding, loss_scale: LossScale | None) -> None:
@@ -37,6 +38,7 @@ class NonFinite:
         self._loss_scale = loss_scale
         self._num_in_a_row = 0
         self._num_bad_losses = 0  # in a row
+        self._num_at_floor = 0  # overflows in a row at the lowest loss scale
 
     def judge(self, status: GlobalStatus, step: int, *, is_loss_known: bool) -> bool:
         """True if the step is to be applied.
@@ -47,7 +49,7 @@ class NonFinite:
         is_loss_bad = bool(status.bad_loss_ranks)
         self._num_bad_losses = self._num_bad_losses + 1 if is_loss_bad else 0
         if status.is_finite:
-            self._num_in_a_row = 0
+            self._num_in_a_row = self._num_at_floor = 0
             return True
         self._num_in_a_row += 1
         is_applied = self._plan.nonfinite == "warn"
@@ -67,7 +69,7 @@ class NonFinite:
 
     def _is_fatal(self, *, is_loss_bad: bool, is_loss_known: bool) -> bool:
         policy = self._plan.nonfinite
-        if policy == "raise" or self._num_in_a_row >= self._plan.max_bad_steps:
+        if policy == "raise" or self._num_in_a_row >= self._plan.max_bad_steps or self._num_at_floor >= MAX_AT_FLOOR:
             return True
         if policy is None:
             if self._loss_scale is not None:
@@ -80,6 +82,7 @@ class NonFinite:
         if self._loss_scale is None or status.bad_loss_ranks:  # a bad loss is no overflow
             return
         event = self._loss_scale.update(not status.is_finite)
+        self._num_at_floor += event is Event.AT_FLOOR
         if self._comm.rank:
             return
         if event is Event.HALVED:
@@ -92,6 +95,8 @@ class NonFinite:
             )
 
     def _hint(self) -> str:
+        if self._num_at_floor >= MAX_AT_FLOOR:
+            return " The loss scale is at its lowest, so no smaller one repairs the overflows: train in bf16."
         if self._plan.zero.stage < 3:
             return ""
         return (

@@ -273,7 +273,9 @@ def test_overflows_under_fp16_may_go_on_for_longer_than_bad_losses() -> None:
     assert run_ranks(2, job) == [12, 12]
 
 
-def test_overflows_at_the_lowest_scale_are_warned_of_in_each_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_overflows_at_the_lowest_scale_are_warned_of_and_end_the_run_after_ten(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def job() -> list[float]:
         engine = start(Plain, config(2, fp16={"enabled": True, "initial_scale_power": 4, "min_loss_scale": 4}))
         scales = []
@@ -282,10 +284,17 @@ def test_overflows_at_the_lowest_scale_are_warned_of_in_each_step(caplog: pytest
             engine.backward(BadGradient.apply(loss))
             engine.step()
             scales.append(engine.loss_scale)
+        engine.backward(engine(*batch(5, current_world().rank, 2)))
+        engine.step()  # which none is: the overflows are counted anew
+        with pytest.raises(NonFiniteError, match="11 steps in a row(.|\n)*at its lowest(.|\n)*train in bf16"):
+            for index in range(20):
+                engine.backward(BadGradient.apply(engine(*batch(index, current_world().rank, 2))))
+                engine.step()
+        assert index == 10
         engine.destroy()
         return scales
 
     first, second = run_ranks(2, job)
     assert first == second and first[-2:] == [4.0, 4.0]
     warned = [r.getMessage() for r in caplog.records if "overflow at the lowest loss scale 4" in r.getMessage()]
-    assert warned and warned[-1].startswith("step 4: ")
+    assert "step 4: overflow at the lowest loss scale 4" in warned[1] and len(warned) == 2 + 10

@@ -35,6 +35,7 @@ from shoal.data.loading import Loader
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.log import logger
 from shoal.engine.parts.part import Part
+from shoal.engine.parts.replicas import Difference, sums_of_bits
 from shoal.engine.peer_state import ExportedState, PeerState
 from shoal.engine.settings import Properties
 from shoal.engine.sharding import Sharding
@@ -61,6 +62,7 @@ class FaultTolerance(Part):
         self._sharding = sharding
         self._accumulation = accumulation
         self._device = properties.device
+        self._check_steps = properties.config.debug.replica_check_steps
         self._world, self._batch = properties.axes.world, properties.axes.batch
         _refuse(sharding, properties)
         assert properties.config.fault_tolerance.quorum is not None
@@ -223,14 +225,34 @@ class FaultTolerance(Part):
                     do="let all of them load the same checkpoint, or none.",
                     code="replicas-steps",
                 )
+            self._compare_bits(said)
             means = [self._mean(*of_group, comm, scale, contributes=contributes) for of_group in values]
         except CommError as error:
             self._drop(error)
             return None
         return [of_one for s, of_one in zip(reply["members"], said, strict=True) if s in contributors], means
 
+    def _compare_bits(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """Raises: ModelError: this replica has other bits than most, or no bits are those of most."""
+        sums = {
+            name: [of_one["bits"].get(name, first) for of_one in said]
+            for name, first in said[0].get("bits", {}).items()
+        }
+        differing = {name: column for name, column in sums.items() if len({*column}) > 1}
+        if not differing:
+            return
+        difference = Difference("replica", range(len(said)), differing)
+        error = difference.error("the replicas", f"step {said[0]['step'] + 1}")
+        if self._link.comm.rank in difference.odd:
+            self._link.drop()  # so that the others go on at once
+            raise error
+        logger.warning("fault_tolerance: %s (%s).", error.what, error.where)
+
     def _about(self, status: GlobalStatus) -> dict[str, Any]:
+        step, every = self._accumulation.counters.global_steps + 1, self._check_steps
+        is_compared = every is not None and step % every == 0
         return {
+            "bits": sums_of_bits(self._sharding, self._device.torch_device) if is_compared else {},
             "step": self._accumulation.counters.global_steps,
             "losses": status.losses,
             "tokens": status.tokens,

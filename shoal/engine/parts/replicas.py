@@ -8,12 +8,14 @@
 
 A flipped bit, a device that computes wrong, or a kernel whose bits vary shows as another sum on one rank. State on a
 disk is not read for it; where every range has one holder (stage 3 without replicas), there is nothing to compare.
+Replicas of ``fault_tolerance`` compare theirs themselves.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -77,24 +79,56 @@ class ReplicaCheck(Part):
             ranks, *columns = comm.exchange(mine, label="replicas").wait().T.tolist()
             differing = {name: column for name, column in zip(names[comm], columns, strict=True) if len({*column}) > 1}
             if differing:
-                raise self._error(step, comm.axis, ranks, differing)
+                where = f"step {step}; they were alike after step {self._last_alike}"
+                raise Difference("rank", ranks, differing).error(f"the ranks along axis {comm.axis!r}", where)
 
-    def _error(self, step: int, axis: str, ranks: list[int], differing: dict[str, list[int]]) -> ModelError:
-        name, column = next(iter(differing.items()))
-        (usual, count), *others = Counter(column).most_common()
-        odd = [rank for rank, total in zip(ranks, column, strict=True) if total != usual]
-        if others and others[0][1] == count:
-            who = f"ranks {listed(ranks)} do not agree"
+
+@dataclass(frozen=True)
+class Difference:
+    """Holders of the same tensors whose bits are not the same.
+
+    Args:
+        noun: rank or replica.
+        holders: their numbers.
+        differing: the sums of the bits, by holder, of each tensor that differs. Not empty.
+    """
+
+    noun: str
+    holders: Sequence[int]
+    differing: Mapping[str, Sequence[int]]
+
+    @property
+    def odd(self) -> list[int]:
+        """The holders of other bits than most; all of them where no bits are those of most."""
+        column = next(iter(self.differing.values()))
+        (usual, count), (_, next_count), *_ = Counter(column).most_common()
+        return [who for who, sum_ in zip(self.holders, column, strict=True) if sum_ != usual or count == next_count]
+
+    def error(self, who: str, where: str) -> ModelError:
+        name, odd = next(iter(self.differing)), self.odd
+        if len(odd) == len(self.holders):
+            which = f"{self.noun}s {listed(odd)} do not agree"
         else:
-            who = f"{counted(len(odd), 'rank')} of {len(ranks)} ({listed(odd)}) has others than the rest"
-        more = f", and in {counted(len(differing) - 1, 'more tensor')}" if len(differing) > 1 else ""
+            which = f"{counted(len(odd), self.noun)} of {len(self.holders)} ({listed(odd)}) has others than the rest"
+        more = f", and in {counted(len(self.differing) - 1, 'more tensor')}" if len(self.differing) > 1 else ""
         return ModelError(
-            f"the ranks along axis {axis!r} hold other bits where they should hold the same: in {name}{more}, {who}.",
-            where=f"step {step}; they were alike after step {self._last_alike}",
-            do="test the device and memory of that rank, or set torch.use_deterministic_algorithms(True) if a kernel's"
-            " bits vary; continue from a checkpoint of before.",
+            f"{who} hold other bits where they should hold the same: in {name}{more}, {which}.",
+            where=where,
+            do=f"test the device and memory of that {self.noun}, or set torch.use_deterministic_algorithms(True) if a"
+            " kernel's bits vary; continue from a checkpoint of before.",
             code="replicas-differ",
         )
+
+
+@torch.no_grad()
+def sums_of_bits(sharding: Sharding, device: torch.device) -> dict[str, int]:
+    """The sum of the bits of each tensor that this rank has in memory. The host waits for the device."""
+    sharding.wait()
+    sums: dict[str, torch.Tensor] = {}
+    for group in sharding.model.groups:
+        group.synchronize()
+        sums.update({name: total.to(device) for name, total, _ in _sums(group)})
+    return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
 
 
 def _holders(group: ParameterGroup, *, is_sharded: bool) -> Iterator[Communicator]:

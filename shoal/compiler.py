@@ -9,15 +9,17 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch._library.custom_ops import CustomOpDef
 
-from shoal.errors import ModelError
 from shoal.shared_block import SharedBlock
 
 P = ParamSpec("P")
@@ -59,6 +61,45 @@ def uncompiled() -> AbstractContextManager[None]:
     return _UNCOMPILED
 
 
+def eager_operator(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """An operator of compiled graphs that runs as it is written, as it communicates or keeps graphs of autograd.
+
+    In a CUDA graph a replay would leave its Python out: PyTorch divides the CUDA graph there.
+    """
+    return torch.library.custom_op(name, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+
+
+class GraphSteps:
+    """Where a step of CUDA graphs begins, as PyTorch has to be told: what they returned before may be overwritten then.
+
+    PyTorch has one such place for the process. Without a mark a graph's memory is in use as long as its tensors live.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: WeakSet[object] = WeakSet()
+
+    def begin(self, owner: object, *, is_training: bool) -> None:
+        """Before a forward pass of ``owner``: mark a step, unless another pass, also of another owner, may need memory.
+
+        Args:
+            is_training: a backward pass may follow. Nothing is marked until ``end``.
+        """
+        with self._lock:
+            if not self._open:
+                torch.compiler.cudagraph_mark_step_begin()
+            if is_training:
+                self._open.add(owner)
+
+    def end(self, owner: object) -> None:
+        """The optimizer has stepped: ``owner`` needs no gradient and no activation any more. Idempotent."""
+        with self._lock:
+            self._open.discard(owner)
+
+
+GRAPH_STEPS = GraphSteps()
+
+
 def make_optimizer(kind: type[torch.optim.Optimizer], *args: Any, **settings: Any) -> torch.optim.Optimizer:
     """``kind(*args, **settings)``, whose steps do not import the compiler either. Raises: what ``kind`` raises."""
     if is_imported() or not _is_torchs(kind, "add_param_group"):
@@ -91,24 +132,15 @@ def _is_torchs(kind: type[torch.optim.Optimizer], name: str) -> bool:
     return str(getattr(kind, name).__module__).startswith("torch.optim.")
 
 
-def refuse_cuda_graphs(model: nn.Module, stage: int, device: torch.device) -> None:
-    """Refuse modules compiled with CUDA graphs at ZeRO stage 3, where each gather may put parameters at new addresses.
+def with_cuda_graphs(model: nn.Module, device: torch.device) -> list[str]:
+    """Names of the modules that are compiled with CUDA graphs; none where there is no GPU."""
+    if not is_imported() or not _has_graphs(device):
+        return []
+    return [name for name, module in model.named_modules() if _has_cuda_graphs(module)]
 
-    A CUDA graph is recorded for fixed addresses: it would be recorded again in every step.
 
-    Raises: ModelError: a module of the model is compiled so, and ``device`` is a GPU.
-    """
-    if stage < 3 or device.type != "cuda" or not is_imported():
-        return
-    names = [name or type(module).__name__ for name, module in model.named_modules() if _has_cuda_graphs(module)]
-    if names:
-        shown = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
-        raise ModelError(
-            f"{len(names)} modules are compiled with CUDA graphs, which need parameters at fixed addresses: {shown}.",
-            where="ZeRO stage 3, which frees parameters after use",
-            do='compile with mode="default" or "max-autotune-no-cudagraphs", or train at stage 2.',
-            code="model-cuda-graphs",
-        )
+def _has_graphs(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def is_compiled(module: nn.Module) -> bool:

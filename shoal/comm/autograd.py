@@ -35,7 +35,7 @@ import torch
 from torch.autograd.function import once_differentiable as _torchs
 
 from shoal.comm.protocol import Communicator, Work
-from shoal.compiler import untraced
+from shoal.compiler import eager_operator, untraced
 from shoal.errors import UsageError
 
 
@@ -162,7 +162,7 @@ class _Pair(torch.autograd.Function):
         return ctx.back(gradient, ctx.comm, f"{ctx.label} backward"), None, None, None, None
 
 
-@torch.library.custom_op("shoal::move", mutates_args=())
+@eager_operator("shoal::move")
 def move_in_graph(
     tensor: torch.Tensor, label: torch.Tensor, verb: str, dims: list[int], after: str, shape: list[int]
 ) -> torch.Tensor:

@@ -197,7 +197,7 @@ class Compile(Section):
 
     enabled: bool = key(False, "compile the model when it is first run (Shoal's own key)")
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = key(
-        "default", "torch.compile's mode (Shoal's own key)"
+        "default", "torch.compile's mode; `reduce-overhead` and `max-autotune` have CUDA graphs (Shoal's own key)"
     )
     regional: bool = key(
         True,

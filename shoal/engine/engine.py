@@ -464,7 +464,8 @@ class Engine(PartShortcuts):
         Args:
             compile_kwargs: passed to ``torch.compile``.
 
-        Raises: NotBuiltError: a schedule of DeepCompile's, or compiled autograd. ModelError: CUDA graphs at stage 3.
+        Raises: NotBuiltError: a schedule of DeepCompile's, or compiled autograd. ModelError: CUDA graphs that this
+            configuration cannot have.
         """
         self._check_alive()
         if schedule is not None or compiled_autograd_enabled:

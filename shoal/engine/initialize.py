@@ -19,7 +19,7 @@ from shoal.build.build import build
 from shoal.build.plan import ModuleAsBuilt
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import World
-from shoal.compiler import refuse_cuda_graphs
+from shoal.compiler import with_cuda_graphs
 from shoal.config import Config, load
 from shoal.config.elastic import check_scheduler
 from shoal.config.ranks import batch_ranks, model_degrees
@@ -34,6 +34,7 @@ from shoal.engine.client_optimizer import (
     schedule_notes,
     with_own_sums,
 )
+from shoal.engine.compiled import refuse_cuda_graphs
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible
 from shoal.engine.model_parts import axes_of, levels_of, parts_of, with_experts
@@ -42,6 +43,7 @@ from shoal.engine.offload_states import Offloaded
 from shoal.engine.over_stages import from_stages
 from shoal.engine.parts.activations import SavedActivations
 from shoal.engine.parts.clipping import CheckClipping
+from shoal.engine.parts.cuda_graphs import CudaGraphs
 from shoal.engine.parts.curriculum import Curriculum
 from shoal.engine.parts.device_check import DeviceCheck
 from shoal.engine.parts.error_feedback import ErrorFeedback
@@ -177,7 +179,7 @@ def _start(
     if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
         check_scheduler(settings.elasticity, planned)
     plan = plan_of(settings, world.size)
-    refuse_cuda_graphs(model, plan.zero.stage, world.device)
+    refuse_cuda_graphs(with_cuda_graphs(model, world.device), settings, plan)
     world.mesh = plan.mesh
     world.trace_into(settings.debug.flight_recorder_folder)
     world.compares_calls = settings.debug.collective_check
@@ -347,6 +349,7 @@ def _parts(
     if balance.is_needed:
         yield balance
     yield CheckClipping(sharding, accumulation)
+    yield CudaGraphs()
     wire = properties.plan.zero.wire
     if wire.has_error and not wire.is_by_optimizer:
         yield ErrorFeedback(sharding, accumulation, wire.error_reset)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.compiler import eager_operator
+
 
 class _KeptValue(bytearray):
     """The memory of a ticket, and what its number stands for."""
@@ -63,7 +65,7 @@ def result_like(wanted: Tensor, result: Tensor) -> Tensor:
     return result if result.stride() == wanted.stride() else wanted.copy_(result)
 
 
-@torch.library.custom_op("shoal::kept_backward", mutates_args=())
+@eager_operator("shoal::kept_backward")
 def kept_backward(
     gradient: Tensor, ticket: Tensor, sizes: list[int], strides: list[int], dims: list[int]
 ) -> list[Tensor]:

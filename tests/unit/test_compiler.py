@@ -13,7 +13,10 @@ from torch import nn
 
 import shoal
 from shoal import compiler
-from shoal.compiler import make_optimizer, refuse_cuda_graphs, untraced
+from shoal.compiler import make_optimizer, untraced, with_cuda_graphs
+from shoal.config import load
+from shoal.engine.compiled import refuse_cuda_graphs
+from shoal.engine.settings import plan_of
 from shoal.errors import ModelError
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
@@ -189,31 +192,58 @@ def compiled_model(how: str, **settings: Any) -> nn.Module:
         ({"backend": "eager"}, False),
     ],
 )
-def test_cuda_graphs_are_refused_where_parameters_have_no_fixed_address(
-    how: str, settings: dict[str, Any], has_graphs: bool
-) -> None:
+def test_modules_with_cuda_graphs_are_found(how: str, settings: dict[str, Any], has_graphs: bool) -> None:
     model = compiled_model(how, **settings)
-    refuse_cuda_graphs(model, 2, torch.device("cuda"))
-    refuse_cuda_graphs(model, 3, torch.device("cpu"))
-    if not has_graphs:
-        refuse_cuda_graphs(model, 3, torch.device("cuda"))
-        return
-    with pytest.raises(ModelError, match=r"1 modules are compiled with CUDA graphs.*: 1\.") as caught:
-        refuse_cuda_graphs(model, 3, torch.device("cuda"))
+    assert with_cuda_graphs(model, torch.device("cuda")) == (["1"] if has_graphs else [])
+    assert with_cuda_graphs(model, torch.device("cpu")) == []
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("ZeRO stage 3 frees parameters", {"zero_optimization": {"stage": 3}}),
+    ("pipeline stages send", {"parallel": {"pp": 2}}),
+    ("offload_activation copies", {"offload_activation": {"device": "cpu"}}),
+    ("tp, sp: collectives divide", {"parallel": {"tp": 2, "sp": 2}}),
+    ("cp: collectives divide", {"parallel": {"cp": 2}}),
+    ("experts: collectives divide", {"expert_parallel": {"enabled": True}}),
+    ("progressive_layer_drop leaves", {"progressive_layer_drop": {"enabled": True}}),
+]
+
+
+@pytest.mark.parametrize(("why", "sections"), REFUSED)
+def test_cuda_graphs_are_refused_with_the_reason(why: str, sections: dict[str, Any]) -> None:
+    settings = load({"train_micro_batch_size_per_gpu": 2, **sections}, world_size=4)
+    plan = plan_of(settings, 4)
+    refuse_cuda_graphs([], settings, plan)
+    with pytest.raises(ModelError, match=r"2 modules are compiled with CUDA graphs.*: 1, 2\.") as caught:
+        refuse_cuda_graphs(["1", "2"], settings, plan)
     assert caught.value.code == "model-cuda-graphs"
+    assert str(caught.value.where).startswith(why)
+
+
+def test_cuda_graphs_are_for_stages_0_to_2() -> None:
+    for stage in range(3):
+        asked = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+        settings = load(asked, world_size=4)
+        refuse_cuda_graphs(["1"], settings, plan_of(settings, 4))
 
 
 def test_an_engine_refuses_cuda_graphs_at_the_start_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    def as_on_a_gpu(model: nn.Module, stage: int, device: torch.device) -> None:
-        refuse_cuda_graphs(model, stage, torch.device("cuda"))
-
-    for name in ("shoal.engine.initialize", "shoal.engine.compiled"):
-        monkeypatch.setattr(importlib.import_module(name), "refuse_cuda_graphs", as_on_a_gpu)
+    monkeypatch.setattr(compiler, "_has_graphs", lambda _device: True)  # as on a GPU
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
     with pytest.raises(ModelError, match="CUDA graphs"):
         shoal.initialize(model=compiled_model("in place", mode="reduce-overhead"), config=config)
     engine, *_ = shoal.initialize(model=nn.Linear(2, 2), config=config)
-    with pytest.raises(ModelError, match="CUDA graphs"):
+    with pytest.raises(ModelError, match=r"CUDA graphs.*: the whole model"):
         engine.compile(compile_kwargs={"mode": "reduce-overhead"})
     assert not engine.is_compiled
     engine.destroy()
+
+
+def test_no_cuda_graph_has_an_operator_of_shoals() -> None:
+    for name in ("comm.autograd", "parallel.kept_graph", "parallel.sequence.attention", "parallel.expert.dispatch"):
+        importlib.import_module(f"shoal.{name}")
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("shoal::")]
+    assert len(names) >= 5
+    for name in names:
+        operator = getattr(torch.ops.shoal, name.removeprefix("shoal::").split(".")[0]).default
+        assert torch.Tag.cudagraph_unsafe in operator.tags, name

@@ -32,7 +32,7 @@ from shoal.comm import autograd
 from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator, Work
 from shoal.comm.wire import RowBytes
-from shoal.compiler import untraced
+from shoal.compiler import eager_operator, untraced
 from shoal.parallel import kept_graph
 from shoal.parallel.expert.grouped import gather_rows, sum_rows, with_zeros
 from shoal.parallel.expert.held import ExpertsHeld, traced_experts
@@ -107,7 +107,7 @@ def run_experts(
     return out
 
 
-@torch.library.custom_op("shoal::experts", mutates_args=())
+@eager_operator("shoal::experts")
 def _experts_operator(
     tensors: list[Tensor],
     expert_index: Tensor,

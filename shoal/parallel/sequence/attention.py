@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from shoal.compiler import untraced
+from shoal.compiler import eager_operator, untraced
 from shoal.errors import UsageError
 from shoal.parallel import kept_graph
 from shoal.parallel.sequence.chunks import Documents, chunks_of
@@ -137,7 +137,7 @@ def in_graph(
     return out  # type: ignore[no-any-return]
 
 
-@torch.library.custom_op("shoal::attention", mutates_args=())
+@eager_operator("shoal::attention")
 def _attention_operator(
     tensors: list[Tensor],
     mask: Tensor | None,

@@ -24,7 +24,7 @@ from shoal.comm import autograd
 from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import has_scoped_world
-from shoal.compiler import untraced
+from shoal.compiler import eager_operator, untraced
 from shoal.device import on_host
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import (
@@ -331,7 +331,7 @@ def sum_over_sequence(numbers: Tensor, label: str) -> Tensor:
     return numbers
 
 
-@torch.library.custom_op("shoal::sum_over_sequence", mutates_args=())
+@eager_operator("shoal::sum_over_sequence")
 def _sum_operator(numbers: Tensor, label: str, is_backward: bool) -> Tensor:
     context = current_sequence_context()
     comms = () if context is None or context.is_alone else context.comms

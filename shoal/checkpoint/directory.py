@@ -314,7 +314,7 @@ def is_name(tag: str) -> bool:
 def is_ours(storage: Storage, folder: str) -> bool:
     """True if the folder holds only files that a save of Shoal's writes, and at least one."""
     names = storage.names(folder)
-    return any(map(is_our_file, names)) and all(is_our_file(name) or foreign.is_foreign_file(name) for name in names)
+    return any(map(is_our_file, names)) and all(is_our_file(name) or foreign.format_of([name]) for name in names)
 
 
 def is_our_file(name: str) -> bool:

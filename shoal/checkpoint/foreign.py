@@ -83,8 +83,3 @@ def format_of(names: Iterable[str]) -> ForeignFormat | None:
     """The format that has files of these names; None: none has."""
     names = list(names)
     return next((each for each in FORMATS if any(map(each.file.fullmatch, names))), None)
-
-
-def is_foreign_file(name: str) -> bool:
-    """True for the name of a file in a checkpoint of a registered format."""
-    return format_of([name]) is not None

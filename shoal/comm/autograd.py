@@ -214,10 +214,6 @@ def traced_move(tensor: torch.Tensor, number: torch.Tensor, size: int, move: Ten
 # The moves themselves. Each drains its work: the caller may overwrite source and result at once.
 
 
-def _alias(tensor: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
-    return tensor.view_as(tensor)
-
-
 def _keep(gradient: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
     return gradient
 
@@ -247,9 +243,7 @@ def _sum_part(tensor: torch.Tensor, comm: Communicator, label: str, dim: int) ->
 
 
 def _gather(tensor: torch.Tensor, comm: Communicator, label: str, dim: int) -> torch.Tensor:
-    if comm.size == 1:
-        return _copied(tensor)
-    return begin_gather(tensor, comm, dim, label).wait()
+    return _copied(tensor) if comm.size == 1 else begin_gather(tensor, comm, dim, label).wait()
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -313,7 +307,7 @@ def _concatenated(stacked: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 _MOVES: dict[str, Callable[..., torch.Tensor]] = {
-    "alias": _alias,
+    "alias": lambda tensor, comm, label: tensor.view_as(tensor),
     "keep": _keep,
     "own_part": _own_part,
     "sum": _sum,

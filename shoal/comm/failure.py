@@ -288,7 +288,7 @@ class ExceptHook:
         """Restore the old hook, unless another was installed since."""
         if sys.excepthook == self._hook:
             sys.excepthook = self._previous
-        self._report = _report_nothing
+        self._report = lambda error: None
 
 
 def _is_from_script(error: BaseException) -> bool:
@@ -305,10 +305,6 @@ def _frames_of_script(trace: TracebackType | None) -> TracebackType | None:
     if trace is None or trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         return None
     return TracebackType(_frames_of_script(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
-
-
-def _report_nothing(error: BaseException) -> None:
-    return None
 
 
 _CONNECT_SECONDS = 5.0

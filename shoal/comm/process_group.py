@@ -39,6 +39,17 @@ _COMBINE: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def _for_each(operation: Callable[..., Any]) -> Callable[..., dist.Work]:
+    """The operation on each pair of two lists of tensors."""
+
+    def call(self: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        for output, source in zip(outputs, inputs, strict=True):
+            operation(self, output, source, opts)
+        return _finished(outputs)
+
+    return call
+
+
 class CommunicatorGroup(_ProcessGroup):
     """torch's ProcessGroup over a communicator.
 
@@ -113,14 +124,7 @@ class CommunicatorGroup(_ProcessGroup):
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> dist.Work:
-        for output, source in zip(outputs, inputs, strict=True):
-            self.all_gather_single(output, source)
-        return _finished(outputs)
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = _for_each(all_gather_single)
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
@@ -135,14 +139,7 @@ class CommunicatorGroup(_ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> dist.Work:
-        for output, source in zip(outputs, inputs, strict=True):
-            self._reduce_scatter(output, source, opts)
-        return _finished(outputs)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _for_each(reduce_scatter_single)
 
     def all_to_all_single(
         self,
@@ -334,6 +331,4 @@ def device_mesh(
 
 def _grid(mesh: Mesh, axes: Sequence[str], rank: int) -> Any:
     """The ranks along the first axis, each with those along the second, and so on, as nested lists."""
-    if not axes:
-        return rank
-    return [_grid(mesh, axes[1:], other) for other in mesh.ranks_along(axes[0], rank)]
+    return rank if not axes else [_grid(mesh, axes[1:], other) for other in mesh.ranks_along(axes[0], rank)]

@@ -101,9 +101,7 @@ def _is_pair_exact(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: floa
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    if dtype == torch.float64 or not dtype.is_floating_point:
-        return dtype
-    return torch.float32
+    return dtype if dtype == torch.float64 or not dtype.is_floating_point else torch.float32
 
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

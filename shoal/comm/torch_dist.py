@@ -103,9 +103,7 @@ class ProcessTransport:
             self._processes.look_up([0])  # now, since the store may end with it
         self._gloo.append(gloo)
         self._gloo_pending.watch.start()
-        if nccl is None:
-            return gloo
-        return NcclCommunicator(axis, nccl, gloo, self._failures, self._first_error)
+        return gloo if nccl is None else NcclCommunicator(axis, nccl, gloo, self._failures, self._first_error)
 
     def report_failure(self, rank: int, text: str, error: BaseException) -> None:
         if self._local_peers is not None:

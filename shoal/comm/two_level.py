@@ -14,33 +14,22 @@ Sources: ZeRO++ qgZ (arXiv:2306.10209, section 3.3), MiCS (arXiv:2205.00119, sec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from shoal.comm.protocol import Communicator, Work, encoded_all_gather, encoded_all_reduce, own_range
+from shoal.comm.protocol import (
+    BatchWork,
+    Communicator,
+    FinishedWork,
+    Work,
+    encoded_all_gather,
+    encoded_all_reduce,
+    own_range,
+)
 from shoal.comm.wire import Wire, decoded_sum, encoded_scatter
 from shoal.streams import keep_for_current_stream
-
-
-class _Gathers:
-    """Several gathers into parts of ``full``, whose sources are parts of ``source``."""
-
-    def __init__(self, works: Sequence[Work], source: torch.Tensor, full: torch.Tensor) -> None:
-        self._works = works
-        self._source = source
-        self._full = full
-
-    def wait(self) -> torch.Tensor:
-        for work in self._works:
-            work.wait()
-        keep_for_current_stream(self._source)
-        return self._full
-
-    def drain(self) -> None:
-        for work in self._works:
-            work.drain()
 
 
 class TwoLevels:
@@ -82,13 +71,16 @@ class TwoLevels:
 
         def gather_nodes(before: Work) -> Work:
             shards = before.wait().chunk(nodes)
-            works = [
-                self.inside.all_gather(into.view(-1), shard, label=label)
-                for into, shard in zip(places, shards, strict=True)
-            ]
-            return _Gathers(works, mine, full)
+            pairs = zip(places, shards, strict=True)
+            return BatchWork([self.inside.all_gather(into.view(-1), shard, label=label) for into, shard in pairs])
 
-        return self.between.staged(full, lambda: self.between.all_gather(mine, source, label=label), gather_nodes)
+        def finish(before: Work) -> Work:
+            before.wait()
+            keep_for_current_stream(mine)
+            return FinishedWork(full)
+
+        first = partial(self.between.all_gather, mine, source, label=label)
+        return self.between.staged(full, first, gather_nodes, finish)
 
     def reduce_scatter(
         self,

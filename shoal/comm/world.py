@@ -168,7 +168,8 @@ class World:
                 self._on_closing.append(group.unregister)
                 result = group
             elif len(ranks) == self.size:
-                result = _default_group()
+                result = dist.group.WORLD
+                assert result is not None
             else:
                 store = dist.distributed_c10d._get_default_store()
                 if isinstance(self._transport, ProcessTransport):
@@ -482,12 +483,6 @@ def _local_rank(store: Store, rank: int, size: int) -> int:
     if launch is not None and launch.world_size == size and launch.local_rank is not None:
         return launch.local_rank
     return local_rank_by_host(store, rank)
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def _destroy(group: dist.ProcessGroup) -> None:

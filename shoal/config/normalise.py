@@ -275,7 +275,8 @@ def _join(path: str, name: str) -> str:
 def _unknown(given_name: object, value: Any, model: type[Section], at: At, reading: Normalised) -> None:
     name = str(given_name)
     here = _join(at.path, name)
-    if not at.path and (name in OF_OTHER_PROGRAMS or _is_flat(name)):
+    is_flat = "." in name and name.partition(".")[0] in names_of(Schema)
+    if not at.path and (name in OF_OTHER_PROGRAMS or is_flat):
         why = OF_OTHER_PROGRAMS.get(name) or "a path written as one key, as TRL writes it"
         reading.warnings.append(f"{here} = {shown(value)} is ignored: {why}.")
         return
@@ -286,10 +287,6 @@ def _unknown(given_name: object, value: Any, model: type[Section], at: At, readi
         reading.problem(here, what, do, (*at.place, name))
     else:
         reading.warnings.append(f"{here} = {shown(value)} is ignored: {what} {do}")
-
-
-def _is_flat(name: str) -> bool:
-    return name.partition(".")[0] in names_of(Schema) and "." in name
 
 
 def _suggestion(name: str, model: type[Section], path: str) -> str:

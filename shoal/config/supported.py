@@ -108,9 +108,7 @@ def _asks(path: str, given: Given, support: Support, all_given: Mapping[str, Giv
             return False
         if support_of(over.schema_path if over is not None else switch).kind == support.kind:
             return False  # reported at the switch
-    if key.name in SWITCHES:
-        return _is_on(value)
-    return _is_on(value) and bool(value != key.default)
+    return _is_on(value) if key.name in SWITCHES else _is_on(value) and bool(value != key.default)
 
 
 def _is_on(value: Any) -> bool:

@@ -72,9 +72,8 @@ class TableKey:
     def is_section(self) -> bool:
         return "section" in self.takes
 
-    @property
-    def inner_path(self) -> str:
-        return self.path + {"list of sections": "[]", "sections by name": ".<name>"}.get(self.takes, "")
+
+_INNER = {"list of sections": "[]", "sections by name": ".<name>"}  # what follows the path of such a key
 
 
 def _read(name: str) -> list[TableKey]:
@@ -87,7 +86,8 @@ def _read(name: str) -> list[TableKey]:
         key_name, takes, description, support, conditions = [*line.strip().split(" | "), *[""] * 4][:5]
         takes, _, default = takes.partition(" = ")
         del above[(len(line) - len(line.lstrip())) // 2 :]
-        path = f"{above[-1].inner_path}.{key_name}" if above else key_name
+        inner = _INNER.get(above[-1].takes, "") if above else ""
+        path = f"{above[-1].path}{inner}.{key_name}" if above else key_name
         row = TableKey(path, takes, default, description, support, conditions)
         (above[-1].inner if above else outermost).append(row)
         above.append(row)

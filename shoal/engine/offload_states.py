@@ -267,12 +267,8 @@ def _point(group: ParameterGroup) -> None:
         part.param.data = group.main[part.start : part.stop]
 
 
-def _host_empty(numel: int, dtype: torch.dtype, *, is_pinned: bool) -> torch.Tensor:
-    return aligned_empty(numel * dtype.itemsize, is_pinned=is_pinned).view(dtype)
-
-
 def _copied_to_host(source: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
-    target = _host_empty(source.numel(), source.dtype, is_pinned=is_pinned).view(source.shape)
+    target = aligned_empty(source.nbytes, is_pinned=is_pinned).view(source.dtype).view(source.shape)
     return target.copy_(source, non_blocking=True)
 
 

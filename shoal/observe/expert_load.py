@@ -100,7 +100,7 @@ def draw_load(
     if row >= 9:
         parts += [
             f'<text class="tick" x="{_LABELS - 8}" y="{_TOP + row * (index + 0.5) + 4:.1f}" text-anchor="end">'
-            f"{html.escape(_shortened(layer))}</text>"
+            f"{html.escape(layer if len(layer) <= 22 else '…' + layer[-21:])}</text>"
             for index, layer in enumerate(layers)
         ]
     for index, span in enumerate(load_spans):
@@ -176,7 +176,3 @@ def _mean(values: Sequence[float]) -> float:
 def _by_numbers(name: str) -> list[tuple[int, str]]:
     """Sorts ``layers.2`` before ``layers.10``."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= 22 else "…" + name[-21:]

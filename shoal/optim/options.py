@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -24,7 +24,7 @@ def check_options(
     Raises: OptimizerError: a number outside its range.
     """
     wrong = [f"{name} is {value}, expected 0 or above" for name, value in not_negative.items() if not value >= 0]
-    if not _are_betas(betas):
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         wrong.append(f"betas are {betas}, expected two numbers in [0, 1)")
     wrong += [text for text, is_wrong in (others or {}).items() if is_wrong]
     if wrong:
@@ -39,7 +39,3 @@ def refuse_sparse(kind: str, parameter: torch.Tensor) -> None:
             do="use sparse=False for the embedding.",
             code="optimizer-sparse",
         )
-
-
-def _are_betas(betas: Sequence[float]) -> bool:
-    return len(betas) == 2 and all(0 <= beta < 1 for beta in betas)

@@ -263,9 +263,7 @@ class SavedTensors:
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         call, saved = packed
-        if isinstance(saved, InPlaceTensor):
-            return saved.get()
-        return self._store.fetch(saved, call)
+        return saved.get() if isinstance(saved, InPlaceTensor) else self._store.fetch(saved, call)
 
     def _save(self, tensor: torch.Tensor, call: ForwardCall) -> SavedTensor:
         if not (is_plain(tensor) or is_fake(tensor)):

@@ -182,13 +182,10 @@ def one_process(config: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
     settings = load(dict(config), world_size=num_ranks, warns=False)
     made = {key: value for key, value in config.items() if key not in _DIVIDED}
     made["train_micro_batch_size_per_gpu"] = int(settings.train_micro_batch_size_per_gpu)
-    made["gradient_accumulation_steps"] = int(settings.gradient_accumulation_steps) * _num_batches(settings, num_ranks)
+    num_batches = num_ranks // math.prod(model_degrees(settings).values())
+    made["gradient_accumulation_steps"] = int(settings.gradient_accumulation_steps) * num_batches
     made["zero_optimization"] = {"stage": 0}
     return made
-
-
-def _num_batches(settings: Any, num_ranks: int) -> int:
-    return num_ranks // math.prod(model_degrees(settings).values())
 
 
 def verify_values(

@@ -73,10 +73,6 @@ class Kernel:
     is_strided: bool = False
 
     @property
-    def is_attention(self) -> bool:
-        return "attention" in self.name
-
-    @property
     def is_backward(self) -> bool:
         return "backward" in self.name
 
@@ -126,7 +122,7 @@ def kernel_seconds(kernel: Kernel, gpu: GpuNode) -> float:
     if kernel.is_strided:
         bandwidth = min(bandwidth, gpu.operator_bandwidths.get("strided", bandwidth))
     seconds = gpu.kernel_latency + kernel.nbytes / bandwidth
-    if kernel.flops and kernel.is_attention:
+    if kernel.flops and "attention" in kernel.name:
         seconds = max(seconds, gpu.kernel_latency + _attention_seconds(kernel, gpu))
     elif kernel.flops and kernel.shape:
         seconds = max(seconds, gpu.kernel_latency + _product_seconds(kernel, gpu))

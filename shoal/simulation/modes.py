@@ -95,9 +95,7 @@ def needs_values(operator: Any, effects: Effects, args: Sequence[Any], kwargs: M
     if name in _INDEXED:  # a mask as an index becomes the places where it is true
         indices = args[1] if len(args) > 1 else kwargs["indices"]
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-    if name == "repeat_interleave":
-        return kwargs.get("output_size") is None
-    return effects.blocks_host
+    return kwargs.get("output_size") is None if name == "repeat_interleave" else effects.blocks_host
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

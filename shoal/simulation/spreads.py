@@ -146,9 +146,7 @@ def _multiplied(kinds: Sequence[Kind], name: str = "mul") -> Kind:
 def _joined(kinds: Sequence[Kind]) -> Kind:
     """Of tensors that are not partial. What is replicated next to a part was cut to its size by the rank."""
     dims = {kind for kind in kinds if isinstance(kind, int)}
-    if VARIES in kinds or len(dims) > 1:
-        return VARIES
-    return next(iter(dims), REPLICATED)
+    return VARIES if VARIES in kinds or len(dims) > 1 else next(iter(dims), REPLICATED)
 
 
 def _is_linear(name: str, kinds: Sequence[Kind]) -> None:

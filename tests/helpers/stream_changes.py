@@ -262,7 +262,7 @@ CHANGES = {
         LEVELS, "            keep_for_current_stream(message, received)\n", "", _TWO_NODES, "the memory was freed"
     ),
     "memory of shards of other nodes is freed while they are sent on": Change(
-        LEVELS, "        keep_for_current_stream(self._source)\n", "", _UPDATED, "the memory was freed"
+        LEVELS, "            keep_for_current_stream(mine)\n", "", _UPDATED, "the memory was freed"
     ),
     # sends that are moved or in another order
     "a hop of a ring is received after it is sent": Change(

@@ -112,7 +112,6 @@ UNREACHED = {
     "shoal/comm/protocol.py torch.uint8), self.size, label)).wait()": _HOST,
     "shoal/comm/protocol.py work.drain()": _AGAIN,
     "shoal/comm/protocol.py work.wait()": "of a batch between hosts; on NCCL a batch is one call",
-    "shoal/comm/two_level.py work.drain()": _AGAIN,
     "shoal/comm/encoded.py .drain()": "measures times",
     "shoal/compat/entry.py mark(made, resolved)": "not a wait: marks an optimizer as DeepSpeed's",
     "shoal/comm/nccl.py self._host.drain()": _HOST,

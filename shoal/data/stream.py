@@ -48,13 +48,14 @@ class PackedBatch(NamedTuple):
     def shard(self, context: SequenceContext | None) -> PackedBatch:
         """This rank's positions, of a batch of whole rows; ``documents`` stay those of the rows.
 
-        Attention of a model of Transformers to these positions knows the documents without an exchange.
+        Ranks of ``cp`` get equal work within the documents. Attention must be given the result's ``documents``. That of
+        a model of Transformers to its ``positions`` knows them without an exchange.
         """
         if context is None:
             return self
-        tokens, targets, positions = (context.shard(tensor) for tensor in self[:3])
-        context.know(positions, self.documents)
-        return PackedBatch(tokens, targets, positions, self.documents)
+        documents = self.documents.balanced()
+        tokens, targets, positions = (context.shard(tensor, documents=documents) for tensor in self[:3])
+        return PackedBatch(tokens, targets, positions, documents)
 
 
 class PackedSample(NamedTuple):

@@ -319,8 +319,9 @@ class Trainer:
     def batch(self, index: int) -> tuple[Any, ...]:
         context = self.engine.sequence_context or shoal.SequenceContext()
         drawn = batch(self.run, index, self.engine.axes.batch.rank)
-        sharded = tuple(context.shard(tensor.to(self.device), dim=tensor.dim() - 1) for tensor in drawn)
-        return (*sharded[:3], Documents.from_ids(drawn[3])) if self.run.documents == "packed" else sharded
+        documents = Documents.from_ids(drawn[3]).balanced() if self.run.documents == "packed" else None
+        sharded = tuple(context.shard(tensor.to(self.device), tensor.dim() - 1, documents) for tensor in drawn)
+        return sharded if documents is None else (*sharded[:3], documents)
 
     def nothing(self) -> None:
         return

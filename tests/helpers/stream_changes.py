@@ -91,15 +91,14 @@ def changed(file: str, old: str, new: str) -> Iterator[None]:
 # what is run
 
 
-def _keys(**plan: Any) -> None:
+def _keys(documents: tuple[tuple[int, ...], ...] | None = None, window: int | None = None) -> None:
     """Ring attention, forward and backward."""
     found = current_world()
     comm = found.communicator("cp", Mesh.of(found.size, cp=found.size))
     query, key, value = ((torch.ones(1, 2, 4, 8) * scale).requires_grad_() for scale in (0.1, 0.2, 0.3))
     chunks = chunks_of(4 * comm.size, comm.size, "balanced")
-    ring_attention(
-        query, key, value, RingPlan(comm, chunks, True, None, 1.0, "ring", "attention", **plan)
-    ).sum().backward()
+    plan = RingPlan(comm, chunks, True, documents, 1.0, "ring", "attention", window)
+    ring_attention(query, key, value, plan).sum().backward()
     assert key.grad is not None
     key.grad.mul(2)
 
@@ -175,6 +174,7 @@ def _reads(settings: dict[str, Any]) -> str:
 
 _RING = partial(_reports, partial(on_ranks, 2, _keys))
 _WINDOW = partial(_reports, partial(on_ranks, 2, partial(_keys, window=6)))
+_DOCUMENTS = partial(_reports, partial(on_ranks, 6, partial(_keys, documents=((0, 3, 24),))))
 _COMM = partial(_reports, partial(on_ranks, 2, _collectives))
 _STAGE_2 = partial(_reports, partial(of_matrix, {"stage": "2"}))
 _DROPPED = partial(_reports, CASES["source_that_is_dropped_while_it_is_copied"])
@@ -274,6 +274,13 @@ CHANGES = {
     ),
     "an exchange is received after it is sent": Change(
         RING, "[comm.batch(some)] if some else []", "[comm.batch([one]) for one in some]", _WINDOW, "deadlock"
+    ),
+    "gradients of documents are added before they are there": Change(
+        RING,
+        "            for work in works:\n                work.drain()\n            places",
+        "            places",
+        _DOCUMENTS,
+        "must wait for",
     ),
     "keys are packed after they are sent": Change(
         RING,

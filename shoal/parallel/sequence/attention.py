@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.compiler import eager_operator, untraced
 from shoal.errors import UsageError
 from shoal.parallel import kept_graph
-from shoal.parallel.sequence.chunks import Documents, chunks_of
+from shoal.parallel.sequence.chunks import Documents
 from shoal.parallel.sequence.context import SequenceContext, current_sequence_context, may_be_spread
 from shoal.parallel.sequence.kernels import (
     EfficientKernel,
@@ -208,6 +208,8 @@ def _attention(
     if isinstance(documents, Tensor):
         options = replace(options, documents=context.documents(documents))
     check_documents(options, query.shape[0], length)
+    assert not isinstance(options.documents, Tensor)
+    context.check_documents(options.documents)
     if isinstance(options.documents, Documents) and context.cp_size == 1 and options.documents.are_whole_rows:
         options = replace(options, documents=None)
     if options.window is not None and options.window >= length:
@@ -253,7 +255,7 @@ def _inner(
     assert not isinstance(options.documents, Tensor)
     plan = RingPlan(
         comm=context.cp if context.cp_size > 1 else None,
-        chunks=chunks_of(length, context.cp_size, context.order),
+        chunks=context.chunks(length, options.documents),
         is_causal=options.is_causal,
         documents=None if options.documents is None else options.documents.begins,
         scale=1 / math.sqrt(query.shape[3]) if options.scale is None else options.scale,

@@ -11,6 +11,17 @@ the last rank most of the work. ``balanced`` cuts the sequence into two chunks f
     >>> chunks_of(7, 2, "contiguous")
     ((range(0, 4),), (range(4, 7),))
 
+Packed documents make another amount of work of each chunk. Where the documents are known (``Documents.balanced``) the
+chunks are cut so that ranks have equal work all the same, and as many positions: the sequence is a circle, each rank in
+turn takes the part of its length whose work is nearest to the mean of what is left, and the circle closes behind it. So
+N ranks have 2 N - 1 chunks at most.
+
+    3 documents    keys     1  2  3  4    1  2    1  2    that a position attends to: 8 for each of
+    2 ranks        rank     1  1  1  0    0  0    0  1
+
+    >>> chunks_of(8, 2, "balanced", ((0, 4, 6, 8),))
+    ((range(3, 7),), (range(0, 3), range(7, 8)))
+
 A tile is a rectangle of scores that a kernel computes without a mask, or a square with a causal one:
 
     >>> first, second = chunks_of(8, 2, "balanced")
@@ -39,18 +50,22 @@ band is computed. A window of 3, a position and 2 before it, for 7 positions:
       5        r c c
       6          r . c
 
-Source: head-tail chunks: Llama 3 (arXiv:2407.21783), section 3.3.2; zig-zag ring attention.
+Source: head-tail chunks: Llama 3 (arXiv:2407.21783), section 3.3.2; zig-zag ring attention. Parts equal in two measures
+by few cuts: Alon, "Splitting necklaces", Advances in Mathematics 63 (1987).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,10 +117,15 @@ class Documents:
     >>> Documents.from_positions(torch.tensor([[0, 1, 2, 0, 1]])).begins
     ((0, 3, 5),)
 
+    Args:
+        chunked_by: where the documents begin by which ranks of ``cp`` have divided the rows; None: they did so without
+            regard to documents.
+
     Raises: UsageError: the rows do not have one length.
     """
 
     begins: tuple[tuple[int, ...], ...]
+    chunked_by: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         lengths = {row[-1] for row in self.begins}
@@ -124,6 +144,13 @@ class Documents:
     def are_whole_rows(self) -> bool:
         """True if each row is one document."""
         return all(len(row) == 2 for row in self.begins)
+
+    def balanced(self) -> Documents:
+        """The same documents, for rows that ranks of ``cp`` divide by the documents, so that all have equal work.
+
+        Give them to ``SequenceContext.shard`` with each tensor of the batch, and to attention.
+        """
+        return self if self.are_whole_rows else replace(self, chunked_by=self.begins)
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[Sequence[int]]) -> Documents:
@@ -145,7 +172,8 @@ class Documents:
     @classmethod
     def from_positions(cls, positions: Tensor) -> Documents:
         """``position_ids``, [B, L] or [L]: where one is not the next of the one before, a document begins."""
-        return cls._from_first(do_not_go_on(torch.atleast_2d(positions)))
+        positions = torch.atleast_2d(positions)
+        return cls._from_first(positions[:, 1:] != positions[:, :-1] + 1)
 
     @classmethod
     def of_padding(cls, is_token: Tensor) -> Documents:
@@ -177,15 +205,11 @@ class Documents:
         """Documents that begin where one of either begins: positions attend where both allow it."""
         rows = max(len(self.begins), len(other.begins))
         pairs = zip(self._of_rows(rows), other._of_rows(rows), strict=True)
-        return Documents(tuple(tuple(sorted({*mine, *theirs})) for mine, theirs in pairs))
+        begins = tuple(tuple(sorted({*mine, *theirs})) for mine, theirs in pairs)
+        return Documents(begins, self.chunked_by or other.chunked_by)
 
     def _of_rows(self, rows: int) -> tuple[tuple[int, ...], ...]:
         return self.begins * rows if len(self.begins) == 1 else self.begins
-
-
-def do_not_go_on(positions: Tensor) -> Tensor:
-    """True where a position is not the next of the one before: [B, L] -> [B, L - 1]."""
-    return positions[:, 1:] != positions[:, :-1] + 1
 
 
 class DocumentRun(NamedTuple):
@@ -215,12 +239,47 @@ def cuts(length: int, parts: int) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def chunks_of(length: int, ranks: int, order: ChunkOrder) -> tuple[Chunks, ...]:
-    """Each rank's chunks of a sequence of ``length`` positions."""
+def chunks_of(
+    length: int, ranks: int, order: ChunkOrder, documents: tuple[tuple[int, ...], ...] | None = None
+) -> tuple[Chunks, ...]:
+    """Each rank's chunks of a sequence of ``length`` positions. How many they have does not depend on ``documents``.
+
+    Args:
+        documents: where those of each row begin, and the length, to balance the work of causal attention within them.
+    """
     if order == "contiguous" or ranks == 1:
         return tuple((range(start, stop),) for start, stop in pairwise(cuts(length, ranks)))
     every = [range(start, stop) for start, stop in pairwise(cuts(length, 2 * ranks))]
-    return tuple((every[rank], every[2 * ranks - 1 - rank]) for rank in range(ranks))
+    chunks = tuple((every[rank], every[2 * ranks - 1 - rank]) for rank in range(ranks))
+    if documents is None or length < 2 * ranks:
+        return chunks
+    return _of_equal_work(documents, [num_positions(each) for each in chunks])
+
+
+def _of_equal_work(documents: tuple[tuple[int, ...], ...], sizes: list[int]) -> tuple[Chunks, ...]:
+    """Chunks for ranks that hold so many positions: see the module."""
+    length = sum(sizes)
+    block = math.gcd(*sizes, 1 << max(length.bit_length() - 17, 0))  # cuts are at its multiples: 65,536 or more
+    bounds = np.arange(0, length + 1, block)
+    scores = np.zeros(len(bounds))  # of the positions before each bound
+    for row in documents:
+        begins, lengths = np.array(row), np.diff(row).astype(np.float64)
+        before = np.concatenate([[0.0], np.cumsum(lengths * (lengths + 1) / 2)])
+        document = np.searchsorted(begins, bounds, side="right") - 1
+        inside = (bounds - begins[document]).astype(np.float64)
+        scores += before[document] + inside * (inside + 1) / 2
+    work, left = np.diff(scores), np.arange(length // block)
+    ranks: list[Chunks] = []
+    for size in (each // block for each in sizes):
+        there = work[left]
+        sums = np.concatenate([[0.0], np.cumsum(np.concatenate([there, there[:size]]))])
+        of_windows = sums[size : size + len(left)] - sums[: len(left)]
+        first = int(np.abs(of_windows - there.sum() * size / len(left)).argmin())
+        window = np.sort((first + np.arange(size)) % len(left))
+        taken, left = left[window], np.delete(left, window)
+        runs = np.split(taken, np.flatnonzero(np.diff(taken) > 1) + 1)
+        ranks.append(tuple(range(int(run[0]) * block, (int(run[-1]) + 1) * block) for run in runs))
+    return tuple(ranks)
 
 
 def num_positions(chunks: Chunks) -> int:
@@ -344,12 +403,29 @@ def _runs(chunks: Chunks, begins: tuple[int, ...] | None) -> list[list[DocumentR
     offset = 0
     for chunk in chunks:
         shift = offset - chunk.start
-        bounds = enumerate(pairwise((0, chunk.stop) if begins is None else begins))
-        inside = ((document, max(start, chunk.start), min(stop, chunk.stop)) for document, (start, stop) in bounds)
-        runs = (DocumentRun(document, start + shift, stop + shift, shift) for document, start, stop in inside)
-        by_chunk.append([run for run in runs if run.start < run.stop])
+        bounds = (0, chunk.stop) if begins is None else begins
+        first, end = bisect_right(bounds, chunk.start) - 1, bisect_left(bounds, chunk.stop)
+        inside = [chunk.start, *bounds[first + 1 : end], chunk.stop] if chunk else []
+        by_chunk.append([
+            DocumentRun(first + index, start + shift, stop + shift, shift)
+            for index, (start, stop) in enumerate(pairwise(inside))
+        ])  # fmt: skip
         offset += len(chunk)
     return by_chunk
+
+
+@lru_cache(maxsize=256)
+def most_exchanged(chunks: tuple[Chunks, ...], documents: tuple[tuple[int, ...], ...], is_causal: bool) -> int:
+    """How many positions any rank receives and sends, at most: with a window or several rows it may be fewer."""
+    most = [0] * len(chunks)
+    for begins in set(documents):
+        by_rank = [[run for runs in _runs(each, begins) for run in runs] for each in chunks]
+        readers = Counter(document for runs in by_rank for document in {run.document for run in runs})
+        for rank, runs in enumerate(by_rank):
+            ends = {run.document: run.stop - run.shift if is_causal else begins[run.document + 1] for run in runs}
+            most[rank] += sum(end - begins[document] for document, end in ends.items())  # its own positions included
+            most[rank] += sum((run.stop - run.start) * (readers[run.document] - 2) for run in runs)  # less its own
+    return max(most)
 
 
 def _joined(runs: Sequence[Sequence[DocumentRun]]) -> list[DocumentRun]:

@@ -9,10 +9,12 @@ With both, the sequence is cut along ``cp`` first, and what a coordinate of ``cp
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +35,6 @@ from shoal.parallel.sequence.chunks import (
     Documents,
     chunks_of,
     cuts,
-    do_not_go_on,
     num_positions,
 )
 from shoal.parallel.sequence.ring import KeyExchange
@@ -72,8 +73,8 @@ class SequenceContext:
     Args:
         sp: the ranks of Ulysses; None: one.
         cp: the ranks of ring attention; None: one.
-        order: ``balanced`` gives ranks of ``cp`` equal work under a causal mask; ``contiguous`` gives them neighbouring
-            positions.
+        order: ``balanced`` gives ranks of ``cp`` equal work under a causal mask, within documents too if these are
+            ``balanced``; ``contiguous`` gives them neighbouring positions.
         exchange: keys and values along ``cp`` by a ``ring`` of sends, or by one ``all_gather``.
         length: positions of the whole sequence, where ranks hold unequal parts; None: every rank holds as many.
         wire: the format in which heads are sent along ``sp``; None: as they are.
@@ -92,10 +93,13 @@ class SequenceContext:
     _last: list[tuple[tuple[Tensor | None, ...], list[int | None], Documents | None]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
-    # What ``shard`` has returned, as long as it exists: cut from tensors of the whole sequence. Of positions, the
-    # documents that they are known to be of.
+    # What ``shard`` has returned, as long as it exists: cut from tensors of the whole sequence, with these documents.
     _cut: MutableMapping[Tensor, Documents | None] = field(
         default_factory=WeakTensorKeyDictionary, init=False, repr=False, compare=False
+    )
+    # The documents of the batches that ``shard`` has cut last, the same on all ranks: models may pass copies.
+    _latest: deque[Documents | None] = field(
+        default_factory=partial(deque, maxlen=64), init=False, repr=False, compare=False
     )
 
     @property
@@ -124,9 +128,9 @@ class SequenceContext:
         """The same context for sequences of ``length`` positions, which need not divide evenly."""
         return replace(self, length=length)
 
-    def chunks(self, length: int) -> tuple[Chunks, ...]:
+    def chunks(self, length: int, documents: Documents | None = None) -> tuple[Chunks, ...]:
         """What each coordinate of ``cp`` holds of ``length`` positions, together with its ranks of ``sp``."""
-        return chunks_of(length, self.cp_size, self.order)
+        return chunks_of(length, self.cp_size, self.order, None if documents is None else documents.chunked_by)
 
     def sp_lengths(self, length: int) -> tuple[int, ...]:
         """How many positions each rank along ``sp`` holds."""
@@ -158,12 +162,22 @@ class SequenceContext:
             )
         return self.length
 
-    def shard(self, tensor: Tensor, dim: int = 1) -> Tensor:
+    def shard(self, tensor: Tensor, dim: int = 1, documents: Documents | None = None) -> Tensor:
         """This rank's positions of a tensor that has all of them along ``dim``; without a gradient's collective.
 
-        Raises: UsageError: the positions do not divide, and the context has no length.
+        Args:
+            documents: of the rows; if they are ``balanced``, ranks of ``cp`` get equal work of them. Give attention the
+                same ones, or, as position_ids of a model of Transformers, what is returned for the positions of them.
+
+        Raises: UsageError: the positions do not divide, and the context has no length; documents of another length.
         """
         length = tensor.shape[dim]
+        if documents is not None and documents.length != length:
+            raise UsageError(
+                f"a sequence of {length} positions, with documents of {documents.length} positions",
+                do="give shard the documents of the whole rows, and the dim of their positions.",
+                code="sequence-documents",
+            )
         if self.length is None and length % self.multiple:
             missing = -length % self.multiple
             raise UsageError(
@@ -178,28 +192,42 @@ class SequenceContext:
                 do=f"use context.of_length({length}).",
                 code="sequence-length",
             )
-        chunks = self.chunks(length)[0 if self.cp is None else self.cp.rank]
+        chunks = self.chunks(length, documents)[0 if self.cp is None else self.cp.rank]
         together = torch.cat([tensor.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
         parts: tuple[Tensor, ...] = together.split(list(self.sp_lengths(length)), dim)
         part = parts[0 if self.sp is None else self.sp.rank].contiguous()
         for comm in self.comms:
             comm.backend.divides(tensor, part, dim, "context.shard")
-        self._cut[part] = None
+        self._cut[part] = documents
+        if not self._latest or self._latest[-1] != documents:
+            self._latest.append(documents)
         return part
 
-    def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
+    def unshard(self, tensor: Tensor, dim: int = 1, documents: Documents | None = None) -> Tensor:
         """All positions of a tensor of which each rank has its part along ``dim``; the inverse of :meth:`shard`.
+
+        Args:
+            documents: as ``shard`` was given them; None: those with which it returned ``tensor``, if it did.
 
         Communicates: an all-gather over ``sp``, and one over ``cp``. Without a gradient.
         """
+        return self._in_order(self._of_all_ranks(tensor, dim), dim, documents or self._cut.get(tensor))
+
+    def _of_all_ranks(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """What all ranks hold, one after the other."""
         tensor = tensor.detach()
         length = self.whole_length(tensor.shape[dim])
         if self.sp is not None:
             tensor = _gathered(tensor, self.sp, self.sp_lengths(length), dim)
         if self.cp is None:
             return tensor
-        chunks = self.chunks(length)
-        tensor = _gathered(tensor, self.cp, tuple(num_positions(each) for each in chunks), dim)
+        return _gathered(tensor, self.cp, tuple(num_positions(each) for each in self.chunks(length)), dim)
+
+    def _in_order(self, tensor: Tensor, dim: int, documents: Documents | None) -> Tensor:
+        """What all ranks hold, one after the other, in the order of the sequence."""
+        if self.cp is None:
+            return tensor
+        chunks = self.chunks(tensor.shape[dim], documents)
         parts = tensor.split([len(chunk) for each in chunks for chunk in each], dim)
         starts = [chunk.start for each in chunks for chunk in each]
         order = sorted(range(len(parts)), key=lambda index: starts[index])
@@ -223,17 +251,24 @@ class SequenceContext:
 
         Communicates: as :meth:`unshard`. Order: the host waits for the result.
         """
+        cut = self._cut.get(ids)
         documents = self._kept((ids,), lambda: Documents.from_ids(self.unshard(ids)))
         assert documents is not None
-        return documents
+        return documents if cut is None else replace(documents, chunked_by=cut.chunked_by)
 
-    def know(self, positions: Tensor, documents: Documents) -> None:
-        """``documents_of(positions, None)`` returns these from now on. Every rank calls; nothing writes to positions.
-
-        Args:
-            positions: what ``shard`` has returned.
-        """
-        self._cut[positions] = documents
+    def check_documents(self, documents: Documents | None) -> None:
+        """Raises: UsageError: ``shard`` has divided the last batch by its documents, which attention was not given."""
+        latest = self._latest[-1] if self._latest else None
+        if self.cp_size == 1 or self.order != "balanced" or latest is None or latest.chunked_by is None:
+            return
+        if documents is None or (documents.chunked_by is None and documents.begins == latest.begins):
+            raise UsageError(
+                f"the ranks of cp={self.cp_size} hold a batch that is divided by its documents, and attention was given"
+                f" {'no documents' if documents is None else 'documents that are not balanced'}",
+                do="give attention the documents that batch.shard(context) returns, or that shard was given; of rows of"
+                " one document, Documents.of_lengths([[length]]).",
+                code="sequence-documents",
+            )
 
     def _kept(self, given: tuple[Tensor | None, ...], make: Callable[[], Documents | None]) -> Documents | None:
         """What was made last, if it was made of these tensors, and no kernel has written to them since."""
@@ -270,22 +305,47 @@ class SequenceContext:
         # The host reads the vector of all that it must know: it waits for the device once.
         known: list[Tensor] = []
         if positions is not None:
-            known += [do_not_go_on(self.unshard(positions)), self._are_of_whole_rows(positions)]
+            known += [self._of_all_ranks(positions), self._are_of_whole_rows(positions)]
         if padding is not None:
-            known.append(self.unshard(padding.to(torch.uint8)))
+            known.append(self._of_all_ranks(padding.to(torch.uint8)))
         documents = None
         if known:
-            vector = on_host(torch.cat([each.reshape(-1).to(torch.uint8) for each in known])).bool()
+            vector = on_host(torch.cat([each.reshape(-1).to(torch.int64) for each in known]))
             split = vector.split([each.numel() for each in known])
             parts = [part.view(each.shape) for part, each in zip(split, known, strict=True)]
         if positions is not None:
             self._check_whole_positions(positions.shape[-1], bool(parts[1]))
-            documents = Documents._from_first(parts[0])
+            cut = self._cut.get(positions)
+            documents = cut or self._documents_in(parts[0], is_copy=positions not in self._cut)
         if padding is not None:
-            of_padding = Documents.of_padding(parts[-1])
+            of_padding = Documents.of_padding(self._in_order(parts[-1].bool(), 1, documents))
             documents = of_padding if documents is None else documents.and_of(of_padding)
         if documents is not None and documents.are_whole_rows:
             documents = None
+        return documents
+
+    def _documents_in(self, positions: Tensor, *, is_copy: bool) -> Documents:
+        """The documents of the positions that all ranks hold, one after the other.
+
+        Args:
+            is_copy: ``shard`` has not returned them. A model may pass copies: of the orders in which batches were
+                divided, theirs is the one in which they are the positions of its documents.
+
+        Raises: UsageError: there is none, and in the order without documents one begins with another position than 0.
+        """
+        divided = [each for each in self._latest if is_copy and each is not None and each.chunked_by is not None]
+        for documents in reversed(divided):
+            if Documents.from_positions(self._in_order(positions, 1, documents)).begins == documents.begins:
+                return documents
+        whole = self._in_order(positions, 1, None)
+        documents = Documents.from_positions(whole)
+        firsts = (int(whole[row, at]) for row, begins in enumerate(documents.begins) for at in begins[:-1])
+        if divided and self.order == "balanced" and any(firsts):
+            raise UsageError(
+                "position_ids are not those of a batch that ranks of cp have divided, by its documents or without",
+                do="give the model the positions that batch.shard(context) returns, or copies of them, soon after it.",
+                code="sequence-documents",
+            )
         return documents
 
     def _are_of_whole_rows(self, positions: Tensor) -> Tensor:

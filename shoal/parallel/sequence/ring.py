@@ -14,6 +14,9 @@ adds its own share. Outputs of tiles are merged by their log-sum-exp, in fp32; g
 
 With a window or documents the queries of a rank attend to few keys of other ranks, and every rank knows to which. So in
 step s rank r sends to rank r + s what that needs of its keys and values, and in backward gets their gradients from it.
+Ranks have unequal work in a step, even where documents balance their sum. So where what is sent for documents is small
+on every rank, all of it is sent before the first step, and gradients are waited for after the last: no rank waits for
+another's step. All ranks decide alike, as the order of a communicator's sends is one on all ranks.
 
 Source: Ring Attention (arXiv:2310.01889); FlashAttention-2's backward (arXiv:2307.08691); all-gather: Llama 3
 (arXiv:2407.21783), section 3.3.2.
@@ -31,11 +34,22 @@ from torch import Tensor
 from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator, Message, Work
 from shoal.kernels.use import has_kernels, one_kernel
-from shoal.parallel.sequence.chunks import Chunks, Tile, keys_of, num_positions, of_packed_keys, tiles_of
+from shoal.parallel.sequence.chunks import (
+    Chunks,
+    Tile,
+    keys_of,
+    most_exchanged,
+    num_positions,
+    of_packed_keys,
+    tiles_of,
+)
 from shoal.parallel.sequence.kernels import HeadGroups, accumulated, dense_heads, kernel_for, sum_dtype
 
 KeyExchange = Literal["ring", "all_gather"]
 Block = tuple[int, Tensor, Tensor]  # a rank, its keys and its values
+
+# What may be sent and received at the same time, in keys and values of one rank: twice that of two steps.
+_MOST_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -69,6 +83,13 @@ class RingPlan:
     def is_direct(self) -> bool:
         """True if a rank receives only the keys that its queries attend to."""
         return self.exchange == "ring" and (self.window is not None or self.documents is not None)
+
+    @property
+    def is_at_once(self) -> bool:
+        """True if the direct sends of all steps are under way at the same time."""
+        if self.documents is None:
+            return False
+        return most_exchanged(self.chunks, self.documents, self.is_causal) <= _MOST_AT_ONCE * min(self.lengths)
 
     @property
     def lengths(self) -> list[int]:
@@ -248,12 +269,14 @@ def direct_blocks(key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator
         incoming = torch.empty(received.numel(source), dtype=key.dtype, device=key.device)
         under_way[step] = incoming, _exchange(comm, outgoing, reader, incoming, source, label)
 
-    start(1)
+    ahead = comm.size - 1 if plan.is_at_once else 1
+    for step in range(1, ahead + 1):
+        start(step)
     block: Block = comm.rank, key, value
     before: list[Work] = []
     for step in range(1, comm.size):
-        if step + 1 < comm.size:
-            start(step + 1)
+        if step + ahead < comm.size:
+            start(step + ahead)
         yield block
         incoming, works = under_way.pop(step)
         for work in works:
@@ -277,7 +300,7 @@ class DirectGradients(LocalGradients):
         self._comm = comm
         self._received, self._sent = _needed(key, value, plan, comm)
         self._share = self._own
-        self._under_way: tuple[int, Tensor, list[Work]] | None = None
+        self._under_way: list[tuple[int, Tensor, list[Work]]] = []
 
     def begin(self, source: int) -> tuple[Tensor, Tensor]:
         if source == self._comm.rank:
@@ -288,28 +311,28 @@ class DirectGradients(LocalGradients):
     def end(self, source: int) -> None:
         if source == self._comm.rank:
             return
-        self._add()
+        if not self._plan.is_at_once:
+            self._add()
         reader, _ = _peers(self._comm, (self._comm.rank - source) % self._comm.size)
         incoming = torch.empty(self._received.numel(reader), dtype=self._dtype, device=self._device)
         works = _exchange(self._comm, self._share, source, incoming, reader, self._label)
-        self._under_way = reader, incoming, works
+        self._under_way.append((reader, incoming, works))
 
     def own(self) -> tuple[Tensor, Tensor]:
         self._add()
         return self._packed.views(self._own, self._comm.rank)
 
     def _add(self) -> None:
-        """Wait for the gradients of the last step, and add them."""
-        if self._under_way is None:
-            return
-        reader, incoming, works = self._under_way
-        for work in works:
-            work.drain()
-        places = self._plan.needed(reader, self._comm.rank)
+        """Wait for the gradients that are under way, and add them."""
         mine = self._packed.views(self._own, self._comm.rank)
-        for own, view in zip(mine, self._received.views(incoming, reader), strict=True):
-            for place, part in _places(own, places, view):
-                place.add_(part)
+        for reader, incoming, works in self._under_way:
+            for work in works:
+                work.drain()
+            places = self._plan.needed(reader, self._comm.rank)
+            for own, view in zip(mine, self._received.views(incoming, reader), strict=True):
+                for place, part in _places(own, places, view):
+                    place.add_(part)
+        self._under_way.clear()
 
 
 def blocks_of(key: Tensor, value: Tensor, plan: RingPlan, label: str) -> Iterator[Block]:
@@ -366,7 +389,8 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, si
     Communicates: see the module. Per rank and pass P - 1 times the bytes of its keys and values, or less; in backward
         also of their gradients in fp32.
     Memory: in forward three buffers of one rank's keys and values (two on two ranks), one tile's output, and the output
-        in fp32; in backward also four of their gradients in fp32. Scores: see ``kernels``.
+        in fp32; in backward also four of their gradients in fp32. With documents up to eight of each, if these are
+        enough for the sends of all steps. Scores: see ``kernels``.
     """
     out: Tensor = _RingAttention.apply(query, key, value, sinks, plan)
     return out

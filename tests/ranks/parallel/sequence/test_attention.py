@@ -6,6 +6,7 @@ import itertools
 import re
 import runpy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from shoal.comm.world import current_world
 from shoal.errors import UsageError
 from shoal.mesh import Mesh
 from shoal.parallel.sequence.attention import attention
-from shoal.parallel.sequence.chunks import Documents
+from shoal.parallel.sequence.chunks import Documents, chunks_of
 from shoal.parallel.sequence.context import SequenceContext, sequence_parallel
+from shoal.parallel.sequence.ring import RingPlan, direct_blocks
 from tests.helpers.live_storages import LiveStorages
 from tests.helpers.places import ROOT
 from tests.ranks.comm.test_processes import own_world
@@ -77,8 +79,9 @@ def check(
     whole = tensors(heads, key_heads, length)
     mask = allowed(options.get("documents"), length, options.get("is_causal", False), options.get("window"))
     wanted = expected(whole, mask)
+    shard = partial(context.shard, dim=2, documents=options.get("documents"))
     query, key, value, gradient = (
-        context.shard(tensor, 2).mT.contiguous().mT if name in stretched else context.shard(tensor, 2)
+        shard(tensor).mT.contiguous().mT if name in stretched else shard(tensor)
         for name, tensor in zip(("query", "key", "value", "gradient"), whole, strict=True)
     )
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
@@ -87,7 +90,7 @@ def check(
     found = [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
     for name, mine, theirs in zip(("output", "query", "key", "value"), found, wanted, strict=True):
         assert mine.dtype == torch.float32
-        error = (mine - context.shard(theirs, 2)).norm() / theirs.norm()
+        error = (mine - shard(theirs)).norm() / theirs.norm()
         assert error < 1e-6, f"{name}: {error}"
 
 
@@ -109,6 +112,98 @@ def test_attention_over_ranks_has_the_output_and_gradients_of_one_rank(kind: str
                 check(context, heads, key_heads, length, is_causal=is_causal, documents=documents)
 
     run_ranks(size, run)
+
+
+@pytest.mark.parametrize("most_at_once", [0, 8])
+@pytest.mark.parametrize("kind", ["ulysses", "ring", "ring-all_gather", "both"])
+def test_ranks_that_divide_rows_by_their_documents_have_the_attention_of_one(
+    kind: str, most_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sends of all steps at the same time, or of two; with windows, whose documents may be cut again by padding."""
+    monkeypatch.setattr("shoal.parallel.sequence.ring._MOST_AT_ONCE", most_at_once)
+    name, _, exchange = kind.partition("-")
+
+    def run() -> None:
+        for (length, packed), is_causal in itertools.product(PACKED.items(), (True, False)):
+            documents = packed.balanced()
+            context = context_of(name, length=length, **({"exchange": exchange} if exchange else {}))
+            check(context, 4, 2, length, is_causal=is_causal, documents=documents)
+            check(context, 4, 2, length, is_causal=is_causal, documents=documents, window=4)
+            shorter = documents.and_of(Documents.of_lengths([[length - 3, 3]]))
+            check(context, 4, 2, length, is_causal=is_causal, documents=shorter)
+            whole = torch.arange(2 * length).view(2, length)
+            mine = context.shard(whole, documents=documents)
+            assert torch.equal(context.unshard(mine), whole)
+            assert torch.equal(context.unshard(mine.clone(), documents=documents), whole)
+
+    run_ranks(4, run)
+
+
+@pytest.mark.parametrize(("most_at_once", "share_before"), [(8, 1.0), (5, 2 / 3)])
+def test_what_is_sent_for_documents_is_under_way_before_the_first_step_if_it_is_little(
+    most_at_once: int, share_before: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 4 ranks needs at most 3 parts of one document, and sends its own 3 times: 6 parts in 3 steps."""
+    monkeypatch.setattr("shoal.parallel.sequence.ring._MOST_AT_ONCE", most_at_once)
+
+    def run() -> float:
+        comm = context_of("ring").cp
+        assert comm is not None
+        plan = RingPlan(comm, chunks_of(40, 4, "balanced"), True, ((0, 40),), 1.0, "ring", "attention")
+        key = torch.ones(1, 1, 10, E)
+        with current_world().recorder.recording() as entries:
+            blocks = direct_blocks(key, key, plan, comm, "keys")
+            next(blocks)
+            num_before = len(entries)
+            assert len(list(blocks)) == 3
+        return num_before / len(entries)
+
+    assert run_ranks(4, run) == [share_before] * 4
+
+
+def test_documents_by_which_rows_are_divided_are_known_of_positions_of_copies_and_with_padding() -> None:
+    def run() -> None:
+        context = context_of("ring")
+        documents = Documents.of_lengths([[7, 1, 8], [3, 3, 10]]).balanced()
+        whole = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ([7, 1, 8], [3, 3, 10])])
+        assert context.chunks(16, documents) != context.chunks(16)
+        context.shard(torch.arange(16)[None], documents=Documents.of_lengths([[5, 11]]).balanced())
+        positions = context.shard(whole, documents=documents)
+        with current_world().recorder.recording() as entries:
+            assert context.documents_of(positions, None) == documents
+        assert not entries
+        assert context.documents_of(positions.clone(), None) == documents
+        is_token = context.shard(torch.arange(16).expand(2, 16) < 14, documents=documents)
+        padded = documents.and_of(Documents.of_lengths([[14, 2]]))
+        assert context.documents_of(positions, is_token) == context.documents_of(positions.clone(), is_token) == padded
+        ids = torch.stack([torch.repeat_interleave(torch.tensor(row)) for row in ([7, 1, 8], [3, 3, 10])])
+        assert context.documents(context.shard(ids, documents=documents)) == documents
+        assert context.documents_of(context.shard(whole).clone(), None) == Documents(documents.begins)
+        others = [Documents.of_lengths([[length, 16 - length]]).balanced() for length in (5, 9)]
+        for number in range(64):  # batches, until the first is not known any more
+            context.shard(whole, documents=others[number % 2])
+        with pytest.raises(UsageError, match="not those of a batch that ranks of cp have divided"):
+            context.documents_of(positions.clone(), None)
+
+    run_ranks(4, run)
+
+
+def test_attention_without_the_documents_by_which_the_batch_was_divided_is_an_error() -> None:
+    def run() -> None:
+        context = context_of("ring")
+        documents = Documents.of_lengths([[7, 1, 8]])
+        query, key, value, _ = (context.shard(each, 2, documents.balanced()) for each in tensors(4, 4, 16))
+        for unbalanced in (None, documents):
+            with pytest.raises(UsageError, match="divided by its documents") as raised:
+                attention(query, key, value, is_causal=True, documents=unbalanced, context=context)
+            assert raised.value.code == "sequence-documents"
+        attention(query, key, value, is_causal=True, documents=documents.balanced(), context=context)
+        with pytest.raises(UsageError, match="16 positions, with documents of 8"):
+            context.shard(torch.ones(1, 16), documents=Documents.of_lengths([[8]]))
+        query, key, value, _ = (context.shard(each, 2) for each in tensors(4, 4, 16))
+        attention(query, key, value, is_causal=True, context=context)
+
+    run_ranks(4, run)
 
 
 @pytest.mark.parametrize("stretched", ["query", "key", "value", "gradient", "query key value gradient"])

@@ -18,7 +18,17 @@ from shoal.comm.fake import FakeCommunicator
 from shoal.comm.protocol import Communicator
 from shoal.comm.recorder import Recorder
 from shoal.errors import UsageError
-from shoal.parallel.sequence.chunks import Chunks, Documents, Tile, chunks_of, keys_of, of_packed_keys, tiles_of
+from shoal.parallel.sequence.chunks import (
+    Chunks,
+    Documents,
+    Tile,
+    chunks_of,
+    keys_of,
+    most_exchanged,
+    num_positions,
+    of_packed_keys,
+    tiles_of,
+)
 from shoal.parallel.sequence.kernels import (
     AttentionKernel,
     CpuKernel,
@@ -89,7 +99,9 @@ def test_tiles_cover_every_allowed_score_once() -> None:
     ):
         begins = tuple(sorted({0, length, *draw.sample(range(1, length), draw.randrange(4))}))
         document = {position: sum(begin <= position for begin in begins) for position in range(length)}
-        chunks = chunks_of(length, ranks, order)
+        by_documents = (begins,) if draw.randrange(2) else None
+        chunks = chunks_of(length, ranks, order, by_documents)
+        assert [num_positions(each) for each in chunks] == [num_positions(e) for e in chunks_of(length, ranks, order)]
         assert sorted(position for each in chunks for position in positions(each)) == list(range(length))
         for documents in (None, (begins,)):
             covered: Counter[tuple[int, int]] = Counter()
@@ -132,6 +144,33 @@ def test_balanced_chunks_give_every_rank_the_same_number_of_causal_scores() -> N
     balanced, contiguous = (chunks_of(64, 4, order) for order in ("balanced", "contiguous"))
     assert [scores(balanced, rank) for rank in range(4)] == [520] * 4
     assert [scores(contiguous, rank) for rank in range(4)] == [136, 392, 648, 904]
+
+
+def test_chunks_of_documents_are_few_and_of_equal_work_whatever_the_documents() -> None:
+    draw = random.Random(0)
+    for length, ranks in ((4096, 2), (4099, 3), (4096, 8), (1 << 18, 16)):
+        rows = [sorted({0, length, *draw.choices(range(1, length), k=draw.randrange(30))}) for _ in range(2)]
+        chunks = chunks_of(length, ranks, "balanced", tuple(map(tuple, rows)))
+        assert sum(map(len, chunks)) < 2 * ranks
+        assert all(one.stop < other.start for each in chunks for one, other in itertools.pairwise(each))
+        firsts = [max(begin for begin in row if begin <= at) for row in rows for at in range(length)]
+        keys = [position % length - first + 1 for position, first in enumerate(firsts)]
+        work = [sum(keys[at] + keys[length + at] for at in positions(each)) for each in chunks]
+        assert max(work) / (sum(work) / ranks) < 1.002
+
+
+def test_no_rank_exchanges_more_positions_than_its_documents_have() -> None:
+    draw = random.Random(0)
+    for ranks, is_causal, number in itertools.product((2, 3, 5), (True, False), range(4)):
+        begins = tuple(sorted({0, 60, *draw.choices(range(1, 60), k=number)}))
+        chunks = chunks_of(60, ranks, "balanced", (begins,))
+        exchanged = [0] * ranks
+        for one, other in itertools.permutations(range(ranks), 2):
+            num_keys = sum(map(len, keys_of(tiles_of(chunks[one], chunks[other], is_causal, (begins,)))))
+            exchanged[one] += num_keys
+            exchanged[other] += num_keys
+        most = most_exchanged(chunks, (begins,), is_causal)
+        assert max(exchanged) <= most if is_causal else max(exchanged) == most
 
 
 def test_rows_with_documents_of_their_own_get_tiles_of_their_own() -> None:

@@ -32,7 +32,7 @@ from typing import ClassVar
 from torch._C._distributed_c10d import Store
 
 from shoal.comm.environment import wants_tracebacks
-from shoal.comm.interface import own_address
+from shoal.comm.interface import address_of, own_address
 from shoal.errors import CommError, RankFailedError, ShoalError
 from shoal.hang import RankProcesses
 from shoal.text import clip
@@ -399,6 +399,5 @@ def _connect(address: str, port: int) -> socket.socket:
 
 def _own_address(store: Store) -> str:
     """This machine's address in the network of the store."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return own_address(getattr(store, "host", "127.0.0.1"), getattr(store, "port", 1)) or "127.0.0.1"
+    host, port = address_of(store)
+    return own_address(host or "127.0.0.1", port or 1) or "127.0.0.1"

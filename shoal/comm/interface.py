@@ -18,7 +18,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -161,16 +161,17 @@ class CommonInterface:
     def close(self) -> None:
         self._listener.close()
 
-    def settle(self) -> Interface | None:
-        """Once all ranks are there: check that the next rank is reached, and set the variables. Every rank calls.
+    def settle(self) -> None:
+        """Once all ranks are there, on several machines: check that the next rank is reached, and set the variables.
 
-        Returns: the interface; None: all ranks are on one machine, and nothing was set.
+        Every rank calls; rank 0 logs the interface.
+
         Raises: CommError: some rank does not reach the next one; the same error on every rank.
         Communicates: through the store: two requests; on several machines five, and one more each quarter of a second.
         """
         store = self._store
         if not store.check(["networks"]):
-            return None
+            return
         # Where rank 0's name is a loopback address on its own machine, the others know a better one.
         first = store.get("first machine").decode() if store.check(["first machine"]) else ""
         mine = self._interface
@@ -200,7 +201,8 @@ class CommonInterface:
             )
         if mine is not None and mine.name:
             set_interface(mine.name)
-        return mine
+        if mine is not None and self._rank == 0:
+            logger.info("communication over %s (store, Gloo, NCCL)", mine)
 
     def _fault(self, mine: Interface | None, theirs: _RankNetwork, first: str) -> str:
         """Why the next rank's address is not reached from this one's; empty: it is."""
@@ -217,9 +219,35 @@ class CommonInterface:
         return ""
 
 
-def meet(launch: Launch, host: str, port: int, seconds: float) -> tuple[Store, Interface | None]:
-    """The store of rank 0's process, or of torchrun's, once all ranks have connected to it, and the interface for all
-    other sockets; None: there is one machine.
+def settle_in(store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    """Choose and check the interface of ranks whose process group the script has made. Every rank calls.
+
+    Args:
+        store: of these ranks alone. Where no server has it (a file), nothing is chosen.
+        timeout: for all ranks to call.
+
+    Raises: CommError: some rank does not reach the next one; the same error on every rank.
+    Communicates: six requests to the store, and those of ``CommonInterface.settle``.
+    """
+    host, port = address_of(store)
+    if host:
+        with closing(CommonInterface(store, rank, size, host, port)) as common:
+            if store.add("count", 1) == size:
+                store.set("all", "")
+            store.wait(["all"], timeout)
+            common.settle()
+
+
+def address_of(store: Store) -> tuple[str, int]:
+    """Where a store's server listens; an empty host: it has none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "host", ""), getattr(store, "port", 0)
+
+
+def meet(launch: Launch, host: str, port: int, seconds: float) -> Store:
+    """The store of rank 0's process, or of torchrun's, once all ranks have connected to it. On several machines the
+    interface for all other sockets is chosen.
 
     Raises: CommError: after ``seconds`` some ranks have not, which it names; or a rank does not reach the next one.
     Communicates: four requests to the store, and one more each half second.
@@ -270,7 +298,8 @@ def meet(launch: Launch, host: str, port: int, seconds: float) -> tuple[Store, I
                 is_logged = True
             time.sleep(min(pause, max(0.0, most - waited)))
             pause = min(2 * pause, 0.5)
-        return PrefixStore("default_pg", store), common.settle()  # as torch names it
+        common.settle()
+        return PrefixStore("default_pg", store)  # as torch names it
 
 
 def _is_reachable(host: str, port: int) -> bool:

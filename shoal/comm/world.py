@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.comm.environment import Launch, check_alone, heartbeat_place, read_launch
 from shoal.comm.failure import ExceptHook
 from shoal.comm.fake import FakeCommunicator, FakeStages, FakeStageTransport, FakeTransport
-from shoal.comm.interface import Interface, meet
+from shoal.comm.interface import meet, settle_in
 from shoal.comm.local_device import (
     accelerator,
     device_of,
@@ -395,7 +395,6 @@ def init_distributed(
     if launch is None:
         check_alone()
         launch = Launch(0, 1, 0, None, None, "none")
-    interface: Interface | None = None
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if accelerator(None) is not None else "gloo")
     arguments: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
     if init_method is not None:
@@ -415,15 +414,13 @@ def init_distributed(
         beat = heartbeat(heartbeat_place())
         beat.enter("init", seconds)
         address, port = launch.address or "127.0.0.1", launch.port or distributed_port
-        arguments["store"], interface = meet(launch, address, port, seconds)
+        arguments["store"] = meet(launch, address, port, seconds)
         beat.enter("init", timeout.total_seconds())
     dist.init_process_group(backend, **arguments)
     world = _adopt(timeout, owns_group=True)
     world.heartbeat.enter("data", None)
     if verbose and world.rank == 0:
         logger.info("joined %d ranks (%s, launcher %s)", world.size, backend, launch.launcher)
-    if interface is not None and world.rank == 0:
-        logger.info("communication over %s (store, Gloo, NCCL)", interface)
     return world
 
 
@@ -516,6 +513,8 @@ def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
             torch.accelerator.set_device_index(device.index)
         generation = store.add(f"shoal/worlds/{rank}", 1)  # the same on every rank: worlds are made and closed together
         store = PrefixStore(f"shoal/{generation}", store)
+        if not owns_group:
+            settle_in(PrefixStore("interface", store), rank, size, timeout)
         transport = ProcessTransport(store, rank, size, device, timeout.total_seconds())
         if device.type != "cpu":
             try:

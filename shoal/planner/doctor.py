@@ -283,7 +283,7 @@ def _shares(rows: Sequence[RankTimesRow]) -> dict[str, float]:
 def _data(time: RunTime, shares: Mapping[str, float]) -> Iterator[str]:
     share = shares.get("data", time.seconds["data"] / max(time.seconds["productive"] + time.seconds["data"], 1e-9))
     if share > _DATA:
-        sources = time.starts[-1].sources
+        sources = time.starts[-1].sources if len(time.starts[-1].sources) > 1 else {}
         slowest = max(sources, key=sources.__getitem__, default="")
         part = f" (of reading, {sources[slowest] / sum(sources.values()):.0%} is {slowest!r})" if slowest else ""
         yield (

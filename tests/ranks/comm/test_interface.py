@@ -65,7 +65,7 @@ def hosts() -> Iterator[list[str]]:
                 ip("netns", "delete", name)
 
 
-def run(hosts: list[str], *variables: dict[str, str]) -> list[str]:
+def run(hosts: list[str], *variables: dict[str, str], script: str = SCRIPT) -> list[str]:
     """What each rank prints, one on each host."""
     started = []
     for rank, (name, more) in enumerate(zip(hosts, variables, strict=True)):
@@ -73,7 +73,7 @@ def run(hosts: list[str], *variables: dict[str, str]) -> list[str]:
         values = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29577"}
         kept = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
         environment = kept | values | {"MASTER_ADDR": "10.77.0.1"} | more
-        command = [*enter, sys.executable, "-c", SCRIPT]
+        command = [*enter, sys.executable, "-c", script]
         started.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
@@ -89,6 +89,23 @@ def test_the_route_to_the_first_host_is_chosen_also_where_its_own_name_is_a_loop
     assert "communication over up0 10.77.0.1 (store, Gloo, NCCL)" in first
     assert "sum [2.0, 2.0] up0 =up0" in first
     assert "sum [2.0, 2.0] up1 =up1" in second and "communication over" not in second
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("nccl", ["", "=lost0"])
+def test_also_where_the_script_has_made_the_group_the_interface_is_chosen_and_checked(
+    nccl: str, hosts: list[str]
+) -> None:
+    own = 'torch.distributed.init_process_group("gloo")\ndel os.environ["GLOO_SOCKET_IFNAME"]\ntry:\n    world'
+    variables = [{"GLOO_SOCKET_IFNAME": f"up{rank}"} for rank in range(2)]
+    variables[1] |= {"NCCL_SOCKET_IFNAME": nccl} if nccl else {}
+    first, second = run(hosts, *variables, script=SCRIPT.replace("try:\n    world", own))
+    if nccl:
+        what = f"[comm-interface] rank 1 on {hosts[1]} (lost0 10.79.0.1) does not reach rank 0 on {hosts[0]} (up0"
+        assert what in first and what in second
+    else:
+        assert first.count("communication over up0 10.77.0.1") == 1 and "communication over" not in second
+        assert "sum [2.0, 2.0] up0 =up0" in first and "sum [2.0, 2.0] up1 =up1" in second
 
 
 @pytest.mark.timeout(120)

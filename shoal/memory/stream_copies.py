@@ -62,6 +62,7 @@ class ComputeStream:
     def __init__(self, device: torch.device) -> None:
         self._streams = streams_of(device)
         self._stream = None if self._streams is None else self._streams.current()
+        self.has_streams = self._streams is not None
 
     def follow(self, in_use: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
         """Where the current stream is another than at the last call, make it wait for that one.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.stochastic_rounding import round_stochastically
 
 HOST_RANGE_NUMEL = 16 * 1024 * 1024  # of state that is updated on the host: one call's overhead is negligible
+VECTOR_NUMEL = 32  # most elements that torch's fused optimizers update at once on a CPU; the rest go one by one
 
 _Run = tuple[int, int, int]  # start and stop in the owned range, and the slot of the first parameter
 
@@ -61,9 +63,16 @@ class OptimizerRanges:
                     yield self._range(group, index, low, min(low + step, stop))
 
     def _extents(self, group: ParameterGroup, index: int) -> list[tuple[int, int]]:
-        """What of this rank's range belongs to one optimizer group; on one rank by parameter, without gaps."""
+        """What of this rank's range belongs to one optimizer group, gaps between parameters included.
+
+        One rank has the bits of plain PyTorch: it is cut where a fused kernel ends a parameter by single elements.
+        """
         if group.gradient.is_alone and not self.is_whole_tensor:
-            return [(s.offset, s.offset + s.numel) for s in group.buffer.layout.specs if s.group == index]
+            specs = [spec for spec in group.buffer.layout.specs if spec.group == index]
+            cuts = [pair for pair in pairwise(specs) if pair[0].numel % VECTOR_NUMEL]
+            starts = [specs[0].offset, *(after.offset for _, after in cuts)]
+            ends = [*(before for before, _ in cuts), specs[-1]]
+            return [(start, end.offset + end.numel) for start, end in zip(starts, ends, strict=True)]
         return [group.buffer.layout.group_range(index, group.buffer.begin, group.buffer.end)]
 
     def _block_of(self, group: ParameterGroup) -> int | None:

@@ -270,17 +270,15 @@ class ShardedModel:
             gives_gradients=not is_in_graph or accumulates_into(self._trained),
         )
         self._is_kept |= self._pass.creates_graph
-        self._hooks.listen_to_gradients(not all(unit.is_attached for unit in self.reducer.units))
+        self._hooks.listen_to_gradients(not all(group.gradient.is_attached for group in self.trained_groups))
         if is_in_graph:
             at_end_of_backward(self.finish_backward)
         return self._pass
 
     def gradient_ready(self, unit: Unit, index: int) -> None:
+        if self._compute.has_streams:
+            self._follow_stream()
         current = self._pass
-        if unit.is_attached and current is not None:
-            current.has_gradient = True
-            return
-        self._follow_stream()
         if current is None or current.outermost is None:
             current = self.begin_backward(is_in_graph=in_backward())
         current.has_gradient = True

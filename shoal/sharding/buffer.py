@@ -245,7 +245,8 @@ class FlatBuffer:
         self.full = full
         if not self.is_sharded:
             self.storage = DeviceStorage(full[self.begin : self.end])
-        self.views = [full[spec.offset : spec.offset + spec.numel].view(spec.shape) for spec in self.layout.specs]
+        begin = full.storage_offset()
+        self.views = [full.as_strided(spec.shape, spec.strides, begin + spec.offset) for spec in self.layout.specs]
 
     def store(self, values: torch.Tensor, tier: type[ShardStorage] = DeviceStorage) -> None:
         """Take this memory for what is stored: of a sharded buffer on any tier. Shape: [stored numel]."""

@@ -173,7 +173,6 @@ class Gradient:
 
     def value(self, slot: int) -> torch.Tensor:
         """The sum for one parameter, in its shape, where the sum is whole: the memory itself, or a sparse tensor."""
-        self.memory()
         return self.sum.views[slot]
 
     def widen(self) -> None:

@@ -93,6 +93,11 @@ class ParameterSpec:
         if len(self.split_over) > 1:
             raise ValueError(f"{self.name!r} is split over {set(self.split_over)}: name the axis that is made of them")
 
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one index of each dim to the next."""
+        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
     @property
     def axes(self) -> tuple[frozenset[str], ...]:
         """The four sets: equal for the parameters of one group."""

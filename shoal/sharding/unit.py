@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from operator import attrgetter, or_
+from operator import or_
 from typing import Protocol
 
 import torch
@@ -77,9 +77,6 @@ class LiveNumel:
 
     def __init__(self) -> None:
         self.numel = 0
-
-
-_IS_ATTACHED = attrgetter("gradient.is_attached")  # asked for each gradient of each micro-batch
 
 
 class Unit:
@@ -301,14 +298,9 @@ class Unit:
         return self.is_complete
 
     @property
-    def is_attached(self) -> bool:
-        """True if autograd adds the gradients of this pass into the sums (``Gradient.is_attached``)."""
-        return all(map(_IS_ATTACHED, self.trained))
-
-    @property
     def is_complete(self) -> bool:
         """True if every trained parameter has its gradient of this pass."""
-        return all(self._has_grad)
+        return 0 not in self._has_grad
 
     def start_pass(self) -> None:
         """A backward pass has ended, or begins: no gradient of it has arrived."""

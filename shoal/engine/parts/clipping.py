@@ -124,7 +124,8 @@ class ClippingCheck:
 
         Raises: UsageError: it has parameters of an engine without an optimizer, on several ranks.
         """
-        if any(self._is_untrained(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if self._untrained and any(map(self._is_untrained, parameters)):
             raise UsageError(
                 f"step() of this {type(optimizer).__name__} would update each rank by its own gradients: the engine was"
                 " made without an optimizer, so it sums none.",

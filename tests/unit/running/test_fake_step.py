@@ -305,3 +305,33 @@ def test_an_accelerator_updates_ranges_of_at_most_a_sub_group_and_many_units_in_
 
     assert run_ranks(1, job, 10**9)[0] == ([[1 << 20] * 3], 3)
     assert run_ranks(1, job, 1)[0] == ([[1 << 19]] * 6, 3)
+
+
+@pytest.mark.parametrize(("size", "num_ranges"), [(32, 1), (37, 6)])
+def test_one_rank_updates_whole_units_and_has_the_bits_of_plain_pytorch(size: int, num_ranges: int) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(size, size) for _ in range(3)))
+
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+    def loss(trained: Any) -> torch.Tensor:
+        return trained(torch.ones(2, size)).square().sum()
+
+    def job() -> dict[str, torch.Tensor]:
+        engine = start_with(model(), config(2, units={"names": []}), adam)
+        assert sum(len(group.ranges) for group in engine.sharded.trained_groups) == num_ranges
+        for _ in range(4):
+            engine.backward(loss(engine))
+            engine.step()
+        return finish(engine, []).parameters
+
+    (trained,) = run_ranks(1, job)
+    plain = model()
+    optimizer = adam(plain.parameters())
+    for _ in range(4):
+        loss(plain).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert are_bit_equal(trained, dict(plain.named_parameters()))

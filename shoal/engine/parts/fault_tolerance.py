@@ -35,7 +35,7 @@ from shoal.data.loading import Loader
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.log import logger
 from shoal.engine.parts.part import Part
-from shoal.engine.parts.replicas import Difference, sums_of_bits
+from shoal.engine.parts.replicas import DifferingBits, sums_of_bits
 from shoal.engine.peer_state import ExportedState, PeerState
 from shoal.engine.settings import Properties
 from shoal.engine.sharding import Sharding
@@ -241,7 +241,7 @@ class FaultTolerance(Part):
         differing = {name: column for name, column in sums.items() if len({*column}) > 1}
         if not differing:
             return
-        difference = Difference("replica", range(len(said)), differing)
+        difference = DifferingBits("replica", range(len(said)), differing)
         error = difference.error("the replicas", f"step {said[0]['step'] + 1}")
         if self._link.comm.rank in difference.odd:
             self._link.drop()  # so that the others go on at once

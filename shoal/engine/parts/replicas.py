@@ -80,11 +80,11 @@ class ReplicaCheck(Part):
             differing = {name: column for name, column in zip(names[comm], columns, strict=True) if len({*column}) > 1}
             if differing:
                 where = f"step {step}; they were alike after step {self._last_alike}"
-                raise Difference("rank", ranks, differing).error(f"the ranks along axis {comm.axis!r}", where)
+                raise DifferingBits("rank", ranks, differing).error(f"the ranks along axis {comm.axis!r}", where)
 
 
 @dataclass(frozen=True)
-class Difference:
+class DifferingBits:
     """Holders of the same tensors whose bits are not the same.
 
     Args:

@@ -20,9 +20,8 @@ from shoal.cli.convert import convert
 from shoal.cli.data import app as data_app
 from shoal.cli.estimate import estimate
 from shoal.cli.job import TrainJob
-from shoal.cli.plan import plan
+from shoal.cli.plan import plan, tune
 from shoal.cli.run import run
-from shoal.cli.tune import tune
 from shoal.cli.usage import OrderedGroup, UsageCommand
 from shoal.cli.verify import verify
 

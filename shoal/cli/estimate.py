@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli.usage import MODEL_HELP
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,13 +23,7 @@ _TIER_NAMES = {"device": "none", "host": "cpu", "disk": "nvme"}
 
 
 def estimate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A Hugging Face folder or config.json, a size of `shoal train` (124m, 6.7b, ...), or module:function,"
-            " a function without arguments that returns the model."
-        ),
-    ],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Data-parallel ranks.")] = 8,
     stage: Annotated[
         list[int] | None, typer.Option(min=0, max=3, help="ZeRO stage; may be given several times. Default: all.")

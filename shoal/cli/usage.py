@@ -29,6 +29,12 @@ _ORDER = (
 )
 
 
+MODEL_HELP = (
+    "A Hugging Face folder or config.json, a size of `shoal train` (124m, 6.7b, ...), or module:function, a function"
+    " without arguments that returns the model."
+)
+
+
 def checkpoints_of(folder: str) -> str:
     """The folder of checkpoints inside the folder of a run of ``shoal train``; any other folder itself."""
     from shoal.cli.job import JOB_FILE, checkpoint_folder

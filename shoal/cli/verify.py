@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.usage import MODEL_HELP
+
 
 class Against(StrEnum):
     """What the values of a configuration are compared with."""
@@ -19,13 +21,7 @@ class Against(StrEnum):
 
 def verify(
     config: Annotated[Path, typer.Argument(help="A DeepSpeed-style JSON file.")],
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A Hugging Face folder or config.json, a size of `shoal train` (124m, 6.7b, ...), or module:function,"
-            " a function without arguments that returns the model."
-        ),
-    ],
+    model: Annotated[str, typer.Option(help=MODEL_HELP)],
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Ranks of the whole run.")] = 8,
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a row. Default: the model's.")] = None,
     against: Annotated[

@@ -24,20 +24,18 @@ _LEVELS = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)  # bounds of the colours, in loads ov
 _LEGEND = ("no token", "below 1/4", "1/4 to 1/2", "1/2 to 0.8", "0.8 to 1.25", "1.25 to 2", "2 to 4", "4 and more")
 
 
-def load_events(tokens: Mapping[str, Sequence[float]], step: int, *, by_expert: bool = True) -> list[Event]:
+def load_events(tokens: Mapping[str, Sequence[float]], step: int) -> list[Event]:
     """The events of one step.
 
     Args:
         tokens: by layer, the tokens of each expert.
-        by_expert: the load of each expert too.
     """
     events: list[Event] = []
     for layer, counts in tokens.items():
         mean = sum(counts) / len(counts)
         loads = [count / mean if mean else 1.0 for count in counts]
         events.append((f"{PREFIX}{layer}/imbalance", max(loads), step))
-        if by_expert:
-            events += [(f"{PREFIX}{layer}/load/{expert}", load, step) for expert, load in enumerate(loads)]
+        events += [(f"{PREFIX}{layer}/load/{expert}", load, step) for expert, load in enumerate(loads)]
     return events
 
 

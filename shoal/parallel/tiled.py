@@ -85,7 +85,6 @@ def tiled_sum(
     *tiles_of: Tensor,
     num_tiles: int,
     dim: int = 1,
-    arguments: Sequence[Any] = (),
     parameters: Iterable[nn.Parameter] | None = None,
 ) -> Tensor:
     """The sum of the numbers that ``function`` returns for each tile; otherwise as ``tiled``.
@@ -96,9 +95,7 @@ def tiled_sum(
     Returns: [].
     Memory: until the backward pass the inputs and all gradients, those of 16-bit parameters in fp32.
     """
-    return tiled(
-        function, *tiles_of, num_tiles=num_tiles, dim=dim, arguments=arguments, parameters=parameters, output="sum"
-    )
+    return tiled(function, *tiles_of, num_tiles=num_tiles, dim=dim, parameters=parameters, output="sum")
 
 
 def tile_modules(

@@ -31,7 +31,6 @@ class UnitOrder:
 
     def __init__(self, live: LiveNumel, *, prefetch_numel: int, max_live_numel: int, max_reuse_numel: int) -> None:
         self.live = live
-        self.departures = 0
         self._max_reuse_numel = max_reuse_numel
         self._prefetch_numel = prefetch_numel
         self.max_live_numel = max_live_numel
@@ -72,7 +71,6 @@ class UnitOrder:
             order = self._recorded[self._key]
             if position >= len(order) or order[position][0] is not unit:
                 self._is_following = False
-                self.departures += 1
 
     def ahead(self, is_expected: Callable[[Unit, bool], bool]) -> list[Unit]:
         """Units to gather now, because they come next: one of at most ``max_live_numel``, others within both limits.

@@ -206,7 +206,7 @@ LIMITS: dict[Callable[[], Iterator[str]], int] = {
     questions: 0,
     question_comments: 0,
     second_dialect: 17,
-    modules_with_one_importer: 62,
+    modules_with_one_importer: 61,
 }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.blocks import TensorEntry, plan_file, write_plan
-from shoal.checkpoint.formats.huggingface import cast_dtypes, write_huggingface
+from shoal.checkpoint.formats.huggingface import cast_dtypes
 from shoal.checkpoint.formats.target import new_file
 from shoal.checkpoint.formats.torch_file import load, write_tensors
 from shoal.checkpoint.formats.untrusted_files import UntrustedFolder, check_name
@@ -117,27 +117,17 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
 
 
-def write_plain(
-    source: Source,
-    path: str | os.PathLike[str],
-    dtype: torch.dtype | None = torch.float32,
-    *,
-    safe: bool = False,
-) -> None:
+def write_plain(source: Source, path: str | os.PathLike[str], dtype: torch.dtype | None = torch.float32) -> None:
     """Write the model's tensors as ``torch.save(model.state_dict())`` would. With the default dtype they are
     the master weights; every name of a tied weight is there.
 
     Args:
-        path: the file; with ``safe`` a folder.
+        path: the file.
         dtype: cast tensors of floating point to it; None: the dtype that the model computes in.
-        safe: write sharded safetensors, as ``write_huggingface``.
 
     Raises: CheckpointError: it is there already, or a tensor has a dtype that the format lacks.
     Memory: one tensor.
     """
-    if safe:
-        write_huggingface(source, path, dtype=dtype)
-        return
     chosen = cast_dtypes(source, dtype)
     tensors = {name: TensorInfo(chosen[name], info.shape) for name, info in source.tensors(MODEL).items()}
 

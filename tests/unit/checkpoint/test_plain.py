@@ -55,11 +55,6 @@ def test_without_a_dtype_it_is_the_models_own(tmp_path: Path) -> None:
     assert torch.equal(found["layer.weight"], KEPT["layer.weight"].bfloat16())
 
 
-def test_safe_writes_safetensors(tmp_path: Path) -> None:
-    write_plain(trained(), tmp_path / "out", safe=True)
-    assert os.listdir(tmp_path / "out") == ["model.safetensors"]
-
-
 def test_the_file_is_a_zip_file_with_right_sums_and_aligned_tensors(tmp_path: Path) -> None:
     write_plain(trained(), tmp_path / "out.bin")
     with zipfile.ZipFile(tmp_path / "out.bin") as archive:

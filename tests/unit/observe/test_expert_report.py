@@ -34,7 +34,7 @@ def test_events_are_loads_over_the_mean_and_the_largest_of_them() -> None:
         ("experts/mlp/load/2", 0.0, 5),
         ("experts/mlp/load/3", 0.0, 5),
     ]
-    assert load_events({"mlp": [0, 0]}, 1, by_expert=False) == [("experts/mlp/imbalance", 1.0, 1)]
+    assert load_events({"mlp": [0, 0]}, 1)[0] == ("experts/mlp/imbalance", 1.0, 1)
 
 
 def test_a_run_is_cut_into_spans_whose_loads_are_means() -> None:

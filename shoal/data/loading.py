@@ -202,6 +202,13 @@ class Loader:
                 else "pass a list or a torch.utils.data.Dataset.",
             )
         num_samples = 1 if self._is_iterable else len(cast(Any, dataset))
+        if not num_samples:
+            raise UsageError(
+                f"the data set has 0 samples: len() of {type(dataset).__name__} is 0.",
+                where="training_data",
+                do="look at the path, the split or the filter that it is made of.",
+                code="data-empty",
+            )
         if num_samples < (self.global_batch if self._drop_last and not self._is_iterable else 1):
             raise UsageError(
                 f"the data set has {num_samples} samples, too few for a global batch of {self.global_batch}.",
@@ -376,7 +383,16 @@ class Loader:
 
     def skip_steps(self, first: int, stop: int) -> None:
         """Leave out what the steps from ``first`` up to ``stop`` would read, as ``skip``."""
-        self.skip(self._position_of(first), self._position_of(stop))
+        positions = self._position_of(first), self._position_of(stop)
+        if first >= stop or positions[0] < self._next_step():
+            raise UsageError(
+                f"steps {first} to {stop} cannot be skipped: "
+                + ("it is no range." if first >= stop else f"samples of step {first} have been read."),
+                where="engine.data.skip_steps",
+                do="load a checkpoint from before them, then skip them.",
+                code="data-skip",
+            )
+        self.skip(*positions)
 
     def set_weights(self, weights: Sequence[float]) -> None:
         """Mix the sources of a ``TokenStream`` by other weights from the next step on; every rank calls.
@@ -575,6 +591,14 @@ class Loader:
             )
         while True:
             together = list(itertools.islice(stream, self.global_batch))
+            if not self.position and (not together or (self._drop_last and len(together) < self.global_batch)):
+                name, few = type(self.dataset).__name__, counted(len(together), "sample")
+                raise UsageError(
+                    f"a pass over {name} gave {few}, too few for a batch.",
+                    where="training_data",
+                    do="look at its source. __iter__ is called for each pass, and has to begin anew each time.",
+                    code="data-empty",
+                )
             if not together or (self._drop_last and len(together) < self.global_batch):
                 self._position, self._digests = SamplePosition(), {}
                 return

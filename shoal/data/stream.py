@@ -114,6 +114,8 @@ class TokenStream(Dataset[Any]):
         with_documents: batches are ``PackedBatch``. False: pairs of tokens and targets, for attention over the sample.
         padding: the token after the last document of a sample.
 
+    Attributes: ``sequence_length``: tokens of a sample.
+
     Raises: UsageError: no source, a source without tokens, or a blend that cannot be met.
     """
 
@@ -150,7 +152,7 @@ class TokenStream(Dataset[Any]):
                 do="give at least one source, and samples of two tokens or more.",
                 code="data-empty",
             )
-        self._sequence_length, self._packing, self._seed, self._shuffle = sequence_length, packing, seed, shuffle
+        self.sequence_length, self._packing, self._seed, self._shuffle = sequence_length, packing, seed, shuffle
         self._with_documents, self._padding = with_documents, padding
         self._sources = [self._packed(source, seed + number * 2**32) for number, source in enumerate(each)]
         self._given = None if weights is None else [float(weight) for weight in weights]
@@ -218,7 +220,7 @@ class TokenStream(Dataset[Any]):
 
     def collate(self, samples: Sequence[PackedSample]) -> PackedBatch | tuple[Tensor, Tensor]:
         """Samples as one batch."""
-        shape = (len(samples), self._sequence_length)
+        shape = (len(samples), self.sequence_length)
         tokens, targets = torch.full(shape, self._padding), torch.full(shape, NO_TARGET)
         for row, sample in enumerate(samples):
             tokens[row, : len(sample.tokens)] = torch.from_numpy(sample.tokens)
@@ -227,7 +229,7 @@ class TokenStream(Dataset[Any]):
 
     def form(self, keys: Sequence[StreamKey]) -> PackedBatch | tuple[Tensor, Tensor]:
         """The batch of these samples, without reading a source: tokens and targets are on the meta device."""
-        tokens = torch.empty(len(keys), self._sequence_length, dtype=torch.int64, device="meta")
+        tokens = torch.empty(len(keys), self.sequence_length, dtype=torch.int64, device="meta")
         pieces = [self._sources[source].index.pieces(sample) for source, sample in keys]
         lengths = [[stop - start for _, start, stop in row] for row in pieces]
         return self._batch(tokens, torch.empty_like(tokens), lengths)
@@ -237,7 +239,7 @@ class TokenStream(Dataset[Any]):
     ) -> PackedBatch | tuple[Tensor, Tensor]:
         if not self._with_documents:
             return tokens, targets
-        padded = [[*row, self._sequence_length - sum(row)] for row in lengths]
+        padded = [[*row, self.sequence_length - sum(row)] for row in lengths]
         positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in padded])
         return PackedBatch(tokens, targets, positions, Documents.of_lengths(padded))
 
@@ -266,7 +268,7 @@ class TokenStream(Dataset[Any]):
     def state(self) -> dict[str, Any]:
         """What the samples depend on, in numbers and text."""
         return {
-            "sequence_length": self._sequence_length,
+            "sequence_length": self.sequence_length,
             "packing": self._packing,
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -307,7 +309,7 @@ class TokenStream(Dataset[Any]):
     def _packed(self, source: TokenSource, seed: int) -> _PackedSource:
         number = np.arange(len(source))
         order = shuffled(number, len(source), seed, _DOCUMENTS) if self._shuffle else number
-        index = pack(source.lengths, self._sequence_length, self._packing, order)
+        index = pack(source.lengths, self.sequence_length, self._packing, order)
         return _PackedSource(source, index, seed)
 
 

@@ -37,8 +37,9 @@ def read_texts(sources: Sequence[str | Path]) -> Iterator[str]:
     for source in sources:
         files = text_files(source)
         if not files:
+            why = "the folder has none" if Path(source).exists() else "there is no such path"
             raise UsageError(
-                f"no text file at {str(source)!r}.",
+                f"no text file at {str(source)!r}: {why}.",
                 do=f"name a file, a folder with files that end in {', '.join(sorted(_SUFFIXES))}, or a pattern.",
             )
         for file in files:

@@ -152,6 +152,8 @@ def start(
     with suspended():  # ``zero.Init`` contexts in which the script builds its model
         _check_model(model)
         assert model is not None
+        if isinstance(training_data, TokenStream):
+            _check_length(model, training_data.sequence_length)
         check_parts(parts)
         if port is not None:
             init_distributed(distributed_port=port, config=config)
@@ -184,6 +186,19 @@ def start(
             engine.destroy()
             raise
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_length(model: nn.Module, length: int) -> None:
+    """Raises: UsageError: samples are longer than the model's configuration says that it takes."""
+    given = getattr(model, "config", None)
+    for name in ("sequence_length", "max_position_embeddings"):
+        if isinstance(longest := getattr(given, name, None), int) and length > longest:
+            raise UsageError(
+                f"samples of {length} tokens, and the model takes {longest} ({type(given).__name__}.{name}).",
+                where="training_data",
+                do=f"shorten the samples of the TokenStream, or build the model with a larger {name}.",
+                code="data-length",
+            )
 
 
 def _give_loader(engine: Engine, training_data: Any, collate_fn: Any) -> None:

@@ -17,7 +17,9 @@ from shoal.cli.app import app
 from shoal.comm.failure import ExceptHook
 from shoal.config import load
 from shoal.config.problems import ConfigProblems
+from shoal.data import InMemorySource, TokenStream
 from shoal.errors import CheckpointError, ModelError, OptimizerError, UsageError
+from shoal.models.gpt import GPT, GPTConfig
 
 
 def model() -> nn.Module:
@@ -247,6 +249,17 @@ def test_a_folder_that_a_monitor_cannot_use_is_an_error_that_names_it(tmp_path: 
 def test_training_data_that_has_no_indices_is_an_error(data: Any, do: str) -> None:
     with pytest.raises(UsageError, match=do):
         shoal.initialize(model=model(), config={"train_micro_batch_size_per_gpu": 4}, training_data=data)
+
+
+def test_samples_that_are_longer_than_the_model_takes_are_an_error_before_the_first_step() -> None:
+    data = TokenStream(InMemorySource([range(40)]), 32)
+    longer, shorter = (GPT(GPTConfig(64, length, 1, 16, 2)) for length in (32, 16))
+    config = {"train_micro_batch_size_per_gpu": 1}
+    with pytest.raises(
+        UsageError, match=r"samples of 32 tokens, and the model takes 16 \(GPTConfig\.sequence_length\)"
+    ):
+        shoal.initialize(model=shorter, config=config, training_data=data)
+    shoal.initialize(model=longer, config=config, training_data=data)[0].destroy()
 
 
 def test_zero_init_refuses_a_device_that_does_not_exist() -> None:

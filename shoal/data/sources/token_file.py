@@ -135,13 +135,17 @@ class TokenFileWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        is_done = False
         try:
             self._out.flush()
             if error is None:
                 self._commit()
-                if self._kept is not None:
-                    shutil.rmtree(self._kept[0], ignore_errors=True)
+                is_done = True
         finally:
+            if self._kept is not None:
+                has_tokens = any(path.stat().st_size for path in self._kept[0].glob("*.bin"))
+                if is_done or not has_tokens:
+                    shutil.rmtree(self._kept[0], ignore_errors=True)
             self._data.close()
             self._out.close()
             if self._kept is not None:

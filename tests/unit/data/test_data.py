@@ -274,6 +274,25 @@ def test_too_small_a_data_set_for_a_whole_batch_is_refused() -> None:
         Loader(Numbers(0), 1)
 
 
+def test_a_stream_that_gives_no_batch_in_a_pass_is_an_error() -> None:
+    with pytest.raises(UsageError, match="a pass over Samples gave 0 samples"):
+        list(Loader(Samples([]), 1))
+    with pytest.raises(UsageError, match="gave 3 samples, too few for a batch"):
+        list(Loader(Samples([1, 2, 3]), 2, world_size=2, drop_last=True))
+
+    class Once(IterableDataset[Any]):
+        def __init__(self) -> None:
+            self.samples = iter([1, 2])
+
+        def __iter__(self) -> Iterator[Any]:
+            return self.samples
+
+    loader = Loader(Once(), 1)
+    assert [batch.tolist() for batch in loader] == [[1], [2]]
+    with pytest.raises(UsageError, match="has to begin anew each time"):
+        list(loader)
+
+
 def test_a_loader_that_yields_nothing_is_an_error_not_a_hang() -> None:
     with pytest.raises(UsageError, match="yields no batch"):
         next(RepeatingLoader([]))
@@ -361,5 +380,5 @@ def test_files_folders_and_patterns_are_read_once_each_in_order(tmp_path: Path) 
 
 
 def test_a_source_without_text_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no text file at"):
+    with pytest.raises(UsageError, match=r"no text file at .*the folder has none"):
         list(read_texts([tmp_path]))

@@ -230,6 +230,10 @@ def test_skipped_steps_are_left_out_and_the_rest_follow() -> None:
     assert sorted(replayed_row(resumed[0], each.sample) for each in resumed[0].replay(3)) == plain[5]
     with pytest.raises(UsageError, match="positions 0 to 8 cannot be skipped: the next one to be read is 64"):
         resumed[0].skip(0, 8)
+    with pytest.raises(UsageError, match="steps 2 to 4 cannot be skipped: samples of step 2 have been read"):
+        resumed[0].skip_steps(2, 4)
+    with pytest.raises(UsageError, match="steps 9 to 9 cannot be skipped: it is no range"):
+        resumed[0].skip_steps(9, 9)
 
 
 def test_steps_of_another_number_of_micro_batches_begin_where_the_last_one_ended() -> None:

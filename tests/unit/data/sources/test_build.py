@@ -66,7 +66,23 @@ def test_what_a_source_raises_ends_the_workers_and_leaves_no_file(tmp_path: Path
         TokenFileWriter(tmp_path / "t", tokenizer=ByteTokenizer()) as writer,
     ):
         build([(None, broken())], None, writer, num_workers=2)
-    assert {path.name for path in tmp_path.rglob("*")} == {".t.kept", "lock", "tokens.bin", "tokens.batches"}
+    assert not [*tmp_path.iterdir()]  # no batch was written
+
+
+def test_a_build_without_a_token_leaves_nothing(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UsageError, match="no documents"),
+        TokenFileWriter(tmp_path / "t", tokenizer=ByteTokenizer()) as writer,
+    ):
+        build([(["a"], iter([""]))], None, writer)
+    assert not [*tmp_path.iterdir()]
+    for documents in (
+        ["fish"],
+        [],
+    ):  # nothing was read when the second one fails, and the tokens of the first are there
+        with pytest.raises(KeyError), TokenFileWriter(tmp_path / "t", tokenizer=ByteTokenizer()) as writer:
+            build([(["a"], iter(documents))], None, writer, on_batch=lambda: {}["stop"])
+        assert (tmp_path / ".t.kept" / "tokens.bin").read_bytes() == b"fish\0"
 
 
 def test_a_conversation_needs_a_chat_template() -> None:

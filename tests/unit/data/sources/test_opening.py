@@ -155,6 +155,7 @@ def test_all_problems_of_all_sources_are_named(tmp_path: Path) -> None:
         "tokens.bin has 0 bytes, and its index names 2",
         "empty.jsonl: no documents, or all of them empty",
         "missing: no text file at",
+        ": there is no such path",
     ):
         assert words in text
     assert "good has" not in text

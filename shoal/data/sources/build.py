@@ -73,7 +73,7 @@ def build(
         number = secrets.randbits(63) if identity is None else seen[given]
         seen[given] += 1  # a file may be named twice
         keyed.append((xxhash.xxh64_intdigest(f"{given}{number}".encode()), documents))
-    kept = _KeptTokens(writer, [key for key, _ in keyed])
+    kept = _UnfinishedTokens(writer, [key for key, _ in keyed])
 
     def work() -> Iterator[tuple[int, _Item]]:
         for key, documents in keyed:
@@ -84,7 +84,7 @@ def build(
             yield key, None
 
     for key, item, tokens in _tokenised(work(), tokenizer, num_workers):
-        if isinstance(item, _Batch):
+        if isinstance(item, _DocumentBatch):
             tokens = np.fromfile(item.data, writer.dtype, item.num_tokens, offset=item.start), item.lengths
             num_kept += len(item.lengths)
         if tokens is not None:
@@ -95,7 +95,7 @@ def build(
     return num_kept
 
 
-class _Batch(NamedTuple):
+class _DocumentBatch(NamedTuple):
     """Tokens of some documents."""
 
     data: Path
@@ -107,20 +107,20 @@ class _Batch(NamedTuple):
         return int(self.lengths.sum())
 
 
-_Item = _Batch | list[Document] | None  # tokens, documents, or the end of a file of text
+_Item = _DocumentBatch | list[Document] | None  # tokens, documents, or the end of a file of text
 
 
 class _FileBatches(NamedTuple):
     """Of one file of text."""
 
-    batches: list[_Batch]
+    batches: list[_DocumentBatch]
     is_whole: bool = False  # there are no more
 
 
 _NOTHING = _FileBatches([])
 
 
-class _KeptTokens:
+class _UnfinishedTokens:
     """The tokens that killed builds have left, and the records of this one.
 
     Attributes:
@@ -130,7 +130,7 @@ class _KeptTokens:
 
     def __init__(self, writer: TokenFileWriter, keys: list[int]) -> None:
         self._writer = writer
-        self.batches: dict[int, list[_Batch]] = {}
+        self.batches: dict[int, list[_DocumentBatch]] = {}
         self.whole: set[int] = set()
         self._folder = folder = writer.kept_folder()
         if folder is None:
@@ -160,7 +160,7 @@ class _KeptTokens:
             return
         lengths = b"" if tokens is None else tokens[1].astype("<i8").tobytes()
         is_end_there = item is None and self._there.get(key, _NOTHING).is_whole
-        if is_end_there or (isinstance(item, _Batch) and item.data == self._data):
+        if is_end_there or (isinstance(item, _DocumentBatch) and item.data == self._data):
             self._nbytes += _RECORD.size + len(lengths)
             return
         values = b"" if tokens is None else tokens[0].astype(self._writer.dtype).tobytes()
@@ -190,7 +190,7 @@ def _read(data: Path, records: Path) -> dict[int, _FileBatches]:
             if num == _END:
                 result[key] = file._replace(is_whole=True)
             else:
-                file.batches.append(_Batch(data, start, np.frombuffer(lengths, "<i8")))
+                file.batches.append(_DocumentBatch(data, start, np.frombuffer(lengths, "<i8")))
     return result
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from shoal.compiler import eager_operator
 from shoal.parallel import kept_graph
 from shoal.parallel.saved_tensors import recomputed_calls
 from shoal.parallel.selective import Contexts, unseen_by_policies
@@ -71,7 +72,7 @@ class Tickets:
     are_used = False
 
 
-@torch.library.custom_op("shoal::reads_ticket", mutates_args=())
+@eager_operator("shoal::reads_ticket")
 def reads_ticket(source: Tensor, number: Tensor) -> Tensor:
     """A ticket for what one operator reads. Its arguments tell apart the operators of a graph. Shape: [1], int64."""
     return kept_graph.ticket_of([])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.compiler import eager_operator
+from shoal.streams import host_memory
 
 
 class _KeptValue(bytearray):
@@ -34,7 +35,7 @@ def ticket_of(value: Any) -> Tensor:
     number = next(_numbers)
     kept = _by_number[number] = _KeptValue(number.to_bytes(8, "little"))
     kept.value = value
-    return torch.frombuffer(kept, dtype=torch.int64)
+    return host_memory(torch.frombuffer(kept, dtype=torch.int64), is_pinned=False)
 
 
 def behind(ticket: Tensor) -> Any:

@@ -513,6 +513,11 @@ CASES |= {
     "an asynchronous save of states in int8": partial(
         in_a_folder, 2, partial(change_beside_an_asynchronous_save, 3, precision={"state_dtype": "int8"})
     ),
+    "an asynchronous save of states on the host": partial(
+        in_a_folder,
+        2,
+        partial(change_beside_an_asynchronous_save, 1, zero_optimization={"offload_optimizer": {"device": "cpu"}}),
+    ),
 }
 
 _SUMS = {"reduce": "int8", "between_nodes": "int4", "error_feedback": True}

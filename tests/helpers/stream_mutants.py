@@ -72,6 +72,7 @@ OUTSIDE = {
     "shoal/comm/fake.py": "dry runs: nothing is sent",
     "shoal/comm/waiting.py": "a thread that logs long waits",
     "shoal/observe/": "measures times",
+    "shoal/engine/parts/device_check.py": "measures times",
     "shoal/engine/parts/experiment.py": "measures times",
     "shoal/planner/": "measures times; processes",
     "shoal/pipeline/costs.py": "measures times",
@@ -94,7 +95,6 @@ _REPLICAS = "replicas that come and go are processes; nightly tests kill them"
 _NOTHING_LEFT = "where the scenarios come here nothing is pending"
 UNREACHED = {
     "shoal/checkpoint/blocks.py self._is_taken.wait()": "the host's own event; the order is ``_see_taken``",
-    "shoal/checkpoint/blocks.py host_mark()": "the mark of ``_see_taken``, which is reported",
     "shoal/memory/disk.py super().wait()": "of a transfer that ``finish`` has ended",
     "shoal/checkpoint/blocks.py self.block(number)": "not a wait: a block of a file",
     "shoal/checkpoint/reader.py reader.block(number)": "not a wait: a block of a file",
@@ -115,6 +115,8 @@ UNREACHED = {
     "shoal/comm/encoded.py .drain()": "measures times",
     "shoal/compat/entry.py mark(made, resolved)": "not a wait: marks an optimizer as DeepSpeed's",
     "shoal/comm/nccl.py self._host.drain()": _HOST,
+    "shoal/comm/nccl.py self.backend.issue(exchange).wait()": _HOST,
+    "shoal/comm/nccl.py work.wait()": _HOST,
     "shoal/optim/muon.py .drain()": _AGAIN,
     "shoal/parallel/saved_tensors.py work.drain()": _AGAIN,
     "shoal/parallel/segment.py Device(device).synchronize()": "measures times",

@@ -53,6 +53,11 @@ def boot() -> str:
     return ""
 
 
+def node() -> str:
+    """This host, equal for processes that may share memory."""
+    return f"{socket.gethostname()}/{boot()}"
+
+
 def has_process(pid: int) -> bool:
     """True if a process may have this number now. A process that cannot be asked counts as there."""
     try:

@@ -24,7 +24,6 @@ Ranks that issue different calls hang, or take one tensor for another: unlike th
 from __future__ import annotations
 
 import math
-import socket
 import struct
 import weakref
 import zlib
@@ -57,7 +56,7 @@ from shoal.comm.protocol import (
 )
 from shoal.comm.sums import is_same_memory
 from shoal.errors import CommError
-from shoal.process import boot
+from shoal.process import node
 from shoal.streams import MemoryPool, host_memory, is_in_host_memory, simulation
 
 # The names of newer versions of torch, which warn about the old ones.
@@ -243,8 +242,7 @@ class NcclCommunicator(Backend):
         Communicates: between the hosts what they are and what is wrong; then torch exchanges handles through the store.
         """
         name = cast(Any, self._group).group_name
-        here = f"{socket.gethostname()}/{boot()}"
-        nodes, indices = zip(*self.gather_objects([here, device.index], label=_OPENS), strict=True)
+        nodes, indices = zip(*self.gather_objects([node(), device.index], label=_OPENS), strict=True)
         problems: Sequence[str] = []
         if len(set(nodes)) > 1:
             problems = [f"its ranks are on {len(set(nodes))} nodes"]

@@ -89,9 +89,10 @@ class TensorParallel(Section):
     autotp_size: int = key(0, "tensor-parallel ranks; 0 is off", ge=0)
     tp_overlap_comm: bool | Literal["symmetric_memory"] | Auto = key(
         "auto",
-        "overlap sums over ranks with computation; auto: on accelerators, chunks of 8 MiB and more, unless blocks are "
-        "compiled, sequences split (tp_sequence_parallel) or activations encoded (wire.tensor); symmetric_memory: with "
-        "tp_sequence_parallel, a part of each rank at a time, with NCCL by torch's products over symmetric memory",
+        "overlap sums over ranks with computation; auto: on accelerators, chunks of 8 MiB and more (with "
+        "tp_sequence_parallel: large products, a part of each rank at a time, if the ranks are on one node), unless "
+        "blocks are compiled or activations encoded (wire.tensor); symmetric_memory: as true, with "
+        "tp_sequence_parallel and NCCL by torch's products over symmetric memory",
     )
     partition_config: PartitionConfig | None = key(None, "rules for splitting layers")
     tp: TpDegree = section(TpDegree, "the same degree, as in the inference config")

@@ -28,8 +28,8 @@ from torch import nn
 from shoal.build.settings import WireSettings
 from shoal.comm.encoded import encoded
 from shoal.comm.formats import WireFormat
+from shoal.comm.parts import PartsCommunicator
 from shoal.comm.protocol import Communicator
-from shoal.comm.symmetric import SymmetricCommunicator
 from shoal.comm.two_level import TwoLevels
 from shoal.comm.world import current_world
 from shoal.config import Config
@@ -45,6 +45,7 @@ from shoal.parallel.tensor.grid import Grid
 from shoal.parallel.tensor.grid_apply import parallelize_grid
 from shoal.parallel.tensor.overlap import LEAST_NBYTES
 from shoal.parallel.tensor.plan import plan_for
+from shoal.process import node
 from shoal.running.parameter_owner import OWNERS
 from shoal.sharding.axes import Axes, DataAxes
 from shoal.sharding.layout import ParameterSpec
@@ -319,6 +320,7 @@ def split(
             )
         grid = Grid.open(current_world(), mesh, asked.tp_grid)
         return parallelize_grid(model, grid, plan, loss_parallel=asked.tp_loss_parallel), frozenset()
+    least = LEAST_NBYTES if overlap == "auto" else 0
     if overlap == "symmetric_memory":
         if not asked.tp_sequence_parallel or wire is not None:
             raise ConfigError(
@@ -327,11 +329,13 @@ def split(
                 do="set parallel.tp_sequence_parallel to true and leave out wire.tensor, or tp_overlap_comm to true.",
                 code="tensor-parallel",
             )
-        comm, overlap = SymmetricCommunicator(comm, device), True
-    least = LEAST_NBYTES if overlap == "auto" else 0
-    if overlap == "auto":  # a CPU computes while the host waits; a compiled block has its collectives in its graph
-        is_plain = not (config.compile.enabled or asked.tp_sequence_parallel) and wire is None
-        overlap = is_plain and is_accelerator(device)
+        comm, overlap = PartsCommunicator(comm, device), True
+    elif overlap == "auto":  # a CPU computes while the host waits; a compiled block has its collectives in its graph
+        overlap = not config.compile.enabled and wire is None and is_accelerator(device)
+    if asked.tp_sequence_parallel and overlap and wire is None and not isinstance(comm, PartsCommunicator):
+        # A part is sent to each rank by itself: between nodes one collective for all of them sends less.
+        is_near = len(set(comm.gather_objects(node(), label="nodes"))) == 1
+        comm = PartsCommunicator(comm) if is_near else comm
     parallel = parallelize(
         model,
         comm,

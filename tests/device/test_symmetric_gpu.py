@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from shoal.comm.symmetric import SymmetricCommunicator
+from shoal.comm.parts import PartsCommunicator
 from shoal.comm.world import current_world
 from shoal.mesh import Mesh
 
@@ -27,8 +27,8 @@ def check_products(rank: int, size: int, port: int) -> None:
     world = current_world()
     device = torch.device("cuda", rank)
     comm = world.communicator("tp", Mesh.of(size, tp=size))
-    symmetric = SymmetricCommunicator(comm, device)
-    batches = SymmetricCommunicator(comm, device)
+    symmetric = PartsCommunicator(comm, device)
+    batches = PartsCommunicator(comm, device)
     batches._is_open = False
     torch.manual_seed(rank)
     for num_rows in (1, 2, 5):  # the second and the third enlarge the memory

@@ -105,7 +105,8 @@ def parallelize(
         loss_parallel: the model's head returns this rank's logits, from which its ``loss_function`` computes the loss.
             Off: the head gathers the logits.
         strict: a linear layer that the plan does not name is an error.
-        overlap: communicate during the matrix products, in chunks, where possible (``shoal.parallel.tensor.overlap``).
+        overlap: communicate during the matrix products, in chunks, where possible (``shoal.parallel.tensor.overlap``);
+            with ``sequence_parallel``, by parts if ``comm`` is a ``PartsCommunicator``.
         chunk_nbytes: with ``overlap``, the least bytes of a sum that runs during the next product.
         inner: by name, modules (of experts) inside of which layers are split over these ranks instead. Their inputs are
             whole, also under ``sequence_parallel``.
@@ -348,7 +349,7 @@ class _Splitter(Resolver):
         around = next((parent for parent in self.prepared if is_inside(name, [parent])), None)
         columns = None
         if self.chunk_nbytes is not None and kind == "column" and around is not None:
-            columns = self.columns.setdefault(around, InputColumns(around, self.region_of(around)))
+            columns = self.columns.setdefault(around, InputColumns(around, self.region_of(around), self.chunk_nbytes))
         split = LayerSplit(
             self.path(name),
             region,

@@ -29,7 +29,7 @@ from shoal.compiler import untraced
 from shoal.device import is_fake
 from shoal.parallel.loss import IGNORED, CrossEntropy, Reduction, token_losses
 from shoal.parallel.products import AS_THEY_ARE, LayerProducts, add_bias
-from shoal.parallel.tensor.overlap import InputColumns, column_linears, row_linear
+from shoal.parallel.tensor.overlap import InputColumns, column_linears, overlaps, row_linear
 from shoal.parallel.tensor.parts import Range, SharedRows, even_range
 from shoal.parallel.tensor.region import SharedByCopies, TensorRegion
 from shoal.sharding.parts import take
@@ -47,7 +47,8 @@ class LayerSplit(SharedByCopies):
         own_input: the input elements of this rank, taken from an input that all ranks have whole.
         own_tokens: the rows of a vocabulary parallel embedding on this rank.
         forks: True if the random states differ until this layer is left.
-        chunk_nbytes: the least bytes of a chunk of which communication runs during the layer's products; None: of none.
+        chunk_nbytes: the least bytes of a chunk of which communication runs during the layer's products; of a split
+            sequence, a product of a rank's part takes as long as to receive them; None: of none.
         keeps_logits: True for the head of a model whose loss is computed from split logits.
         columns: what computes a column whose input entered with a module around it; None: it computes itself.
         products: how a column or a row multiplies. While they are on, its communication does not overlap them.
@@ -92,11 +93,12 @@ class ColumnParallelLinear(nn.Module):
         bias: torch.Tensor | None = getattr(self, "bias", None)
         weight = weight.t() if split.is_transposed else weight
         output = None
-        if split.chunk_nbytes is not None and split.communicates and not split.products.is_on:
+        is_plain = not split.products.is_on
+        if split.communicates and is_plain and overlaps(region, input.numel(), [weight], split.chunk_nbytes):
             region.check_split(split.enters)
             splits, label = region.splits_sequence, split.enters.text
             output = column_linears(input, [weight], region.activations, splits_sequence=splits, label=label)[1][0]
-        elif split.columns is not None and not split.products.is_on:
+        elif split.columns is not None and is_plain:
             output = split.columns.take(split.name, input)
         if output is None:
             whole = region.enter(input, split.enters) if split.communicates else input
@@ -124,8 +126,9 @@ class RowParallelLinear(nn.Module):
         if split.forks:
             region.fork.end()
         weight = self.weight.t() if split.is_transposed else self.weight
-        if split.chunk_nbytes is not None and not split.products.is_on:
-            splits, label, least = region.splits_sequence, split.leaves.text, split.chunk_nbytes
+        per_rank = own.numel() // region.comm.size
+        if not split.products.is_on and overlaps(region, per_rank, [weight], split.chunk_nbytes):
+            splits, label, least = region.splits_sequence, split.leaves.text, split.chunk_nbytes or 0
             comm = region.activations
             output = row_linear(own, weight, comm, splits_sequence=splits, label=label, chunk_nbytes=least)
         else:

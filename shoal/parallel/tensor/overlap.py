@@ -1,17 +1,18 @@
 """Linears whose communication runs during their matrix products (``tp_overlap_comm``).
 
-    row, forward          the product in chunks of tokens; each chunk's sum is under way while the next one is computed
-    row, backward         sequence parallel: each chunk's gradient is gathered while the one before it is multiplied
-    columns, forward      sequence parallel: the input in chunks of tokens; each chunk is gathered while the one before
-                          it is multiplied
-    columns, backward     the sum of the input's gradient (sequence parallel: in chunks) is under way while the
-                          gradients of the weights are computed
+    row, forward         the product in chunks of tokens; each chunk's sum is under way while the next one is computed
+    columns, backward    the sum of the input's gradient is under way while the gradients of the weights are computed
 
-Over a ``SymmetricCommunicator`` the chunks of the last two forms are the parts of the ranks, each product is multiplied
-part by part, and the weights' gradients are computed at once, after the gather or the scatter.
+Sequence parallel, over a ``PartsCommunicator``:
 
+    row, forward         each rank's part of the product is sent while the next one is computed
+    row, backward        each rank's part of the gradient is received while the one before it is multiplied
+    columns, forward     each rank's part of the input is received while the one before it is multiplied
+    columns, backward    as row, forward; meanwhile the input is gathered again, for the gradients of the weights
+
+Over another communicator each of these is one call; only that of columns in backward overlaps products.
 Columns that read one input (query, key and value; gate and up) are computed together: ``InputColumns``. Values are
-those of the plain layers; a weight's gradient that is computed in chunks is a sum in another order.
+those of the plain layers.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.comm.autograd import TracedLabel
+from shoal.comm.autograd import TracedLabel, begin_gather
+from shoal.comm.parts import PartsCommunicator
 from shoal.comm.protocol import Communicator, Work
-from shoal.comm.symmetric import SymmetricCommunicator
 from shoal.compiler import untraced
 from shoal.device import in_backward
 from shoal.parallel.products import cast_for_autocast, weight_gradient
@@ -36,6 +37,7 @@ from shoal.sharding.storage import is_placeholder
 
 NUM_CHUNKS = 4
 LEAST_NBYTES = 8 * 2**20  # of a chunk by default: a shorter sum ends before the host has queued the next chunk
+FLOPS_PER_BYTE = 2400  # that a GPU multiplies while it receives a byte: of products that take as long as such a chunk
 
 
 @untraced
@@ -55,7 +57,7 @@ def row_linear(
         weight: [M, K].
         chunk_nbytes: the least that a chunk's sum has; not with ``splits_sequence``.
 
-    Communicates: as one all_reduce (reduce_scatter), in up to NUM_CHUNKS calls.
+    Communicates: one all_reduce, in up to NUM_CHUNKS calls; or one reduce_scatter, or as much in messages.
     """
     x, weight = cast_for_autocast(x, weight)
     if splits_sequence:
@@ -77,13 +79,28 @@ def column_linears(
         x: [..., L, K], which every rank has; with ``splits_sequence`` this rank's part of the sequence.
         weights: [M, K] each.
 
-    Communicates: with ``splits_sequence`` as one all_gather, backward as one reduce_scatter, in up to NUM_CHUNKS calls;
-        else backward one all_reduce.
+    Communicates: with ``splits_sequence`` one all_gather, or as much in messages; backward one reduce_scatter, or as
+        much, and an all_gather; else backward one all_reduce.
     """
     apply: Callable[..., tuple[torch.Tensor, ...]] = _Columns.apply
     x, *weights = cast_for_autocast(x, *weights)
     whole, *outputs = apply(x, comm, splits_sequence, label, *weights)
     return whole, outputs
+
+
+def overlaps(
+    region: TensorRegion, numel_per_rank: int, weights: Iterable[torch.Tensor], chunk_nbytes: int | None
+) -> bool:
+    """True if what enters or leaves the region does so during products; without a split sequence, of any size.
+
+    Args:
+        numel_per_rank: of the factor, for the part of the sequence of one rank.
+        weights: [M, K] each.
+        chunk_nbytes: as ``LayerSplit``'s.
+    """
+    if chunk_nbytes is None or not region.splits_sequence:
+        return chunk_nbytes is not None
+    return 2 * numel_per_rank * sum(weight.shape[0] for weight in weights) >= chunk_nbytes * FLOPS_PER_BYTE
 
 
 class _EarlierCall:
@@ -95,15 +112,17 @@ class InputColumns(SharedByCopies):
 
     Which columns they are is learned in each forward: those that get the very tensor that ``enter`` returned. What is
     computed at entry changes only when no backward pass of an earlier call is to come, which may recompute that call
-    and has to do as it did. Under autocast, and of an input without a gradient, each column is computed by itself.
+    and has to do as it did. Under autocast, of a small input and of one without a gradient, each column is computed by
+    itself.
 
     Args:
         name: of the module.
+        chunk_nbytes: as ``LayerSplit``'s.
     """
 
-    def __init__(self, name: str, region: TensorRegion) -> None:
+    def __init__(self, name: str, region: TensorRegion, chunk_nbytes: int) -> None:
         self._prefix = f"{name}." if name else ""
-        self._region = region
+        self._region, self._chunk_nbytes = region, chunk_nbytes
         self._readers: list[str] = []
         self._computed: list[str] = []  # those of the readers that are computed at entry now
         self._waiting = weakref.WeakSet[_EarlierCall]()  # for their backward pass
@@ -119,7 +138,8 @@ class InputColumns(SharedByCopies):
             weights = self._weights(module, self._readers)
             self._computed = list(self._readers) if weights else []
         is_constant = torch.is_grad_enabled() and not x.requires_grad
-        if not weights or is_constant or torch.is_autocast_enabled(x.device.type):
+        is_small = not overlaps(region, x.numel(), weights, self._chunk_nbytes)
+        if not weights or is_constant or is_small or torch.is_autocast_enabled(x.device.type):
             self._input = region.enter(x, label)
         else:
             region.check_split(label)
@@ -186,41 +206,14 @@ class _ScatteredRow(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.comm, ctx.label = comm, f"{label} backward"
-        if (symmetric := _symmetric(comm)) is not None:
-            return symmetric.matmul_reduce_scatter(x, weight.t(), label=label)
-        by_rank = _by_rank(x, comm.size)  # [ranks, B, L of a rank, K]
-        works, outs = [], []
-        for chunk in by_rank.chunk(_num_chunks(by_rank, 2), 2):
-            partial = comm.empty(chunk[..., :1].numel() * weight.shape[0], x.dtype, x.device)
-            _multiply(chunk, weight.t(), partial)
-            outs.append(torch.empty((*chunk.shape[1:-1], weight.shape[0]), dtype=x.dtype, device=x.device))
-            works.append(comm.reduce_scatter(partial, outs[-1].view(-1), label=label))
-        _drain(works)
-        whole = torch.cat(outs, 1)  # [B, L of a rank, M]
-        return whole.resize_(*x.shape[:-2], *whole.shape[1:])
+        out = x.new_empty(*x.shape[:-2], x.shape[-2] // comm.size, weight.shape[0])
+        return _start_scatter(comm, label, out, None, [(x, weight.t())])()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        comm: Communicator = ctx.comm
-        if (symmetric := _symmetric(comm)) is not None:
-            entered, products = symmetric.all_gather_matmul(gradient, [weight], label=ctx.label)
-            return products[0], _of_weight(ctx, entered, x), None, None
-        by_rank = _by_rank(x, comm.size)
-        num_chunks = _num_chunks(by_rank, 2)
-        own = gradient.reshape(by_rank.shape[1], -1, weight.shape[0]).chunk(num_chunks, 1)
-        works, gathered = _start_gathers(own, comm, ctx.label)
-        of_input = torch.empty_like(by_rank)
-        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for work, whole, chunk, target in zip(
-            works, gathered, by_rank.chunk(num_chunks, 2), of_input.chunk(num_chunks, 2), strict=True
-        ):
-            work.wait()
-            target.copy_(whole @ weight)
-            if of_weight is not None:
-                of_weight += weight_gradient(whole, chunk)
-        _drain(works)
-        return of_input.transpose(0, 1).reshape(x.shape), of_weight, None, None
+        whole, of_input = _gather_and_multiply(gradient, ctx.comm, ctx.label, [weight])
+        return of_input, _of_weight(ctx, whole, x), None, None
 
 
 class _Columns(torch.autograd.Function):
@@ -231,104 +224,86 @@ class _Columns(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.comm, ctx.splits_sequence, ctx.label = comm, splits_sequence, f"{label} backward"
         if splits_sequence:
-            whole, *outputs = _gather_and_multiply(x, comm, label, weights)
+            whole, *outputs = _gather_and_multiply(x, comm, label, [weight.t() for weight in weights])
         else:
             whole, outputs = x.view_as(x), [F.linear(x, weight) for weight in weights]
-        ctx.save_for_backward(whole, *weights)
+        ctx.save_for_backward(x, *weights)
         return whole, *outputs
 
     @staticmethod
     def backward(ctx: Any, of_whole: torch.Tensor | None, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        whole, *weights = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors
         pairs = [(own, weight) for own, weight in zip(gradients, weights, strict=True) if own is not None]
+        needs = [own is not None and need for own, need in zip(gradients, ctx.needs_input_grad[4:], strict=True)]
+        again = None
+        if ctx.splits_sequence and any(needs):
+            again = begin_gather(x, ctx.comm, x.dim() - 2, ctx.label.replace(" backward", " again backward"))
         finish: Callable[[], torch.Tensor] | None = None
-        if ctx.needs_input_grad[0]:
-            start = _start_scatter if ctx.splits_sequence else _start_sum
-            finish = start(ctx.comm, ctx.label, whole, of_whole, pairs)
+        if ctx.needs_input_grad[0] and not ctx.splits_sequence:
+            finish = _start_sum(ctx.comm, ctx.label, x, of_whole, pairs)
+        elif ctx.needs_input_grad[0]:
+            finish = _start_scatter(ctx.comm, ctx.label, x.new_empty(x.shape), of_whole, pairs)
+        whole = x if again is None else again.wait()
         of_weights = [
-            None if own is None or not ctx.needs_input_grad[4 + index] else weight_gradient(own, whole)
-            for index, own in enumerate(gradients)
+            weight_gradient(own, whole) if own is not None and need else None
+            for own, need in zip(gradients, needs, strict=True)
         ]
         return None if finish is None else finish(), None, None, None, *of_weights
 
 
-def _symmetric(comm: Communicator) -> SymmetricCommunicator | None:
-    """Whose products gather and scatter; None: they do so in chunks, or nothing is computed but shapes."""
-    return comm if isinstance(comm, SymmetricCommunicator) and not comm.is_for_shapes else None
-
-
-def _start_gathers(
-    parts: Sequence[torch.Tensor], comm: Communicator, label: str
-) -> tuple[list[Work], list[torch.Tensor]]:
-    """Start to gather each part of all ranks. Shape: [...] -> [ranks, ...] each."""
-    works, gathered = [], []
-    for part in parts:
-        gathered.append(torch.empty((comm.size, *part.shape), dtype=part.dtype, device=part.device))
-        works.append(comm.all_gather(gathered[-1].view(-1), part.contiguous().view(-1), label=label))
-    return works, gathered
+def _by_parts(comm: Communicator) -> PartsCommunicator | None:
+    """Whose products gather and scatter; None: they do so in one call, or nothing is computed but shapes."""
+    return comm if isinstance(comm, PartsCommunicator) and not comm.is_for_shapes else None
 
 
 def _gather_and_multiply(
     x: torch.Tensor, comm: Communicator, label: str, weights: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The whole input and its products. Shape: [..., L of a rank, K] -> [..., L, K], [..., L, M] each."""
-    if (symmetric := _symmetric(comm)) is not None:
-        entered, outputs = symmetric.all_gather_matmul(x, [weight.t() for weight in weights], label=label)
-        return [entered, *outputs]
-    local = x.reshape(-1, *x.shape[-2:])  # [B, L of a rank, K]
-    works, gathered = _start_gathers(local.chunk(_num_chunks(local, 1), 1), comm, label)
-    sizes = [x.shape[-1], *(weight.shape[0] for weight in weights)]
-    targets = [x.new_empty(local.shape[0], comm.size, local.shape[1], size) for size in sizes]
-    stop = 0
-    for work, chunk in zip(works, gathered, strict=True):
-        work.wait()
-        start, stop = stop, stop + chunk.shape[2]
-        for target, product in zip(targets, (chunk, *(F.linear(chunk, weight) for weight in weights)), strict=True):
-            target[:, :, start:stop] = product.transpose(0, 1)
-    _drain(works)
-    return [target.view(*x.shape[:-2], -1, target.shape[-1]) for target in targets]
+    """The whole input and its products. Shape: [..., L of a rank, K], [K, M] each -> [..., L, K], [..., L, M] each."""
+    if (by_parts := _by_parts(comm)) is not None:
+        whole, products = by_parts.all_gather_matmul(x, weights, label=label)
+        return [whole, *products]
+    whole = begin_gather(x, comm, x.dim() - 2, label).wait()
+    return [whole, *(whole @ weight for weight in weights)]
 
 
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # the gradient of an output, and its weight
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # factors: the gradient of an output, and its weight
 
 
 def _start_sum(
-    comm: Communicator, label: str, whole: torch.Tensor, of_whole: torch.Tensor | None, pairs: Pairs
+    comm: Communicator, label: str, x: torch.Tensor, of_whole: torch.Tensor | None, pairs: Pairs
 ) -> Callable[[], torch.Tensor]:
-    of_input = comm.empty(whole.numel(), whole.dtype, whole.device)
-    _sum_products(of_input.view(whole.shape), of_whole, pairs)
+    of_input = comm.empty(x.numel(), x.dtype, x.device)
+    _sum_products(of_input.view(x.shape), of_whole, pairs)
     work = comm.all_reduce(of_input, label=label)
 
     def finish() -> torch.Tensor:
         work.drain()
-        return of_input.resize_(whole.shape)
+        return of_input.resize_(x.shape)
 
     return finish
 
 
 def _start_scatter(
-    comm: Communicator, label: str, whole: torch.Tensor, of_whole: torch.Tensor | None, pairs: Pairs
+    comm: Communicator, label: str, out: torch.Tensor, of_whole: torch.Tensor | None, pairs: Pairs
 ) -> Callable[[], torch.Tensor]:
-    symmetric = _symmetric(comm)
-    if symmetric is not None and of_whole is None and pairs:
-        gradient, weight = (torch.cat(each, dim) for each, dim in zip(zip(*pairs, strict=True), (-1, 0), strict=True))
-        scattered = symmetric.matmul_reduce_scatter(gradient, weight, label=label)
+    """As ``_start_sum``, for this rank's part of the sequence, which is written to ``out``: [..., L of a rank, K]."""
+    by_parts = _by_parts(comm)
+    if by_parts is not None and of_whole is None and pairs:
+        factor, weight = pairs[0]
+        if len(pairs) > 1:
+            factor, weight = torch.cat([each for each, _ in pairs], -1), torch.cat([each for _, each in pairs])
+        scattered = by_parts.matmul_reduce_scatter(factor, weight, label=label)
         return lambda: scattered
-    by_rank = _by_rank(whole, comm.size)  # [ranks, B, L of a rank, K]
-    num_chunks = _num_chunks(by_rank, 2)
-    others = None if of_whole is None else _by_rank(of_whole, comm.size).chunk(num_chunks, 2)
-    chunks = [(_by_rank(own, comm.size).chunk(num_chunks, 2), weight) for own, weight in pairs]
-    works, outs = [], []
-    for index, chunk in enumerate(by_rank.chunk(num_chunks, 2)):
-        of_input = comm.empty(chunk.numel(), whole.dtype, whole.device)
-        own = [(each[index], weight) for each, weight in chunks]
-        _sum_products(of_input.view(chunk.shape), None if others is None else others[index], own)
-        outs.append(torch.empty(chunk.shape[1:], dtype=whole.dtype, device=whole.device))
-        works.append(comm.reduce_scatter(of_input, outs[-1].view(-1), label=label))
+    summand = comm.empty(comm.size * out.numel(), out.dtype, out.device)
+    others = None if of_whole is None else _by_rank(of_whole, comm.size)
+    by_rank = summand.view(comm.size, -1, *out.shape[-2:])  # [ranks, B, L of a rank, K]
+    _sum_products(by_rank, others, [(_by_rank(each, comm.size), weight) for each, weight in pairs])
+    work = comm.reduce_scatter(summand, out.view(-1), label=label)
 
     def finish() -> torch.Tensor:
-        _drain(works)
-        return torch.cat(outs, 1).view(*whole.shape[:-2], -1, whole.shape[-1])
+        _drain([work])
+        return out
 
     return finish
 
@@ -365,7 +340,3 @@ def _of_weight(ctx: Any, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tenso
 def _by_rank(x: torch.Tensor, size: int) -> torch.Tensor:
     """[..., L, K] as [ranks, B, L of a rank, K]."""
     return x.reshape(-1, size, x.shape[-2] // size, x.shape[-1]).transpose(0, 1)
-
-
-def _num_chunks(tensor: torch.Tensor, dim: int) -> int:
-    return min(NUM_CHUNKS, tensor.shape[dim])

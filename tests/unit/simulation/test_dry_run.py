@@ -458,11 +458,13 @@ def test_large_sums_of_split_layers_run_during_their_products(
         ({}, {}, 8 * 2**20),
         ({}, {"compile": {"enabled": True}}, None),
         ({}, {"wire": {"tensor": "int8"}}, None),
-        ({"tp_sequence_parallel": True}, {}, None),
+        ({"tp_sequence_parallel": True}, {}, 8 * 2**20),
+        ({"tp_sequence_parallel": True}, {"compile": {"enabled": True}}, None),
+        ({"tp_sequence_parallel": True}, {"wire": {"tensor": "int8"}}, None),
         ({"tp_sequence_parallel": True}, {"tensor_parallel": {"tp_overlap_comm": True}}, 0),
     ],
 )
-def test_sums_overlap_by_default_where_blocks_are_not_compiled_and_sequences_whole(
+def test_sums_overlap_by_default_where_blocks_are_not_compiled_and_nothing_is_encoded(
     parallel: dict[str, Any], sections: dict[str, Any], chunk_nbytes: int | None
 ) -> None:
     shape = GPTConfig(vocab_size=64, sequence_length=16, num_layers=1, hidden_size=64, num_heads=4)
@@ -472,6 +474,24 @@ def test_sums_overlap_by_default_where_blocks_are_not_compiled_and_sequences_who
         split = engine.module.get_submodule("blocks.0.feed_forward.down").tensor_split
         engine.destroy()
     assert split.chunk_nbytes == chunk_nbytes
+
+
+@pytest.mark.parametrize(("sequences", "verbs"), [(4, {"all_gather"}), (5, {"recv", "send"})])
+def test_large_products_of_a_split_sequence_are_computed_by_parts(sequences: int, verbs: set[str]) -> None:
+    shape = GPTConfig(vocab_size=64, sequence_length=2048, num_layers=1, hidden_size=1024, num_heads=8)
+    # 2 x 4 x 1024 tokens x 1024 x 2048 operations are 17.2e9, and 8 MiB x 2400 are 20.1e9
+    with shoal.dry_run(2):
+        made = config(1, parallel={"tp": 2, "tp_sequence_parallel": True}, bf16={"enabled": True}, optimizer=ADAM)
+        engine = shoal.initialize(model=GPT(shape), config=made)[0]
+        with engine.world.recorder.recording() as entries:
+            engine.backward(engine(*[torch.zeros(sequences, 2048, dtype=torch.long)] * 2))
+        engine.destroy()
+    up = [entry for entry in entries if entry.label == "blocks.0.feed_forward.up in"]
+    assert {entry.op for entry in up} == verbs
+    assert sum(entry.nbytes for entry in up) == sequences * 1024 * 1024 * 2
+    assert {entry.op for entry in entries if entry.label == "blocks.0.feed_forward.up in again backward"} == {
+        "all_gather"
+    }
 
 
 @pytest.mark.parametrize(

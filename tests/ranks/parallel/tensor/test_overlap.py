@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.comm.symmetric import SymmetricCommunicator
+from shoal.comm.parts import PartsCommunicator
 from tests.helpers import tensor_cases
 from tests.helpers.tensor_cases import Forward, Outputs, compare, randomize, tp_communicator
 from tests.ranks.parallel.tensor.test_shared_heads import BATCH, HIDDEN, LENGTH, SEPARATE, Layers
@@ -74,7 +74,8 @@ def of_gated(model: nn.Module) -> Outputs:
     return {"loss": model(INPUT)}
 
 
-models = pytest.mark.parametrize(
+@pytest.mark.parametrize("sequence", ["whole", "split", "by parts"])
+@pytest.mark.parametrize(
     ("make", "forward", "options", "name"),
     [
         (gpt, loss_alone, {"loss_parallel": True}, "blocks.1.attention"),
@@ -84,15 +85,18 @@ models = pytest.mark.parametrize(
     ],
     ids=["fused", "query key value", "shared heads", "gate and up"],
 )
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@models
 def test_overlapped_layers_compute_the_same_and_communicate_the_same_bytes(
-    make: Any, forward: Forward, options: dict[str, Any], name: str, sequence_parallel: bool
+    make: Any,
+    forward: Forward,
+    options: dict[str, Any],
+    name: str,
+    sequence: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = {**options, "sequence_parallel": sequence_parallel}
+    options = {**options, "sequence_parallel": sequence != "whole"}
     plain = compare(make(), twice(forward), 2, **options)
+    if sequence == "by parts":
+        monkeypatch.setattr(tensor_cases, "tp_communicator", lambda: PartsCommunicator(tp_communicator()))
     overlapped = compare(make(), twice(forward), 2, overlap=True, **options)
     for calls, chunked in zip(plain, overlapped, strict=True):
         nbytes, in_chunks = Counter[str](), Counter[str]()
@@ -100,28 +104,12 @@ def test_overlapped_layers_compute_the_same_and_communicate_the_same_bytes(
             nbytes[call.label] += call.nbytes
         for call in chunked:
             in_chunks[call.label] += call.nbytes
-        # Plain columns gather their input again in backward; overlapped ones, from the second forward on, keep it.
-        # Those of the first layer, whose input has no gradient, stay plain.
-        for label in [label for label in nbytes if label.endswith(" again backward")]:
-            assert in_chunks[label] in ((nbytes[label],) if label.startswith("layers.0.") else (0, nbytes[label] // 2))
-            del nbytes[label], in_chunks[label]
         assert in_chunks == nbytes
-        counts = Counter(call.label for call in chunked)
-        # one call of the first forward, four chunks of the second one
-        assert counts[f"{name} in"] == (5 if sequence_parallel else 0)
-        assert counts[f"{name} in backward"] == (5 if sequence_parallel else 2)
-        assert {counts[label] for label in counts if label.startswith(name) and label.endswith(" out")} == {8}
-
-
-@models
-def test_products_by_parts_compute_the_same(
-    make: Any, forward: Forward, options: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        tensor_cases, "tp_communicator", lambda: SymmetricCommunicator(tp_communicator(), torch.device("cpu"))
-    )
-    for calls in compare(make(), twice(forward), 2, overlap=True, sequence_parallel=True, **options):
-        counts = Counter((call.label, call.op) for call in calls)
-        # a batch of one send and one receive, forward and backward, in both calls
-        assert {counts[key] for key in counts if key[0].startswith(name) and key[0].endswith(" out")} == {2}
-        assert counts[f"{name} in", "recv"] == counts[f"{name} in", "all_gather"] == 1  # together, in the second call
+        counts = Counter(call.label for call in chunked if call.op != "send")
+        # one call each forward; where all ranks have the whole sequence, sums in four chunks
+        assert counts[f"{name} in"] == (0 if sequence == "whole" else 2)
+        assert counts[f"{name} in backward"] == 2
+        outs = {label for label in counts if label.startswith(name) and label.endswith(" out")}
+        assert {counts[label] for label in outs} == {8 if sequence == "whole" else 2}
+        verbs = {"whole": "all_reduce", "split": "reduce_scatter", "by parts": "recv"}
+        assert {call.op for call in chunked if call.label in outs} - {"send"} == {verbs[sequence]}

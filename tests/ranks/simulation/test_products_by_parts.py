@@ -1,4 +1,4 @@
-"""``tp_overlap_comm: "symmetric_memory"`` on the simulated accelerator: its operators run, and wait where they must."""
+"""Products by parts on the simulated accelerator, by torch's operators and by messages: they wait where they must."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         return out
 
     monkeypatch.setattr(SimulatedGroup, "group_name", property(name_of))
-    monkeypatch.setattr(NcclCommunicator, "open_symmetric_memory", lambda comm, device: True)
     with torch.library._scoped_library("symm_mem", "IMPL") as library:
         library.impl("fused_all_gather_matmul", gather, "CPU")
         library.impl("fused_matmul_reduce_scatter", scatter, "CPU")
@@ -78,8 +77,12 @@ def trained(setting: Any, *, checked: bool) -> dict[str, torch.Tensor]:
     return run_ranks(2 * SIZE, rank, timeout=120)[0]
 
 
-def test_operators_over_symmetric_memory_run_on_the_current_stream(calls: Counter[str]) -> None:
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_products_by_parts_wait_for_what_they_read(
+    calls: Counter[str], has_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NcclCommunicator, "open_symmetric_memory", lambda comm, device: has_memory)
     values = trained("symmetric_memory", checked=True)
-    assert calls["gather"] > 0 and calls["scatter"] > 0
+    assert (calls["gather"] > 0, calls["scatter"] > 0) == (has_memory, has_memory)
     for name, value in trained(False, checked=False).items():
         torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-6, msg=name)

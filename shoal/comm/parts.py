@@ -23,20 +23,20 @@ from shoal.comm.protocol import Call, Communicator, Message, Step, Work
 from shoal.streams import is_in_host_memory
 
 
-class SymmetricCommunicator(Communicator):
+class PartsCommunicator(Communicator):
     """The ranks of another communicator, which multiply while they gather and scatter.
 
     Args:
-        device: of the products.
+        symmetric_on: the device on which ranks with NCCL use symmetric memory; None: all ranks send parts.
 
-    Raises: CommError: the ranks use NCCL, and torch cannot give them symmetric memory.
+    Raises: CommError: torch cannot give the ranks symmetric memory.
     Communicates: to open symmetric memory; see ``NcclCommunicator``.
     """
 
-    def __init__(self, comm: Communicator, device: torch.device) -> None:
+    def __init__(self, comm: Communicator, symmetric_on: torch.device | None = None) -> None:
         super().__init__(comm.backend, comm.recorder)
         self._comm = comm
-        self._is_open = comm.size > 1 and comm.backend.open_symmetric_memory(device)
+        self._is_open = symmetric_on is not None and comm.size > 1 and comm.backend.open_symmetric_memory(symmetric_on)
 
     def issue(self, call: Call) -> Work:
         return self._comm.issue(call)

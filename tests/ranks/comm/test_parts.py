@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from shoal.comm import nccl, symmetric
+from shoal.comm import nccl, parts
 from shoal.comm.failure import FirstError
 from shoal.comm.nccl import ComparedCommunicator, NcclCommunicator
+from shoal.comm.parts import PartsCommunicator
 from shoal.comm.protocol import Communicator, shapes_only
 from shoal.comm.recorder import Recorder
-from shoal.comm.symmetric import SymmetricCommunicator
 from shoal.comm.threads import run_ranks
 from shoal.mesh import Mesh
 from shoal.parallel.tensor.overlap import column_linears, row_linear
@@ -34,7 +34,7 @@ def integers(*shape: int, seed: int) -> torch.Tensor:
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def check_layers(comm: SymmetricCommunicator, num_rows: tuple[int, ...]) -> Counter[tuple[str, str]]:
+def check_layers(comm: PartsCommunicator, num_rows: tuple[int, ...]) -> Counter[tuple[str, str]]:
     """Columns and a row, forward and backward. Returns: bytes by verb and label."""
     size, rank = comm.size, comm.rank
     length = LENGTH * size
@@ -79,6 +79,7 @@ def check_layers(comm: SymmetricCommunicator, num_rows: tuple[int, ...]) -> Coun
 def expected(size: int, gather: str, scatter: str, num_rows: int) -> dict[tuple[str, str], int]:
     nbytes = (size - 1) * num_rows * LENGTH * WIDTH * 4
     by_verb = [(gather, "in"), (scatter, "in backward"), (scatter, "out"), (gather, "out backward")]
+    by_verb.append(("all_gather", "in again backward"))  # of the weights' gradients
     return dict.fromkeys(by_verb, nbytes)
 
 
@@ -86,7 +87,7 @@ def expected(size: int, gather: str, scatter: str, num_rows: int) -> dict[tuple[
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_parts_in_batches_give_whole_products(size: int, num_rows: tuple[int, ...]) -> None:
     def rank() -> Counter[tuple[str, str]]:
-        return check_layers(SymmetricCommunicator(tp_communicator(), CPU), num_rows)
+        return check_layers(PartsCommunicator(tp_communicator(), CPU), num_rows)
 
     for found in run_ranks(size, rank):
         assert +found == +Counter(expected(size, "recv", "recv", sum(num_rows) or 1))
@@ -94,7 +95,7 @@ def test_parts_in_batches_give_whole_products(size: int, num_rows: tuple[int, ..
 
 def test_a_stage_that_only_needs_shapes_communicates_nothing() -> None:
     def rank() -> None:
-        comm = SymmetricCommunicator(tp_communicator(), CPU)
+        comm = PartsCommunicator(tp_communicator(), CPU)
         with shapes_only(), comm.recorder.recording() as entries:
             out = row_linear(torch.ones(2, 4, 3), torch.ones(5, 3), comm, splits_sequence=True, label="out")
         assert out.shape == (2, 2, 5) and not list(entries)
@@ -115,12 +116,12 @@ def over_torchs_operators(rank: int, size: int, is_compared: bool) -> list[Any]:
         library = stack.enter_context(torch.library._scoped_library("symm_mem", "IMPL"))
         for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
             library.impl(name, getattr(symmetric_memory, f"_{name}_fallback"), "CPU")
-        for module in (nccl, symmetric):  # bytes are what ranks compare
+        for module in (nccl, parts):  # bytes are what ranks compare
             patch.setattr(module, "is_in_host_memory", lambda tensor: tensor.dtype == torch.uint8)
         patch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
         patch.setattr(symmetric_memory, "get_symm_mem_workspace", lambda *args, **keys: workspaces.append(args))
         comm = Communicator(NcclCommunicator("tp", group, host, failures, FirstError()), Recorder())
-        comm = SymmetricCommunicator(ComparedCommunicator(comm) if is_compared else comm, torch.device("cuda", rank))
+        comm = PartsCommunicator(ComparedCommunicator(comm) if is_compared else comm, torch.device("cuda", rank))
         found = [check_layers(comm, num_rows) for num_rows in ((), (2,))]
     assert workspaces == [(group.group_name,)]
     world.close()

@@ -13,7 +13,7 @@ reads as NaN, refuses writes).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,6 +30,7 @@ from shoal.sharding.gradient import Gradient
 from shoal.sharding.layout import Segment, Used
 from shoal.sharding.placement import Placement
 from shoal.sharding.second_shard import SecondShard
+from shoal.sharding.sent_gradient import KeptState
 from shoal.sharding.storage import placeholder
 from shoal.sharding.table import Row
 from shoal.streams import keep_for_current_stream
@@ -83,34 +84,6 @@ class DiskState(Protocol):
 
     def store(self, group: ParameterGroup) -> None:
         """Begin to store them; placeholders are left in memory."""
-        ...
-
-
-class KeptState(Protocol):
-    """What a group keeps from step to step in addition to optimizer state. A checkpoint has it by element, too."""
-
-    kind: str  # the ledger's
-
-    @property
-    def buffers(self) -> Sequence[FlatBuffer]:
-        """Its memory."""
-        ...
-
-    @property
-    def saved(self) -> Mapping[str, torch.Tensor]:
-        """By its kind in a checkpoint, this rank's owned range of what a save or a load reads or fills."""
-        ...
-
-    def share(self) -> None:
-        """Before a save: let ranks that hold the same range have the same values. Every rank calls."""
-        ...
-
-    def expect(self, keys: Collection[str]) -> None:
-        """A checkpoint has states of these kinds: ``saved`` will be filled."""
-        ...
-
-    def restore(self) -> None:
-        """After a load of weights, and perhaps of ``saved``. Every rank calls."""
         ...
 
 

@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -21,6 +22,34 @@ from shoal.sharding.table import Row
 from shoal.streams import name_memory
 
 ERRORS = ("wire_error", "wire_error_sum")  # their kinds in a checkpoint: of this rank's owned range
+
+
+class KeptState(Protocol):
+    """What a group keeps from step to step in addition to optimizer state. A checkpoint has it by element, too."""
+
+    kind: str  # the ledger's
+
+    @property
+    def buffers(self) -> Sequence[FlatBuffer]:
+        """Its memory."""
+        ...
+
+    @property
+    def saved(self) -> Mapping[str, torch.Tensor]:
+        """By its kind in a checkpoint, this rank's owned range of what a save or a load reads or fills."""
+        ...
+
+    def share(self) -> None:
+        """Before a save: let ranks that hold the same range have the same values. Every rank calls."""
+        ...
+
+    def expect(self, keys: Collection[str]) -> None:
+        """A checkpoint has states of these kinds: ``saved`` will be filled."""
+        ...
+
+    def restore(self) -> None:
+        """After a load of weights, and perhaps of ``saved``. Every rank calls."""
+        ...
 
 
 class SentGradient:

@@ -26,7 +26,10 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # reached (``calls.py``): those decide when, and move nothing. It has none of what stands in place of one of its classes
 # (a gradient on the host, of rows, or shown to the script; a shard on the host or a disk, or ranges of one; the second
 # shard), nor what reads the state (checkpoints, accessors, the printed table) or watches the script (reads of sharded
-# parameters).
+# parameters). What it still has of them, in places: the gradient of an optimizer that sums its own values, and what the
+# script has assigned (``gradient.py``); the second shard, updates on the host, a disk, and what accessors and
+# checkpoints ask of a group (``param_group.py``); late updates, and blocks that are gathered if used (``unit.py``,
+# ``runtime.py``).
 CORE = (
     "sharding/placement.py",
     "sharding/layout.py",

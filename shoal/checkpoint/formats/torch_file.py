@@ -14,35 +14,30 @@ says what there is, and each other one is the bytes of one tensor.
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
+import struct
 import zipfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from types import SimpleNamespace
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
 import torch
 
+from shoal.checkpoint.portable import TensorInfo
 from shoal.checkpoint.problems import damaged_copy, unsafe
 from shoal.checkpoint.storage import Reader
 from shoal.errors import CheckpointError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-
-import math
-import struct
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace
-from typing import Protocol
-
-import numpy as np
-
-from shoal.checkpoint.portable import TensorInfo
 
 _ZIP = b"PK\x03\x04"
 

@@ -143,8 +143,8 @@ class PipelineEngine(Engine):
 
         Args:
             data_iter: gives this rank's micro-batches, the same on all stages of one pipeline; a rank that is neither
-                first nor last may have None: it gets them of the first, if its stages need any. None: the one that
-                ``set_dataiterator``, ``set_dataloader`` or ``initialize(training_data=...)`` gave.
+                first nor last may have None, without ``cp``: it gets them of the first, if its stages need any. None:
+                the one that ``set_dataiterator``, ``set_dataloader`` or ``initialize(training_data=...)`` gave.
 
         Returns: the mean loss over all micro-batches and data-parallel ranks, on every rank. Shape: [].
         Raises: StopIteration: the iterator has ended, on all stages. UsageError: on some of them only. What a stage
@@ -305,6 +305,8 @@ class PipelineEngine(Engine):
             arguments = self.run_state.curriculum.arguments()
         checked = partial(self._checked, arguments.get("curriculum_seqlen"))
         needs_all = self.module.reads_between != "nothing" and self.world.stages is None
+        # A script that divides its batches over ``cp`` does so on each rank, which remembers how.
+        needs_all = needs_all and (source is not None or self.axes.get("cp") is None)
         comm, device = self.axes.get("pp"), self.device
         return next_batches(source, checked, num_micro, schedule, arguments, comm, device=device, needs_all=needs_all)
 

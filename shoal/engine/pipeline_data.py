@@ -26,7 +26,7 @@ _UNSENT = (
 
 def next_batches(
     source: Iterator[Any] | None,
-    batch_fn: Callable[[Any], Any] | None,
+    batch_fn: Callable[[Any], Any],
     num_micro: int,
     schedule: str,
     arguments: Mapping[str, Any],
@@ -39,68 +39,90 @@ def next_batches(
 
     Args:
         source: None: this rank has no data.
-        batch_fn: changes each micro-batch; None: nothing does.
+        batch_fn: changes each micro-batch, on each rank; None stays None.
         schedule: what all stages must have alike.
         arguments: of the model, with each micro-batch.
         comm: the ranks along ``pp``; None: there is one.
         device: where micro-batches are put that the first rank has there.
         needs_all: each rank needs micro-batches. If one has read none, it gets those of the first rank that has.
 
-    Communicates: one exchange of 4 numbers, and one for each micro-batch. Where a rank gets them: see ``_sent``.
+    Communicates: one exchange of 4 numbers, and one for each micro-batch. Where a rank gets them: what ``_sent`` does,
+        and an exchange of 1 number.
     """
+    given: list[Any] = []
     read: list[Any] = []
     error: Exception | None = None
+    message: _Message | UsageError | None = None
     state = _NO_DATA
     try:
-        while source is not None and len(read) < num_micro:
-            batch = next(source)
-            read.append(batch if batch_fn is None else batch_fn(batch))
-            state = _NO_DATA if batch is None else _DATA  # a loader of a rank that reads none
+        while source is not None and len(given) < num_micro:
+            given.append(next(source))
+        if any(batch is not None for batch in given):  # else the loader is that of a rank that reads none
+            state, message = _DATA, _message_of(given) if needs_all else None  # as they are before batch_fn
+        read = [batch_fn(batch) for batch in given]
     except StopIteration:
         state = _ENDED
     except Exception as raised:
         state, error = _RAISED, raised
     signatures = [signature_of(batch, arguments) for batch in read] + [0] * (num_micro - len(read))
     number = int.from_bytes(hashlib.sha256(schedule.encode()).digest()[:6], "big")
-    rows = [[state, float(len(read)), float(number), float(needs_all), *map(float, signatures)]]
+    rows = [[state, float(len(given)), float(number), float(needs_all), *map(float, signatures)]]
     if comm is not None:
         rows = exchange_rows(rows[0], comm, label="micro-batches")
     known = [int(max(row[_SIGNATURES + index] for row in rows)) for index in range(num_micro)]
     read += [None] * (num_micro - len(read))
     failure = _failure(rows, num_micro, error)
     if failure is None and comm is not None and any(row[0] == _NO_DATA and row[3] for row in rows):
-        read, failure = _sent(read, next(rank for rank, row in enumerate(rows) if row[0] == _DATA), comm, device)
+        try:
+            received = _sent(message, next(rank for rank, row in enumerate(rows) if row[0] == _DATA), comm, device)
+            read = read if state == _DATA or received is None else [batch_fn(batch) for batch in received]
+        except Exception as raised:
+            failure = Failure("next(data_iter)", raised)
+        failed = exchange_rows([float(failure is not None)], comm, label="micro-batches received")
+        failure = failure or (Failure("start", None) if any(row[0] for row in failed) else None)
     return [MicroBatch(batch, signature) for batch, signature in zip(read, known, strict=True)], failure
 
 
-def _sent(read: list[Any], source: int, comm: Communicator, device: torch.device) -> tuple[list[Any], Failure | None]:
-    """The micro-batches of rank ``source``, on ranks that have read none.
+_Message = tuple[MessageForm, list[torch.Tensor]]
 
+
+def _message_of(batches: list[Any]) -> _Message | UsageError:
+    try:
+        return flatten(batches, "the data iterator")
+    except UsageError as error:
+        what = f"{error.what.removesuffix(' to the next pipeline stage.')} to the stages that do not read it."
+        return UsageError(what, where=error.where, do=_UNSENT, code="pipeline-data")
+
+
+def _sent(
+    message: _Message | UsageError | None, source: int, comm: Communicator, device: torch.device
+) -> list[Any] | None:
+    """The micro-batches of rank ``source``; None: they cannot be sent.
+
+    Raises: UsageError: on ``source``: they cannot be sent.
     Communicates: an exchange of 2 numbers and a broadcast of a few bytes between hosts; a broadcast of all
         micro-batches, between devices if they are there.
     """
-    mine, text = [-1.0, 0.0], b""
-    form, tensors, failure = MessageForm(None, ()), list[torch.Tensor](), Failure("start", None)
-    if comm.rank == source:
-        try:
-            form, tensors = flatten(read, "the data iterator")
-            text = form.to_json()
-            mine = [float(len(text)), float(not all(map(is_in_host_memory, tensors)))]
-        except UsageError as error:
-            what = f"{error.what.removesuffix(' to the next pipeline stage.')} to the stages that do not read it."
-            failure = Failure("next(data_iter)", UsageError(what, where=error.where, do=_UNSENT, code="pipeline-data"))
+    form, tensors = message if isinstance(message, tuple) else (MessageForm(None, ()), [])
+    text = form.to_json()
+    mine = [float(len(text)) if isinstance(message, tuple) else -1.0, float(not all(map(is_in_host_memory, tensors)))]
     nbytes, is_on_device = exchange_rows(mine, comm, label="micro-batches to send")[source]
     if nbytes < 0:
-        return read, failure
-    header = host_memory(torch.tensor(list(text) or [0] * int(nbytes), dtype=torch.uint8), is_pinned=False)
+        if comm.rank == source and isinstance(message, UsageError):
+            raise message
+        return None
+    is_source = comm.rank == source
+    header = host_memory(
+        torch.tensor(list(text) if is_source else [0] * int(nbytes), dtype=torch.uint8), is_pinned=False
+    )
     comm.broadcast(header, source, label="form of micro-batches").wait()
     form = MessageForm.from_json(header.numpy().tobytes())
     buffer = torch.empty(form.packed_nbytes, dtype=torch.uint8, device=device if is_on_device else "cpu")
     buffer = buffer if is_on_device else host_memory(buffer, is_pinned=False)
-    buffer = pack_into(form, tensors, buffer) if comm.rank == source else buffer
+    buffer = pack_into(form, tensors, buffer) if is_source else buffer
     comm.broadcast(buffer, source, label="micro-batches").wait()
-    is_filled = comm.rank == source or read[0] is not None
-    return read if is_filled else unflatten(form.tree, unpacked(form, buffer)), None
+    batches: list[Any] = unflatten(form.tree, unpacked(form, buffer))
+    return batches
 
 
 def exchange_rows(mine: list[float], comm: Communicator, *, label: str) -> list[list[float]]:

@@ -124,7 +124,7 @@ def _tree_of(item: Any, tensors: list[torch.Tensor], where: str, path: str) -> A
         kind = "tuple" if isinstance(item, tuple) else "list"
         return [kind, [_tree_of(part, tensors, where, f"{path}[{index}]") for index, part in enumerate(item)]]
     if isinstance(item, Documents):
-        return ["documents", item.begins]
+        return ["documents", [item.begins, item.chunked_by]]
     if isinstance(item, Mapping) and all(isinstance(key, str) for key in item):
         return ["dict", [[key, _tree_of(part, tensors, where, f"{path}[{key!r}]")] for key, part in item.items()]]
     raise _unsendable(where, path, f"a {type(item).__name__}")
@@ -138,7 +138,8 @@ def unflatten(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
     if kind == "value":
         return content
     if kind == "documents":
-        return Documents(tuple(map(tuple, content)))
+        begins, chunked_by = (rows if rows is None else tuple(map(tuple, rows)) for rows in content)
+        return Documents(begins or (), chunked_by)
     if kind == "dict":
         return {key: unflatten(part, tensors) for key, part in content}
     parts = [unflatten(part, tensors) for part in content]

@@ -12,6 +12,8 @@ from torch import nn
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import UsageError
+from shoal.parallel.sequence.chunks import Documents
+from shoal.pipeline.messages import MessageForm, flatten, unflatten
 from tests.helpers.pipeline_cases import assert_as_alone, engine_of_layers
 from tests.helpers.pipeline_layers import WIDTH, batches
 
@@ -184,3 +186,11 @@ def test_evaluation_sends_structures_too() -> None:
 
     for losses in run_ranks(2, job):
         assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_documents_of_a_batch_are_sent_with_how_rows_are_divided() -> None:
+    plain = Documents.of_lengths([[3, 5], [8]])
+    batch = {"documents": [plain, plain.balanced()], "ids": torch.arange(3)}
+    form, tensors = flatten(batch, "stage 0")
+    received = unflatten(MessageForm.from_json(form.to_json()).tree, tensors)
+    assert received["documents"] == batch["documents"] and received["documents"][1].chunked_by == plain.begins

@@ -22,6 +22,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -47,6 +48,7 @@ _STACK_SECONDS = 0.5  # for a silent process to write its stacks
 _STORE_SECONDS = 1.5  # for the store to answer
 _REPORT_SECONDS = 10.0  # for all that follows
 _STOP_SECONDS = 2.0
+_RAS_SECONDS = 2.0
 _LOCK_SECONDS = 5.0  # after the time-out, for a thread of Python's to report
 _CALL = "call"
 _NUM_REPORTS = "reports"
@@ -173,13 +175,31 @@ def main_stack(dump: str, thread: int = 0) -> tuple[str, ...]:
     return tuple(main)
 
 
-def kept_dumps(dumps: Mapping[int, str]) -> str:
-    """Write the dumps of the ranks to a file. Returns: its path; empty if it could not be written."""
+def nccl_status(port: int = 28028) -> str:
+    """What NCCL says of its communicators, with each rank's count of collectives; empty: no rank here uses NCCL.
+
+    Source: NCCL, "RAS": its threads answer on this port of the loopback address since 2.24, also in a hang.
+    """
+    answer, deadline = b"", time.monotonic() + _RAS_SECONDS
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), _RAS_SECONDS) as connection:
+        connection.sendall(b"timeout 1\nverbose status\n")  # the seconds for processes that do not answer
+        while (left := deadline - time.monotonic()) > 0 and len(answer) < _DUMP_NBYTES:
+            connection.settimeout(left)
+            if not (data := connection.recv(1 << 16)):
+                break
+            answer += data
+    return _text(answer)
+
+
+def kept_dumps(dumps: Mapping[int, str], nccl: str) -> str:
+    """Write the dumps of the ranks and NCCL's status to a file. Returns: its path; empty if it could not be written."""
     try:
         descriptor, path = tempfile.mkstemp(prefix="shoal-hang-", suffix=".txt")
         with os.fdopen(descriptor, "w") as file:
             for rank, dump in sorted(dumps.items()):
                 file.write(f"rank {rank}\n{dump}\n")
+            if nccl:
+                file.write(f"NCCL\n{nccl}\n")
     except OSError:
         return ""
     return path
@@ -433,7 +453,7 @@ class HangGuard:
             reports[rank].of(rank) if rank in reports else Stuck(replace(nothing, rank=rank), (), is_silent=True)
             for rank in range(self._size)
         ]
-        kept = kept_dumps({rank: report.dump for rank, report in reports.items()})
+        kept = kept_dumps({rank: report.dump for rank, report in reports.items()}, nccl_status())
         os.write(2, (describe_hang(stuck, kept) + "\n").encode())
 
 

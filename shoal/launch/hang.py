@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from shoal.hang import Stuck, describe_hang, kept_dumps, main_stack
+from shoal.hang import Stuck, describe_hang, kept_dumps, main_stack, nccl_status
 from shoal.heartbeat import Beat, call_ranks, clear_heartbeats, read_heartbeats, read_starts
 from shoal.launch.failure import stderr_of
 from shoal.launch.output import RankOutput
@@ -96,6 +96,7 @@ class HangWatch:
         stopped = {beat.pid for beat in beats if is_stopped(beat.pid)}
         late = {beat.pid for beat in beats if beat.is_late}
         call_ranks(self._folder, _CALL_SECONDS)
+        nccl = nccl_status()
         for number in (signal.SIGABRT, signal.SIGCONT):
             _signal(beats, number)
         deadline = time.monotonic() + _ABORT_SECONDS
@@ -111,7 +112,7 @@ class HangWatch:
             Stuck(beat, main_stack(dumps.get(beat.rank, ""), beat.thread), beat.pid in stopped, beat.pid in late)
             for beat in beats
         ]
-        self.report = describe_hang(stuck, kept_dumps(dumps))
+        self.report = describe_hang(stuck, kept_dumps(dumps, nccl))
 
 
 def _continue_terminated() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 import shoal
 from shoal.comm.environment import heartbeat_place
 from shoal.errors import UsageError
-from shoal.hang import Stuck, causes_of, describe_hang, main_stack
+from shoal.hang import Stuck, causes_of, describe_hang, kept_dumps, main_stack, nccl_status
 from shoal.heartbeat import Beat, Heartbeat, clear_heartbeats, open_heartbeat, read_heartbeats, read_starts
 from shoal.launch.local import _init_seconds
 from shoal.process import started
@@ -127,6 +129,31 @@ def test_the_time_to_initialize_is_set_by_a_variable(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SHOAL_INIT_SECONDS", "1h")
     with pytest.raises(UsageError, match="SHOAL_INIT_SECONDS='1h' is not a number of seconds"):
         _init_seconds(["python", "read.py"])
+
+
+def test_what_nccl_counts_is_in_the_file_of_a_hang() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer() -> bytes:
+            connection, _ = server.accept()
+            with connection:
+                asked = b""
+                while not asked.endswith(b"verbose status\n"):
+                    asked += connection.recv(100)
+                connection.sendall(b"OK\n")
+                connection.sendall(b"Communicators... rank 3 has launched 41 collectives, the others 42\n")
+                return asked
+
+        with ThreadPoolExecutor() as threads:
+            asked = threads.submit(answer)
+            nccl = nccl_status(port)
+        assert asked.result() == b"timeout 1\nverbose status\n"
+    kept = Path(kept_dumps({0: "stack of 0", 1: "stack of 1"}, nccl))
+    text = kept.read_text()
+    kept.unlink()
+    assert text.startswith("rank 0\nstack of 0\nrank 1\nstack of 1\nNCCL\nOK\nCommunicators... rank 3 has launched 41")
+    assert nccl_status(port) == ""  # nothing listens any more
 
 
 def test_without_a_launcher_nothing_is_written() -> None:

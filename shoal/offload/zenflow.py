@@ -151,12 +151,13 @@ class ZenFlow(CpuOptimizer):
             return own
         return self._uploaded(self.gradient(group).index_select(0, columns.on_host), group)
 
-    def _uploaded(self, host: torch.Tensor, group: ParameterGroup) -> torch.Tensor:
-        """Values of the host on the device. Order: blocks the host."""
+    def _uploaded(self, host: torch.Tensor, group: ParameterGroup, *, blocks: bool = True) -> torch.Tensor:
+        """Values of the host on the device. Order: with ``blocks`` blocks the host, which may free them then."""
         target = torch.empty(host.shape, dtype=host.dtype, device=group.buffer.device)
         done = self._copy(host, target)
         done.wait()
-        done.block()
+        if blocks:
+            done.block()
         return target
 
     def _on_host(self, values: torch.Tensor) -> torch.Tensor:
@@ -405,13 +406,7 @@ class ZenFlow(CpuOptimizer):
 
     def _on_device(self, group: ParameterGroup, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Tensors of important columns, where the device computes with them."""
-        if not self._section.offload:
-            return tensors
-        device = group.buffer.device
-        copies = [(each, torch.empty(each.shape, dtype=each.dtype, device=device)) for each in tensors]
-        for done in [self._copy(*pair) for pair in copies]:
-            done.wait()
-        return [copy for _, copy in copies]
+        return [self._uploaded(each, group, blocks=False) for each in tensors] if self._section.offload else tensors
 
     def _update_columns(
         self, group: ParameterGroup, columns: _ImportantColumns, ranges: Sequence[ParameterRange], scale: float
@@ -422,8 +417,7 @@ class ZenFlow(CpuOptimizer):
             state, where = self._state(part), columns.parts[part.param]
             if where.start < where.stop:
                 main, *moments = (tensor[where] for tensor in tensors)
-                values = gradient[where].float()
-                values = values if scale == 1.0 else values * scale
+                values = gradient[where].float() if scale == 1.0 else gradient[where].float() * scale
                 self._rule(part, state).kernel(group.buffer.device)(main, values, moments, None)
             state["step"] += 1
         for new, old in zip(tensors, columns.tensors, strict=True):
@@ -489,10 +483,5 @@ def _add(total: torch.Tensor, gradient: torch.Tensor, scale: float, *, is_first:
         host_access("sum of gradients", reads=[gradient] if is_first else [gradient, total], writes=[total])
         return
     for target, source in zip(total.split(_BLOCK_NUMEL), gradient.split(_BLOCK_NUMEL), strict=True):
-        if is_first:
-            target.copy_(source)
-            if scale != 1.0:
-                target.mul_(scale)
-        else:
-            values = source.float()
-            target.add_(values if scale == 1.0 else values * scale)
+        values = source.float() if scale == 1.0 else source.float() * scale
+        target.copy_(values) if is_first else target.add_(values)

@@ -63,16 +63,11 @@ class OptimizerRanges:
                     yield self._range(group, index, low, min(low + step, stop))
 
     def _extents(self, group: ParameterGroup, index: int) -> list[tuple[int, int]]:
-        """What of this rank's range belongs to one optimizer group, gaps between parameters included.
-
-        One rank has the bits of plain PyTorch: it is cut where a fused kernel ends a parameter by single elements.
-        """
+        """What of this rank's range belongs to one optimizer group; one rank cuts it to have plain PyTorch's bits."""
         if group.gradient.is_alone and not self.is_whole_tensor:
             specs = [spec for spec in group.buffer.layout.specs if spec.group == index]
-            cuts = [pair for pair in pairwise(specs) if pair[0].numel % VECTOR_NUMEL]
-            starts = [specs[0].offset, *(after.offset for _, after in cuts)]
-            ends = [*(before for before, _ in cuts), specs[-1]]
-            return [(start, end.offset + end.numel) for start, end in zip(starts, ends, strict=True)]
+            cuts = [0, *(i for i, spec in enumerate(specs, 1) if spec.numel % VECTOR_NUMEL or spec is specs[-1])]
+            return [(specs[i].offset, specs[j - 1].offset + specs[j - 1].numel) for i, j in pairwise(cuts)]
         return [group.buffer.layout.group_range(index, group.buffer.begin, group.buffer.end)]
 
     def _block_of(self, group: ParameterGroup) -> int | None:

@@ -41,11 +41,10 @@ class ShownGradient(Gradient):
     def show(self) -> None:
         if self.state is not GradientState.REDUCED:
             return
-        is_late, is_alone = self._has_new(), self.buffer.comm.size == 1  # arrived after the reduction
-        if is_late and is_alone:
+        if self._has_new() and self.buffer.comm.size == 1:  # arrived after the reduction
             self.reduce(at_step=True)
             self.wait(at_step=True)
-        if not is_late or is_alone:
+        if not self._has_new():
             self.show_sum()
 
     def show_sum(self) -> None:

@@ -85,8 +85,8 @@ class ClippingCheck:
             self._steps[owner] = accumulation
             if not trains:
                 self._untrained.add(owner)
-            if self._step_hook is None:
-                self._step_hook = register_optimizer_step_pre_hook(self._check_step)
+                if self._step_hook is None:
+                    self._step_hook = register_optimizer_step_pre_hook(self._check_step)
             for replaced in _REPLACED:
                 replaced.cell.cell_contents = partial(self._checked, replaced)
 
@@ -124,8 +124,7 @@ class ClippingCheck:
 
         Raises: UsageError: it has parameters of an engine without an optimizer, on several ranks.
         """
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        if self._untrained and any(map(self._is_untrained, parameters)):
+        if any(self._is_untrained(parameter) for group in optimizer.param_groups for parameter in group["params"]):
             raise UsageError(
                 f"step() of this {type(optimizer).__name__} would update each rank by its own gradients: the engine was"
                 " made without an optimizer, so it sums none.",

@@ -32,7 +32,7 @@ def test_a_replica_that_is_killed_in_the_sum_is_left_out_and_joins_again_with_th
 
 
 class Flips(Task):
-    """One replica flips a bit of a parameter before its sixth step. Says how it ended."""
+    """The last rank of one replica flips a bit of a parameter before its sixth step. Says how it ended."""
 
     def __init__(self, which: int, out: Path) -> None:
         super().__init__()
@@ -43,7 +43,8 @@ class Flips(Task):
         return super().model(seed)
 
     def backward(self, engine: shoal.Engine, inputs: torch.Tensor) -> bool:
-        if self._number == self._which and engine.global_steps == 5:
+        is_last = engine.world.rank == engine.world.size - 1
+        if self._number == self._which and engine.global_steps == 5 and is_last:
             next(engine.module.parameters()).data.view(torch.int32)[0, 0] ^= 1
         return super().backward(engine, inputs)
 
@@ -57,9 +58,10 @@ class Flips(Task):
 
 def test_a_replica_whose_bits_differ_is_left_out_by_the_others(tmp_path: Path) -> None:
     config = settings(1, debug={"replica_check_steps": 3})
-    with running(tmp_path, 3, config, task=Flips(1, tmp_path)) as run:
+    with running(tmp_path, 3, config, task=Flips(1, tmp_path), size=2) as run:
         numbers = [run.start() for _ in range(3)]
         run.wait_for(lambda: run.has_ended(1), any_may_end=True)
+        run.end(1)
         run.stop([0, 2])
         run.check_samples()
         run.check_alike([0, 2])

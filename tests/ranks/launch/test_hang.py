@@ -60,7 +60,7 @@ def run(folder: Path, stuck: str, in_evaluation: str = "pass", start: str = STAR
     script.write_text(SCRIPT.format(folder=str(folder), stuck=stuck, in_evaluation=in_evaluation))
     command = [sys.executable, "-c", start, "2", str(script)]
     variables = os.environ | {"TMPDIR": str(folder)}
-    job = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=55, check=False)
+    job = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100, check=False)
     ended = time.time()
     mark = folder / "stuck"
     return job.returncode, job.stderr, ended - mark.stat().st_mtime if mark.exists() else 0.0
@@ -112,6 +112,7 @@ def test_a_section_that_is_given_more_time_is_no_hang(tmp_path: Path) -> None:
     assert "[hang]" not in err
 
 
+@pytest.mark.timeout(110)  # it starts its ranks twice
 def test_a_job_that_fails_alike_in_the_same_step_is_not_started_a_third_time(tmp_path: Path) -> None:
     attempts = tmp_path / "attempts"
     elastic = START.replace("int(sys.argv[1])", "int(sys.argv[1]), elastic=Elastic(max_restarts=9)")

@@ -15,7 +15,7 @@ import typer
 
 from shoal.config.batch import MICRO, STEPS, TRAIN
 from shoal.errors import UsageError
-from shoal.text import format_duration
+from shoal.text import counted, format_duration
 
 if TYPE_CHECKING:
     from shoal.data.sources.opening import SourceSpec
@@ -368,7 +368,7 @@ def describe_shape(shape: GPTConfig) -> str:
         if (other.num_layers, other.hidden_size, other.num_heads)
         == (shape.num_layers, shape.hidden_size, shape.num_heads)
     )
-    name = next(same, f"{shape.num_layers} layers of {shape.hidden_size}")
+    name = next(same, f"{counted(shape.num_layers, 'layer')} of {shape.hidden_size}")
     return (
         f"{name} with {shape.num_experts} experts, {shape.experts_per_token} per token" if shape.num_experts else name
     )

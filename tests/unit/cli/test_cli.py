@@ -264,7 +264,7 @@ def test_a_resumed_run_has_the_model_and_text_of_the_run(tmp_path: Path) -> None
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 2]
     assert TrainJob.load(tmp_path / "run" / "job.json").experts == 2
-    with pytest.raises(UsageError, match=r"is 1 layers of 16 with 2 experts, 1 per token, and .* with 4 experts"):
+    with pytest.raises(UsageError, match=r"is 1 layer of 16 with 2 experts, 1 per token, and .* with 4 experts"):
         start(TrainJob(resume=out, experts=4, steps=3))
     assert TrainJob.load(tmp_path / "run" / "job.json").experts == 2
 

@@ -112,6 +112,41 @@ def test_the_slowest_rank_has_3_percent_more_than_the_mean_at_most(
         assert micro.max(axis=0).sum() / work.mean() < 1.03  # ranks wait for each other in each micro-batch as well
 
 
+# Tokens of 304 requests to a chat service with their answers, in order of arrival: the first of
+# AzureLLMInferenceTrace_conv.csv, https://github.com/Azure/AzurePublicDataset (CC BY 4.0).
+SERVED_CHATS = """
+    418 505 934 107 107 465 1455 472 256 361 518 453 1489 2236 479 521 132 443 368 1495 349 335 442 4147 2754 350
+    320 476 2664 107 4155 304 408 210 420 479 298 390 390 203 525 285 341 377 4131 107 1488 446 514 411 420 417
+    238 581 1510 1278 436 107 4124 478 395 1479 538 478 1428 1361 420 992 434 338 1533 281 1492 1479 502 1481 365
+    1530 95 1474 432 4176 1498 1490 4125 1597 1544 482 1518 209 2640 1517 329 515 1536 385 491 1519 1241 1281 1292
+    1611 1302 387 393 504 1589 257 1469 1496 1500 1553 1528 1479 1486 1283 143 963 1460 1583 1467 2962 4106 1560
+    1385 1384 380 4156 414 1785 1635 1391 1584 4136 1526 435 1651 1391 426 266 1417 1306 1488 1555 1434 1319 1614
+    1367 1493 389 389 1516 1364 1516 1418 509 1497 1529 1293 869 1519 417 1352 1492 1525 442 1287 346 1328 426
+    1576 361 1469 1415 1481 505 1659 1482 1641 1512 1375 1048 1007 1428 512 991 1443 4126 494 426 294 1532 1364
+    1900 488 414 1384 1468 1415 1552 1422 1276 1489 317 1248 499 1644 1483 1509 1533 1415 172 447 1485 371 1554
+    132 299 556 4114 477 1442 1495 948 426 1474 1434 1306 2366 1529 1461 1539 495 1646 382 523 220 1642 371 368
+    1461 354 1411 2295 428 1432 331 1543 1506 1296 386 1523 1428 484 4119 1473 1459 1481 1547 1493 1364 1450 1491
+    1472 483 219 512 1415 1612 1413 954 1570 1708 1554 338 1842 174 511 1476 422 1451 309 368 95 1517 1450 1420
+    1782 1454 1396 1634 1486 1623 1262 1519 1474 1498 1493 1560 395 492 456 2584 1458
+"""
+
+
+@pytest.mark.parametrize(("num_ranks", "num_micro", "size"), [(8, 8, 1), (8, 2, 4), (16, 4, 1), (2, 8, 4)])
+@pytest.mark.parametrize("packing", ["concatenate", "greedy", "first_fit"])
+def test_ranks_have_3_percent_more_than_the_mean_at_most_of_chats_of_a_service(
+    num_ranks: int, num_micro: int, size: int, packing: Packing
+) -> None:
+    lengths = np.array(SERVED_CHATS.split(), np.int64)
+    index = pack(lengths, 4096, packing, shoal.data.shuffled(range(len(lengths)), len(lengths), 0, 0))
+    pairs = index.pairs(np.arange(num_ranks * num_micro * size))
+    work = pairs[balance(pairs, num_ranks, num_micro)] + 4096 * 12 * 2048  # as above
+    of_ranks, in_order = work.sum(axis=(1, 2)), pairs.reshape(num_ranks, -1).sum(axis=1)
+    assert of_ranks.max() / of_ranks.mean() < 1.03
+    assert work.sum(axis=2).max(axis=0).sum() / of_ranks.mean() < 1.03
+    attention = pairs[balance(pairs, num_ranks, num_micro)].sum(axis=(1, 2))
+    assert attention.max() / attention.mean() < in_order.max() / in_order.mean()
+
+
 @pytest.mark.parametrize("packing", ["concatenate", "greedy", "first_fit"])
 def test_context_parallel_ranks_have_equal_attention_of_each_row_of_chats(packing: Packing) -> None:
     """Of rows of 32,768 positions, as docs/concepts/sequence-parallelism.md says. Divided by length they do not."""

@@ -92,6 +92,7 @@ OUTSIDE = {
 _HOST = "waits for other ranks or threads of the host, which a stream does not see"
 _AGAIN = "a second wait for what its caller has waited for"
 _REPLICAS = "replicas that come and go are processes; nightly tests kill them"
+_ON_CURRENT = "of an operator that runs on the current stream; a test of tests/ranks/simulation checks what follows"
 _NOTHING_LEFT = "where the scenarios come here nothing is pending"
 UNREACHED = {
     "shoal/checkpoint/blocks.py self._is_taken.wait()": "the host's own event; the order is ``_see_taken``",
@@ -127,8 +128,13 @@ UNREACHED = {
     "shoal/parallel/sequence/ring.py self._under_way.wait()": _AGAIN,
     "shoal/sharding/outer_state.py .wait()": _AGAIN,
     "shoal/sharding/param_group.py self.synchronize()": _NOTHING_LEFT,
+    "shoal/running/ranges.py group.synchronize()": _NOTHING_LEFT,
+    "shoal/comm/parts.py operator=operator)).wait()": _ON_CURRENT,
+    "shoal/comm/parts.py self.issue(call).wait()": _ON_CURRENT,
+    "shoal/comm/parts.py work.drain()": _AGAIN,
     "shoal/engine/parts/experts.py self._sharding.wait()": _NOTHING_LEFT,
-    "shoal/engine/parts/replicas.py group.synchronize()": _NOTHING_LEFT,
+    "shoal/engine/parts/replicas.py group.synchronize()": _REPLICAS,
+    "shoal/engine/parts/replicas.py sharding.wait()": _REPLICAS,
     "shoal/engine/parts/fault_tolerance.py summed.redistribute": _REPLICAS,
     "shoal/engine/parts/fault_tolerance.py gradient.copied.wait()": _REPLICAS,
     "shoal/engine/parts/fault_tolerance.py self._device.synchronize()": _REPLICAS,

@@ -41,6 +41,7 @@ TEST_FILES = tuple(
         "parallel/expert/test_balance",
         "parallel/expert/test_overlap",
         "comm/test_wire",
+        "data/test_stream",
         "offload/test_states",
         "offload/test_zenflow",
         "running/test_overlap_param_gather",

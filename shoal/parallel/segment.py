@@ -251,7 +251,9 @@ class Recompute:
         """As ``checkpoint``. ``name``: of the segment, in tables of times."""
         if torch.compiler.is_compiling():
             if self.is_plain:
-                keys = {"context_fn": contexts_keeping_tickets} if Tickets.are_used else {}
+                # is_compiling() is also true in other threads meanwhile.
+                is_traced = Tickets.are_used and torch.compiler.is_dynamo_compiling()
+                keys = {"context_fn": contexts_keeping_tickets} if is_traced else {}
                 return torch_checkpoint(function, *args, **{**keys, **kwargs, "use_reentrant": False})
             return self._run_uncompiled(name, function, args, kwargs)
         return self._run(name, function, args, kwargs)

@@ -141,6 +141,8 @@ def complete(case: Case) -> Case | None:
         plain.add("if_used")
     if world_size(case) > 2 or case["recompute"] in ("matmul", "host"):
         plain.add("compiled")  # each rank compiles by itself; recomputed blocks with a policy run uncompiled
+    if world_size(case) > 1 and family.options.get("output_router_logits"):
+        plain.add("compiled")  # while one thread compiles, Transformers collects what all threads record in one place
     if case["hybrid"] != "none" or case["ep"] > 1 or len(order(case)) < 2:
         plain.add("order")
     if case["padded"] or not (family.config and family.is_shifted and family.takes_positions and family.has_documents):

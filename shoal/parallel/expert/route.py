@@ -214,9 +214,12 @@ def _exchanged(index: Tensor, mine: Tensor, held: ExpertsHeld, may_drop: bool, d
     every = vector = mine.flatten() if digest is None else torch.cat((digest, mine.flatten()))
     if comm is not None and size > 1 and not index.is_meta:
         every = comm.exchange(vector, label="experts' rows").wait()
+    is_read = size > 1 or may_drop
     if index.is_meta or is_fake(index):
+        if is_read and is_fake(index):
+            read_vector(every.flatten(), when_fake=0.0)  # the simulated host waits
         return [[_even(chunk.numel(), num_experts)] * size for chunk in index.tensor_split(len(mine))]
-    if size == 1 and not may_drop:
+    if not is_read:
         return None
     values = [int(value) for value in read_vector(every.flatten(), when_fake=0.0)]
     if digest is not None and comm is not None and held.tensor.same is not None:

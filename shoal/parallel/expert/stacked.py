@@ -93,7 +93,7 @@ class ExpertFeedForward(nn.Module):
         weights = probabilities.gather(-1, chosen)  # [tokens, k], as chosen
         weights = weights / weights.sum(-1, keepdim=True)
         held = self.experts.experts_held
-        out = run_experts(rows, chosen, weights.to(rows.dtype), self.experts, held)
+        out = run_experts(rows, chosen, weights.to(rows.dtype), self.experts, held, may_drop=False)
         # Of whole sequences: of which tensor-parallel ranks hold parts, and those of ``sp`` and ``cp``, over which the
         # loss is averaged, so that only the counts differ from those of one rank.
         whole = held.tensor.of_all_tokens

@@ -27,6 +27,7 @@ from shoal.simulation.times import COMMUNICATION, COMPUTE, COPY, HOST, UPDATE
 SHAPES = {
     "1.5b": GPTConfig(vocab_size=50_304, sequence_length=1024, num_layers=48, hidden_size=1600, num_heads=25),
     "7b": GPTConfig(vocab_size=32_000, sequence_length=4096, num_layers=32, hidden_size=4096, num_heads=32),
+    "70b": GPTConfig(vocab_size=32_000, sequence_length=4096, num_layers=80, hidden_size=8192, num_heads=64),
 }
 WARM_STEPS = 2  # the first learns the order of the units, the second has optimizer state
 
@@ -82,6 +83,7 @@ CASES = [
     *(Case("1.5b", 8, stage, 8) for stage in range(4)),
     *(Case("7b", 8, stage, 2) for stage in range(1, 4)),
     Case("7b", 8, 2, 2, overlap=True),
+    *(Case("70b", 512, 3, 1, recompute=recompute) for recompute in (False, True)),
     Case("1.5b", 1, 2, 16, "optimizer", recompute=True),
     Case("1.5b", 1, 2, 16, "optimizer", overlap=True, recompute=True),
     Case("1.5b", 8, 3, 8, "optimizer"),

@@ -17,15 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import (
-    _get_function_stack_at,
-    _len_torch_function_stack,
-    _pop_torch_function_stack,
-    _push_on_torch_function_stack,
-)
-from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode_stack
 
 from shoal.device import is_fake
+from shoal.function_mode import UnorderedFunctionMode
 from shoal.running.deferred_gathers import DeferredGathers
 from shoal.running.order import kind_of_pass
 from shoal.sharding.layout import uses_any
@@ -51,7 +46,7 @@ _READS_NO_VALUE = {
 _DATA_ACCESS = frozenset({_SLOTS["data"].__get__, _SLOTS["data"].__set__})  # ``parameter.data``, read or assigned
 
 
-class ParameterAccessMode(TorchFunctionMode):
+class ParameterAccessMode(UnorderedFunctionMode):
     """While active, ``on_access`` is called with each parameter whose value a torch function is about to read or write.
 
     Args:
@@ -152,7 +147,7 @@ class ReadsBetweenSteps(ParameterAccessMode):
         if self.has_warned or not has_any or is_fake(next(self._units[0].parameters)):
             return
         default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # of ``torch.set_default_device``
-        if all(m is default or isinstance(m, ReadsBetweenSteps) for m in _modes()):
+        if all(m is default or isinstance(m, UnorderedFunctionMode) for m in _get_current_function_mode_stack()):
             self.__enter__()
 
     def _before_read(self, parameter: nn.Parameter) -> None:
@@ -168,14 +163,6 @@ class ReadsBetweenSteps(ParameterAccessMode):
                     if data.data_ptr() == address:
                         return spec.name
         return None
-
-    def stop(self) -> None:
-        """End, in whatever order modes were entered. Idempotent."""
-        if self in _modes():
-            outer = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
-            for mode in reversed(outer):
-                if mode is not self:
-                    _push_on_torch_function_stack(mode)
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -217,10 +204,6 @@ def _is_copied() -> bool:
             return False
         frame = frame.f_back
     return False
-
-
-def _modes() -> list[TorchFunctionMode]:
-    return [_get_function_stack_at(at) for at in range(_len_torch_function_stack())]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

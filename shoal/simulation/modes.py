@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.compiler import uncompiled
 from shoal.errors import UsageError
+from shoal.function_mode import UnorderedFunctionMode
 from shoal.shared_block import SharedBlock
 from shoal.simulation.accesses import place_of_call
 
@@ -216,7 +217,7 @@ class _RmsNorm(torch.autograd.Function):
         return None, of_source, None, of_weight, None
 
 
-class _FunctionCalls(TorchFunctionMode):
+class _FunctionCalls(UnorderedFunctionMode):
     """Reads of values that no operator shows, because a CPU's tensors are read where they lie, and the norm."""
 
     def __init__(self, watcher: Watcher) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -53,6 +53,15 @@ TEST_FILES = tuple(
     )
 )
 
+# Tests of these files that cannot pass under the check, and why.
+_COPIES = "counts bytes, and the simulation's copies of what is sent with them"
+LEFT_OUT = {
+    "test_an_exact_format_gives_the_bits_of_the_plain_collective[dtype1-3]": "NCCL sums bf16 in bf16, the CPU in fp32",
+    "test_ring_attention_holds_three_blocks_of_keys_and_values_and_no_scores": _COPIES,
+    "test_keys_and_values_are_not_repeated_for_the_queries_that_share_them": _COPIES,
+    "test_over_heads_too_keys_and_values_are_not_repeated": _COPIES,
+}
+
 
 def matrix() -> list[Scenario]:
     """The small cases, and the pairs."""
@@ -69,22 +78,30 @@ class TestRuns:
     Args:
         begin: called with the name of each test before it runs.
         has_all_parameters: run each test with all its parameters; else with the first and the last.
+        leave_out: names of tests that do not run.
 
     Attributes:
         checks: of the test that ran last.
         passed: by name, of those that started ranks.
-        errors: by name, the message of those that failed.
+        errors: by name, the message of those that failed, and of files that cannot be imported.
     """
 
     __test__ = False
 
-    def __init__(self, begin: Callable[[str], None] = lambda name: None, *, has_all_parameters: bool = False) -> None:
+    def __init__(
+        self,
+        begin: Callable[[str], None] = lambda name: None,
+        *,
+        has_all_parameters: bool = False,
+        leave_out: Collection[str] = (),
+    ) -> None:
         self.checks: list[StreamCheck] = []
         self.passed: dict[str, bool] = {}
         self.errors: dict[str, str] = {}
         self.of_test: dict[str, list[StreamCheck]] = {}
         self._begin = begin
         self._has_all_parameters = has_all_parameters
+        self._leave_out = leave_out
         self._run_ranks = threads.run_ranks
         self._replaced: list[ModuleType] = []
 
@@ -120,8 +137,14 @@ class TestRuns:
         return self._run_ranks(size, run, *args, **{"timeout": _SECONDS, **kwargs})
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Without ranks that are processes."""
-        with_threads = [item for item in items if "process" not in item.name and "gloo" not in item.fixturenames]
+        """Without ranks that are processes; what "one process" computes is what threads are compared with."""
+        with_threads = [
+            item
+            for item in items
+            if "process" not in item.name.replace("one_process", "")
+            and "gloo" not in item.fixturenames
+            and item.name not in self._leave_out
+        ]
         if self._has_all_parameters:
             items[:] = with_threads
             return
@@ -131,16 +154,20 @@ class TestRuns:
         items[:] = [item for some in kept.values() for item in dict.fromkeys((some[0], some[-1]))]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        self.pytest_collectreport(report)
         if report.when == "call" and self.checks:
             self.passed[report.nodeid] = report.passed
             self.of_test[report.nodeid] = self.checks
-            if report.failed:
-                self.errors[report.nodeid] = str(report.longrepr.reprcrash.message)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.errors.setdefault(report.nodeid, str(report.longrepr if crash is None else crash.message))
 
 
 def of_test(name: str) -> list[StreamCheck]:
     """The checks of a test. Raises: AssertionError: it fails."""
     runs = TestRuns(has_all_parameters=True)
     runs.run([name])
-    assert runs.passed.get(name), "the test fails"
+    assert runs.passed.get(name), f"{name} fails: {runs.errors.get(name)}"
     return runs.of_test[name]

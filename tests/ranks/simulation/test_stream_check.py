@@ -121,6 +121,15 @@ def test_the_streams_of_an_evaluation_between_steps_wait_too() -> None:
     assert reports(checked(settings(3, "cpu"), evaluate)) == ""
 
 
+def test_a_parameter_that_the_script_changes_between_steps_is_gathered_as_without_the_check() -> None:
+    def change(engine: shoal.Engine, step: int) -> None:
+        with torch.no_grad():
+            next(engine.module.parameters()).mul_(0.5)
+        assert not next(engine.module.parameters()).isnan().any()
+
+    assert reports(checked(settings(1, zero_optimization={"overlap_param_gather": True}), change)) == ""
+
+
 def test_a_disk_is_read_and_written_where_it_is_waited_for(tmp_path: Path) -> None:
     on_disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     zero = {"offload_optimizer": on_disk, "offload_param": on_disk}

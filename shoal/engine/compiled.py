@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from shoal.compiler import untraced, with_cuda_graphs
+from shoal.compiler import GRAPH_STEPS, untraced, with_cuda_graphs
 from shoal.config import Config
+from shoal.engine.parts.part import Part
 from shoal.engine.settings import Plan, Properties
 from shoal.errors import ModelError
 from shoal.parallel.recompute_blocks import find_blocks
@@ -106,6 +107,26 @@ class CompiledModel:
         kept = pytree.tree_map_only(torch.Tensor, clone, output)
         self._returned.clear()
         return kept
+
+
+class CudaGraphs(Part):
+    """Says where a step begins, and when the optimizer has stepped: micro-batches of a step share its memory."""
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+
+    def prepare(self, engine: Any) -> None:
+        self._engine = engine
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._engine.compiled.has_cuda_graphs:
+            GRAPH_STEPS.begin(self, is_training=torch.is_grad_enabled())
+
+    def after_step(self) -> None:
+        GRAPH_STEPS.end(self)
+
+    def after_destroy(self) -> None:
+        GRAPH_STEPS.end(self)
 
 
 def refuse_cuda_graphs(names: Sequence[str], config: Config, plan: Plan) -> None:

@@ -34,7 +34,7 @@ from shoal.engine.client_optimizer import (
     schedule_notes,
     with_own_sums,
 )
-from shoal.engine.compiled import refuse_cuda_graphs
+from shoal.engine.compiled import CudaGraphs, refuse_cuda_graphs
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible
 from shoal.engine.model_parts import axes_of, levels_of, parts_of, with_experts
@@ -43,7 +43,6 @@ from shoal.engine.offload_states import Offloaded
 from shoal.engine.over_stages import from_stages
 from shoal.engine.parts.activations import SavedActivations
 from shoal.engine.parts.clipping import CheckClipping
-from shoal.engine.parts.cuda_graphs import CudaGraphs
 from shoal.engine.parts.curriculum import Curriculum
 from shoal.engine.parts.device_check import DeviceCheck
 from shoal.engine.parts.error_feedback import ErrorFeedback

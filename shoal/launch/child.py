@@ -34,7 +34,8 @@ def main(arguments: list[str]) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # it went before the tie was made
             sys.exit(1)
-        _write_start(environment)
+        if "SHOAL_HEARTBEATS" in environment:  # not the launcher of one machine of several
+            _write_start(environment)
     os.execvpe(program[0], program, environment)
 
 

@@ -12,7 +12,7 @@ from shoal.text import did_you_mean, format_bytes, format_count, nearest, table
 
 def test_the_examples_in_the_docstrings_hold() -> None:
     outcome = doctest.testmod(shoal.text)
-    assert outcome.attempted == 10
+    assert outcome.attempted == 11
     assert outcome.failed == 0
 
 

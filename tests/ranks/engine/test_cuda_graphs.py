@@ -42,7 +42,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphMemory]:
 
     monkeypatch.setattr(torch, "compile", compiled)
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", memory.mark_step)
-    monkeypatch.setattr("shoal.engine.parts.cuda_graphs.GRAPH_STEPS", StepsOfThread())
+    monkeypatch.setattr("shoal.engine.compiled.GRAPH_STEPS", StepsOfThread())
     monkeypatch.setattr("shoal.compiler._has_graphs", lambda _device: True)
     with compiling():
         yield memory

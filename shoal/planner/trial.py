@@ -24,7 +24,7 @@ from shoal.simulation.times import COMMUNICATION, COMPUTE, STAGES
 _MOST_STAGES = 2  # of a pipeline that is run dry
 
 # By how much a figure may be off: lower and upper factor. Source: see docs/how-to/plan.md, "How exact it is".
-INTERVALS = {"seconds": (0.87, 1.53), "memory": (0.97, 1.09)}
+INTERVALS = {"seconds": (0.88, 1.53), "memory": (0.97, 1.09)}
 
 
 @dataclass(frozen=True)

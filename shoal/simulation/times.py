@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from heapq import merge
 from typing import Any
 
 from shoal.simulation.clocks import SimulatedStream, TimedOperation
@@ -23,19 +25,19 @@ COMPUTE, COMMUNICATION, STAGES, COPY, HOST, UPDATE, DISK = (
 )
 KINDS = (COMPUTE, COMMUNICATION, STAGES, COPY, UPDATE, DISK, HOST)
 COLLECTIVE_WAYS = ("NVLink", "the network")
-_TO_DEVICE, _TO_HOST = "bus to the device", "bus to the host"
+_TO_DEVICE, _TO_HOST = ("bus to the device",), ("bus to the host",)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one operation. ``way``: what only one operation at a time can use; empty: its stream alone.
+    """Of one operation. ``ways``: what each only one operation at a time can use; empty: its stream alone.
 
     ``nbytes``: of a collective or a kernel. ``ranks``: of a collective. ``flops``: of a kernel.
     """
 
     kind: str
     seconds: float
-    way: str = ""
+    ways: tuple[str, ...] = ()
     nbytes: int = 0
     ranks: tuple[int, ...] = ()
     flops: int = 0
@@ -57,8 +59,8 @@ class StreamTimes:
         """An operation is queued on ``stream``, whose clock knows everything that it waits for."""
         before = stream.clock.last
         start = stream.clock.seconds
-        if cost.way:
-            start = self._occupy(cost.way, start, cost.seconds)
+        if cost.ways:
+            start = self._occupy(cost.ways, start, cost.seconds)
         seconds = cost.seconds
         if cost.kind == COMPUTE and self.machine.overlap > 1:
             seconds = self._slowed(start, seconds)
@@ -94,26 +96,32 @@ class StreamTimes:
         stream.tick()
         self.add(stream, name, cost)
 
-    def _occupy(self, way: str, start: float, seconds: float) -> float:
-        """The first time from ``start`` on at which ``way`` is free for so long."""
-        busy = self._busy.setdefault(way, [])
-        index = max(bisect_left(busy, (start, start)) - 1, 0)
-        while index < len(busy) and start + seconds > busy[index][0]:
-            start = max(start, busy[index][1])
-            index += 1
-        busy.insert(index, (start, start + seconds))
+    def _occupy(self, ways: Sequence[str], start: float, seconds: float) -> float:
+        """The first time from ``start`` on at which all ``ways`` are free for so long."""
+        busy = [self._busy.setdefault(way, []) for way in ways]
+        before = None
+        while start != before:
+            before = start
+            for each in busy:
+                index = max(bisect_left(each, (start, start)) - 1, 0)
+                while index < len(each) and start + seconds > each[index][0]:
+                    start = max(start, each[index][1])
+                    index += 1
+        for each in busy:
+            insort(each, (start, start + seconds))
         return start
 
     def _slowed(self, start: float, seconds: float) -> float:
-        """Of a kernel that shares the GPU with the collectives that run meanwhile."""
-        shared = 0.0
+        """Of a kernel that shares the GPU with the collectives and messages that run meanwhile."""
+        shared, stop = 0.0, start + seconds
         for way in COLLECTIVE_WAYS:
-            busy = self._busy.get(way, ())
-            for at in range(max(bisect_left(busy, (start, start)) - 1, 0), len(busy)):
-                begin, end = busy[at]
-                if begin >= start + seconds:
-                    break
-                shared += max(min(end, start + seconds) - max(begin, start), 0.0)
+            near = []
+            for busy in (self._busy.get(each, []) for each in directions(way)):
+                near.append(busy[max(bisect_left(busy, (start, start)) - 1, 0) : bisect_left(busy, (stop,))])
+            reached = start
+            for begin, end in merge(*near):
+                shared += max(min(end, stop) - max(begin, reached), 0.0)
+                reached = max(reached, end)
         return seconds + (self.machine.overlap - 1) * min(shared, seconds)
 
     # costs
@@ -136,14 +144,22 @@ class StreamTimes:
         machine = self.machine
         is_in_node = len({rank // machine.gpus_per_node for rank in ranks}) == 1
         seconds = collective_seconds(op, nbytes, ranks, machine.gpus_per_node, machine.links)
-        return Cost(COMMUNICATION, seconds, COLLECTIVE_WAYS[not is_in_node], nbytes, ranks)
+        ways: tuple[str, ...] = directions(COLLECTIVE_WAYS[not is_in_node])
+        ways = ways[:1] if op == "send" else ways[1:] if op == "recv" else ways
+        return Cost(COMMUNICATION, seconds, ways, nbytes, ranks)
 
     def on_host(self, nbytes: int, *, is_main: bool) -> Cost:
         """Work of the host that reads and writes ``nbytes`` of its memory, which all ranks of the node share."""
         return Cost(HOST if is_main else UPDATE, nbytes * self._ranks_per_node / self.machine.host_bandwidth)
 
     def disk(self, nbytes: int) -> Cost:
-        return Cost(DISK, nbytes * self._ranks_per_node / self.machine.disk_bandwidth, "the disks")
+        return Cost(DISK, nbytes * self._ranks_per_node / self.machine.disk_bandwidth, ("the disks",))
+
+
+@cache
+def directions(way: str) -> tuple[str, str]:
+    """Links carry as much in each direction at the same time: what sends over ``way``, and what receives."""
+    return f"sending over {way}", f"receiving over {way}"
 
 
 def exposed(

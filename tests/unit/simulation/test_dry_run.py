@@ -32,6 +32,7 @@ from shoal.simulation.times import (
     UPDATE,
     Cost,
     StreamTimes,
+    directions,
     exposed,
 )
 from shoal.streams import simulation
@@ -40,6 +41,14 @@ from tests.unit.running.test_fake_step import Tower
 
 H100 = machine_of("h100")
 BF16 = torch.bfloat16
+MESSAGES = (
+    ("send", (0, 8)),
+    ("recv", (0, 8)),
+    ("all_reduce", (0, 8)),
+    ("recv", (0, 8)),
+    ("send", (0, 8)),
+    ("send", (0, 1)),
+)
 ADAM = {"type": "AdamW", "params": {"lr": 1e-4}}
 
 
@@ -106,10 +115,26 @@ def test_a_wait_is_given_to_what_was_waited_for_and_what_that_waited_for() -> No
 def test_two_copies_share_the_bus_and_one_that_comes_later_uses_a_gap_before() -> None:
     times, one, other, third = StreamTimes(H100, 1), stream("a"), stream("b"), stream("c")
     times.add(one, "compute", Cost(COMPUTE, 2.0))
-    times.add(one, "copy", Cost(COPY, 2.0, "bus"))
-    times.add(other, "beside", Cost(COPY, 2.0, "bus"))
-    times.add(third, "behind", Cost(COPY, 1.0, "bus"))
+    times.add(one, "copy", Cost(COPY, 2.0, ("bus",)))
+    times.add(other, "beside", Cost(COPY, 2.0, ("bus",)))
+    times.add(third, "behind", Cost(COPY, 1.0, ("bus",)))
     assert [operation.start for operation in times.operations] == [0, 2, 0, 4]
+
+
+def test_a_rank_sends_and_receives_at_the_same_time_and_a_collective_waits_for_both_directions() -> None:
+    times = StreamTimes(H100, 16)
+    costs = [replace(times.collective(op, 1, ranks), seconds=2.0) for op, ranks in MESSAGES]
+    for number, cost in enumerate(costs):
+        times.add(stream(str(number)), "", cost)
+    assert [operation.start for operation in times.operations] == [0, 0, 2, 4, 4, 0]
+
+
+def test_a_kernel_is_slowed_once_while_a_message_is_sent_and_one_received() -> None:
+    times, kernels = StreamTimes(replace(H100, overlap=1.5), 16), stream("compute")
+    for op, seconds in (("send", 2.0), ("recv", 3.0)):
+        times.add(stream(op), op, replace(times.collective(op, 1, (0, 8)), seconds=seconds))
+    times.add(kernels, "", Cost(COMPUTE, 4.0))
+    assert times.operations[-1].end == 5.5
 
 
 # memory
@@ -756,7 +781,7 @@ def test_fused_operators_read_and_write_what_crosses_the_kernel() -> None:
 
 def test_a_kernel_takes_longer_while_a_collective_runs() -> None:
     times, compute, other = StreamTimes(replace(H100, overlap=1.5), 8), stream("compute"), stream("collectives")
-    times.add(other, "gather", Cost(COMMUNICATION, 2.0, "NVLink"))
+    times.add(other, "gather", Cost(COMMUNICATION, 2.0, directions("NVLink")))
     times.add(compute, "first", Cost(COMPUTE, 3.0))
     times.add(compute, "second", Cost(COMPUTE, 1.0))
     assert [operation.end for operation in times.operations] == [2.0, 4.0, 5.0]

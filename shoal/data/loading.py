@@ -591,7 +591,8 @@ class Loader:
             )
         while True:
             together = list(itertools.islice(stream, self.global_batch))
-            if not self.position and (not together or (self._drop_last and len(together) < self.global_batch)):
+            is_over = len(together) < (self.global_batch if self._drop_last else 1)
+            if is_over and not self.position:
                 name, few = type(self.dataset).__name__, counted(len(together), "sample")
                 raise UsageError(
                     f"a pass over {name} gave {few}, too few for a batch.",
@@ -599,7 +600,7 @@ class Loader:
                     do="look at its source. __iter__ is called for each pass, and has to begin anew each time.",
                     code="data-empty",
                 )
-            if not together or (self._drop_last and len(together) < self.global_batch):
+            if is_over:
                 self._position, self._digests = SamplePosition(), {}
                 return
             if not self.position:

@@ -24,6 +24,7 @@ from shoal.data.by_tokens import (
 )
 from shoal.data.curriculum_loader import CurriculumLoader
 from shoal.data.difficulty import DifficultySampler
+from shoal.data.lengths import longest_sequences
 from shoal.data.loading import Loader
 from shoal.data.stream import TokenStream
 from shoal.engine.engine import Engine
@@ -190,11 +191,10 @@ def start(
 
 def _check_length(model: nn.Module, length: int) -> None:
     """Raises: UsageError: samples are longer than the model's configuration says that it takes."""
-    given = getattr(model, "config", None)
-    for name in ("sequence_length", "max_position_embeddings"):
-        if isinstance(longest := getattr(given, name, None), int) and length > longest:
+    for name, longest in longest_sequences(model).items():
+        if length > longest:
             raise UsageError(
-                f"samples of {length} tokens, and the model takes {longest} ({type(given).__name__}.{name}).",
+                f"samples of {length} tokens, and the model takes {longest} ({type(model.config).__name__}.{name}).",
                 where="training_data",
                 do=f"shorten the samples of the TokenStream, or build the model with a larger {name}.",
                 code="data-length",

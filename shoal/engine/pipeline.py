@@ -363,9 +363,9 @@ class PipelineEngine(Engine):
         if self.is_first_stage() or self.is_last_stage() or self.properties.config.data.read_on_every_stage:
             return True
         needs = self.module.reads_between
-        if needs == "nothing" or not has_forms:
-            return needs != "nothing" and self.world.stages is not None  # a dry run sends no values
-        return needs == "values"
+        if needs == "nothing":
+            return False
+        return needs == "values" if has_forms else self.world.stages is not None  # a dry run sends no values
 
     def schedule(self) -> PipelineSchedule:
         """The schedule of a step, on all ranks."""

@@ -483,5 +483,5 @@ def _add(total: torch.Tensor, gradient: torch.Tensor, scale: float, *, is_first:
         host_access("sum of gradients", reads=[gradient] if is_first else [gradient, total], writes=[total])
         return
     for target, source in zip(total.split(_BLOCK_NUMEL), gradient.split(_BLOCK_NUMEL), strict=True):
-        values = source.float() if scale == 1.0 else source.float() * scale
+        values = source if scale == 1.0 else source.float() * scale
         target.copy_(values) if is_first else target.add_(values)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.data.lengths import longest_sequences
 from shoal.errors import UsageError
 from shoal.models import GPT, NAMED_SHAPES, named_config
 from shoal.optional import import_optional
@@ -62,7 +63,7 @@ def longest_sequence(model: nn.Module) -> int | None:
     config: Any = getattr(model, "config", None)
     if getattr(config, "vocab_size", None) is None:
         return None
-    return getattr(config, "sequence_length", None) or getattr(config, "max_position_embeddings", None) or 2048
+    return next(iter(longest_sequences(model).values()), 2048)
 
 
 def token_batch(model: nn.Module, num_rows: int, sequence: int | None, num_parts: int = 1) -> Batch:

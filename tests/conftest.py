@@ -17,9 +17,18 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.forking import server_pid
 from tests.helpers.gloo_pool import GlooPools
+
+# A busy machine is slow; random examples are the same ones each time, but in the nightly run.
+settings.register_profile(
+    "few", max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+settings.register_profile("thorough", parent=settings.get_profile("few"), max_examples=2000, derandomize=False)
+if settings.get_current_profile_name() != "thorough":
+    settings.load_profile("few")
 
 LINGER_SECONDS = 5.0  # what a test's threads and processes get to end by themselves
 SERVICE_THREADS = ("pytest_timeout", "Thread-timeout", "execnet", "QueueFeederThread")

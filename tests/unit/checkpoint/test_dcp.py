@@ -345,7 +345,7 @@ def test_a_program_that_would_take_much_memory_or_time_takes_neither(program: by
     assert time.perf_counter() - began < 5
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(at=st.integers(0, 100_000), value=st.integers(0, 255))
 def test_no_byte_of_a_metadata_file_leads_to_anything_but_an_error_or_data(at: int, value: int) -> None:
     data = bytearray(pickle.dumps(described()))

@@ -85,7 +85,7 @@ def test_dtypes_of_every_width_go_there_and_back(tmp_path: Path) -> None:
         assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(begin=st.integers(0, 20), length=st.integers(0, 20))
 def test_a_range_is_that_of_the_flattened_tensor_and_only_its_bytes_are_read(begin: int, length: int) -> None:
     end = min(begin + length, 20)
@@ -175,7 +175,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     assert caught.value.code == "checkpoint-damaged"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(at=st.integers(0, 10_000), value=st.integers(0, 255), cut=st.integers(0, 10_000))
 def test_no_byte_of_a_header_leads_to_anything_but_an_error_or_the_same_sizes(at: int, value: int, cut: int) -> None:
     data = bytearray(safetensors.torch.save(in_bf16()))

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.checkpoint import manifest as manifests
@@ -77,7 +77,6 @@ def test_what_is_written_is_read() -> None:
     assert manifests.dump(found) == data
 
 
-@settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False), st.integers(), st.text())
 def test_numbers_and_text_are_read_to_the_last_bit(number: float, integer: int, text: str) -> None:
     found = manifests.parse(manifests.dump(example(client_state=[number, integer, {text: text}])), "here")

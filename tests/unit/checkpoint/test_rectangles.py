@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shoal.checkpoint import rectangles as module
@@ -73,7 +73,6 @@ def test_a_range_is_these_rectangles(
     assert [(r.start, r.shape) for r in rectangles(shape, begin, end)] == expected
 
 
-@settings(deadline=None)
 @given(ranges())
 def test_rectangles_of_a_range_hold_its_elements_in_order_and_are_few(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, begin, end = case
@@ -85,7 +84,6 @@ def test_rectangles_of_a_range_hold_its_elements_in_order_and_are_few(case: tupl
     assert sum(r.numel for r in found) == end - begin
 
 
-@settings(deadline=None)
 @given(nested())
 @example(((2, 1, 3), Rectangle((0, 0, 0), (2, 1, 3)), Rectangle((0, 0, 1), (2, 1, 1))))
 def test_what_two_rectangles_share_lies_in_each_where_its_runs_say(
@@ -110,7 +108,6 @@ def test_what_two_rectangles_share_lies_in_each_where_its_runs_say(
         assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(runs))
 
 
-@settings(deadline=None)
 @given(SHAPES, st.lists(st.integers(0, 1296), max_size=5))
 def test_ranges_that_follow_one_another_cover_a_tensor(shape: tuple[int, ...], cuts: list[int]) -> None:
     numel = math.prod(shape)
@@ -122,7 +119,6 @@ def test_ranges_that_follow_one_another_cover_a_tensor(shape: tuple[int, ...], c
     assert cover_problem(shape, [*parts, parts[0]]) is not None
 
 
-@settings(deadline=None)
 @given(SHAPES, st.data())
 def test_a_cover_is_one_where_numpy_counts_each_element_once(shape: tuple[int, ...], data: st.DataObject) -> None:
     """Parts that are cut anywhere, and then one of them moved, doubled or dropped."""

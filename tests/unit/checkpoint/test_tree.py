@@ -48,7 +48,7 @@ def typed(value: Any) -> Any:
     return type(value).__name__, repr(value)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(VALUES)
 def test_plain_values_come_back_with_their_types_and_order(value: Any) -> None:
     assert typed(there_and_back(value)) == typed(value)

@@ -23,7 +23,7 @@ def test_the_examples_of_the_module_are_true() -> None:
     assert doctest.testmod(shoal.data.blend).failed == 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     weights=st.lists(st.integers(0, 50) | st.floats(0.01, 10), min_size=1, max_size=7).filter(
         lambda each: sum(each) > 0
@@ -60,7 +60,7 @@ def test_sums_of_billions_of_samples_are_exact() -> None:
     assert mixed.locate(mixed.num_samples - 1).rank[0] >= 1_499_999_999
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     legs=st.lists(
         st.tuples(st.integers(0, 60), st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)), max_size=4

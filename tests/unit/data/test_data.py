@@ -132,7 +132,7 @@ def test_each_epoch_has_another_order_and_each_sample_once() -> None:
     assert first != second
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     num=st.integers(1, 40),
     legs=st.lists(

@@ -39,7 +39,7 @@ def test_the_picture_of_the_module_is_true() -> None:
     }
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     lengths=st.lists(st.integers(0, 40), max_size=30),
     room=st.integers(2, 16),

@@ -99,7 +99,7 @@ def test_with_documents_false_a_batch_is_tokens_and_targets() -> None:
 SHAPES = [(1, 1, 12), (2, 1, 6), (2, 3, 2), (1, 4, 3), (3, 2, 2), (12, 1, 1)]  # batch size, ranks, micro-batches: 12
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     packing=st.sampled_from(["concatenate", "greedy", "first_fit", "none"]),
     legs=st.lists(st.tuples(st.sampled_from(SHAPES), st.integers(1, 4)), min_size=2, max_size=4),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import OutOfMemoryError, TierError, UsageError
@@ -72,7 +72,7 @@ def test_a_read_sees_every_write_that_was_asked_for_before_it(make_tier: MakeTie
         assert (back == value).all()
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(
     way=st.sampled_from(WAYS),
     nbytes=st.integers(1, 70_000),

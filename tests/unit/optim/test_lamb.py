@@ -106,7 +106,7 @@ def test_a_parameter_of_many_chunks_gives_the_same_bits_on_three_ranks() -> None
 shapes = st.lists(st.lists(st.integers(0, 13), min_size=0, max_size=3).map(tuple), min_size=1, max_size=5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(groups=st.lists(shapes, min_size=1, max_size=2), size=st.integers(2, 5), alignment=st.sampled_from([1, 4, 64]))
 def test_any_unit_gives_the_same_bits_on_any_number_of_ranks(
     groups: list[list[tuple[int, ...]]], size: int, alignment: int
@@ -118,7 +118,7 @@ def test_any_unit_gives_the_same_bits_on_any_number_of_ranks(
         assert torch.equal(expected, found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(numel=st.integers(1, 3000), cuts=st.lists(st.integers(0, 3000), max_size=6), chunk=st.integers(0, 8))
 def test_the_tree_sum_does_not_depend_on_the_ranks_ranges(numel: int, cuts: list[int], chunk: int) -> None:
     values = torch.rand(numel, generator=torch.Generator().manual_seed(numel)) * 10

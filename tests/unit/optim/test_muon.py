@@ -130,7 +130,7 @@ def test_shards_agree_with_whole_parameters(size: int, knows_layout: bool, metho
 matrices = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shapes=matrices, size=st.integers(2, 5))
 def test_any_matrices_agree_on_any_number_of_ranks(shapes: list[tuple[int, int]], size: int) -> None:
     case = Case(groups=[shapes], settings=[{}], num_steps=2)

@@ -90,7 +90,7 @@ def test_a_layout_that_cannot_be_is_refused(slots: list[ParameterSpec], numel: i
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     shapes=st.lists(st.tuples(SHAPES, st.integers(-1, 2)), min_size=1, max_size=8),
     num_shards=st.integers(1, 9),

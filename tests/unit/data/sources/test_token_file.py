@@ -50,7 +50,7 @@ def test_documents_are_read_back_whole_and_in_part(tmp_path: Path, vocab_size: i
     assert (tmp_path / "t" / "tokens.bin").stat().st_size == 6 * np.dtype(dtype).itemsize
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.lists(st.integers(0, 70_000), max_size=20), min_size=1, max_size=20).filter(any))
 def test_any_documents_are_read_back(documents: list[list[int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

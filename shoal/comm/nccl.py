@@ -40,7 +40,7 @@ from torch._C._distributed_c10d import Store
 from shoal.comm.failure import FailureReports, FirstError
 from shoal.comm.gloo import GlooCommunicator
 from shoal.comm.memory_group import GroupCall
-from shoal.comm.named_group import named_group
+from shoal.comm.named_group import is_open, named_group
 from shoal.comm.protocol import (
     Backend,
     Call,
@@ -86,6 +86,7 @@ def new_group(
         max_ctas: the most channels, each with buffers and a multiprocessor of its own; None: as many as NCCL wants.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns where it is not the group's
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
     return named_group(store, name, ranks, backend="nccl", options=options, timeout=timeout, device=device)
@@ -305,13 +306,11 @@ class NcclCommunicator(Backend):
             case "all_to_all":
                 outs, ins = (None if each is None else list(each) for each in (call.out_splits, call.source_splits))
                 work = dist.all_to_all_single(result, sent, outs, ins, group=group, async_op=True)
-            case "send":
-                work = dist.isend(result, group=group, group_dst=call.peer)
-            case "recv":
-                work = dist.irecv(result, group=group, group_src=call.peer)
-            case "batch":
+            case "send" | "recv" | "batch":
+                # A message outside of a batch would bring a warning, and, in a group that torch connects late, use
+                # another communicator than one in a batch of the peer.
                 with _coalescing(group, result.device, async_ops=True) as work:
-                    for one in call.messages:
+                    for one in call.messages or (call,):
                         if one.verb == "send":
                             dist.isend(one.result, group=group, group_dst=one.peer)
                         else:
@@ -335,7 +334,7 @@ class NcclCommunicator(Backend):
         registered, self._registered = self._registered, []
         if group is not None and self._first_error.error is None:  # to abort a group did it
             for reference, backend in registered:
-                if (pool := reference()) is not None:
+                if (pool := reference()) is not None and is_open(group):
                     backend.deregister_mem_pool(pool.native)
             if self._has_symmetric_memory:
                 _symmetric_memory()._group_name_to_workspace_tensor.pop(group.group_name, None)

@@ -11,7 +11,6 @@ connection over Gloo to each rank that one of them needs.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -24,6 +23,7 @@ from shoal.comm.failure import FailureReports, FailureWatch, FirstError, NextRan
 from shoal.comm.fake import FakeCommunicator
 from shoal.comm.gloo import GlooCommunicator, GlooPending
 from shoal.comm.gloo_links import GlooLinks
+from shoal.comm.named_group import abort_groups, destroy_groups
 from shoal.comm.nccl import NcclCommunicator, new_group
 from shoal.comm.protocol import Backend
 from shoal.comm.shm import LocalPeers, is_supported, join_group, vote
@@ -121,9 +121,7 @@ class ProcessTransport:
         self._gloo_pending.watch.stop()
         self._gloo.clear()
         self._links.close()
-        for group in self._nccl.values():
-            with contextlib.suppress(RuntimeError):  # it may be aborted already
-                dist.destroy_process_group(group)
+        destroy_groups(list(self._nccl.values()), has_failed=self._first_error.error is not None)
         self._nccl.clear()
         if self._local_peers is not None:
             self._local_peers.close()
@@ -134,9 +132,7 @@ class ProcessTransport:
         What it runs next with a communicator raises ``failure``. Gloo's connections are closed by the rank that failed.
         """
         self._first_error.keep(failure)
-        for group in list(self._nccl.values()):
-            with contextlib.suppress(RuntimeError):
-                group.abort()
+        abort_groups(list(self._nccl.values()))
 
     def _open_nccl(
         self, name: str, groups: Sequence[tuple[int, ...]], ranks: tuple[int, ...], max_ctas: int | None

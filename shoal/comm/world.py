@@ -38,7 +38,7 @@ from shoal.comm.local_device import (
     publish_host,
     register_device,
 )
-from shoal.comm.named_group import named_group
+from shoal.comm.named_group import destroy_groups, named_group
 from shoal.comm.nccl import ComparedCommunicator
 from shoal.comm.process_group import CommunicatorGroup, device_mesh
 from shoal.comm.protocol import Backend, Communicator
@@ -175,7 +175,7 @@ class World:
                 if isinstance(self._transport, ProcessTransport):
                     store = self._transport.store
                 result = named_group(store, f"shoal/group/{len(self._process_groups)}/{ranks[0]}", ranks)
-                self._on_closing.append(partial(_destroy, result))
+                self._on_closing.append(partial(destroy_groups, [result], has_failed=False))
             self._process_groups[ranks] = result
         return result
 
@@ -233,8 +233,9 @@ class World:
         self._compared.clear()
         if self._transport is not None:
             self._transport.close()
-        if self._on_close is not None and _is_initialized():
-            self._on_close()
+        on_close, self._on_close = self._on_close, None  # an engine may keep this world; the group must end
+        if on_close is not None:
+            on_close()
 
 
 # The world of a rank that is a thread, or of a dry run: it ends with its block.
@@ -482,11 +483,6 @@ def _local_rank(store: Store, rank: int, size: int) -> int:
     return local_rank_by_host(store, rank)
 
 
-def _destroy(group: dist.ProcessGroup) -> None:
-    if _is_initialized():
-        dist.destroy_process_group(group)
-
-
 def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
     """The world of torch's default process group: made once, until it is closed or the group is another."""
     group = dist.group.WORLD
@@ -525,9 +521,8 @@ def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
                 raise
         if beat.file is not None:
             guards = PrefixStore("hang", store)
-    world = World(
-        rank, size, local_rank, device, backend, transport, dist.destroy_process_group if owns_group else None, beat
-    )  # fmt: skip
+    on_close = partial(destroy_groups, [group], has_failed=False) if owns_group and group is not None else None
+    world = World(rank, size, local_rank, device, backend, transport, on_close, beat)
     if guards is not None:
         guard = HangGuard(guards.clone(), guards.clone(), rank, size, beat, world.write_trace)
         world._on_closing.append(guard.stop)

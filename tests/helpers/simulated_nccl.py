@@ -179,7 +179,7 @@ class SimulatedNccl(NcclCommunicator):
 
     def issue(self, call: Call) -> Work:
         self._simulated_group.label = call.label
-        self._simulated_group.labels = tuple(one.label for one in call.messages)
+        self._simulated_group.labels = tuple(one.label for one in call.messages or (call,))
         return super().issue(call)
 
 
@@ -196,5 +196,6 @@ def nccl_in_simulation() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimulatedAccelerator, "communicator", communicator)
+        patch.setattr("shoal.comm.nccl.is_open", lambda group: True)
         patch.setattr(accesses, "_SKIPPED", (*accesses._SKIPPED, __file__))
         yield

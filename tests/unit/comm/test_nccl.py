@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import doctest
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import timedelta
 from functools import partial
 from inspect import signature
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ import shoal.comm.nccl as nccl
 from shoal.comm.failure import FirstError
 from shoal.comm.gloo import GlooCommunicator
 from shoal.comm.gloo_links import GlooLinks
+from shoal.comm.named_group import destroy_groups, is_open
 from shoal.comm.nccl import NcclCommunicator, NcclWork, split_scale
 from shoal.comm.protocol import Communicator, Message
 from shoal.comm.recorder import Recorder
@@ -190,8 +193,10 @@ def test_sends_and_all_to_all_reach_the_group(calls: list[tuple[str, Any]]) -> N
     ):
         assert work.wait() is not None
     assert comm.exchange(meta(3, torch.float32), label="x").wait().shape == (SIZE, 3)
-    names = ["isend", "irecv", "all_to_all_single", "broadcast", "all_gather", "all_gather"]
-    assert [name for name, _ in calls] == names
+    # A message alone is a batch too: torch warns of one that is not, and connects two ranks apart for it.
+    messages = [name for each in ("isend", "irecv") for name in ("group start", each, "group end")]
+    collectives = ["all_to_all_single", "broadcast", "all_gather", "all_gather"]
+    assert [name for name, _ in calls] == messages + collectives
 
 
 def test_a_batch_is_one_group_of_sends_and_receives(calls: list[tuple[str, Any]]) -> None:
@@ -225,14 +230,19 @@ class Joined:
     """The groups that a transport makes: ranks, seconds, priority, channels and the rest of NCCL's;
     of Gloo the size of each axis and the ranks to connect to.
 
-    Attributes: ``aborted``: how many of NCCL's.
+    Attributes: ``aborting``: how many of NCCL's groups are told to abort before the call for the first one returns, as
+        where each waits for the kernels of all others. ``ended``: what was done to each group, in order.
     """
 
     def __init__(self) -> None:
+        self.aborting = threading.Barrier(1)
+        self.ended: list[tuple[str, dist.ProcessGroup]] = []
         self.nccl: list[tuple[Any, ...]] = []
         self.gloo: list[tuple[int, set[int]]] = []
         self.names: set[str] = set()
-        self.aborted = 0
+
+    def ends_of(self, group: dist.ProcessGroup) -> list[str]:
+        return [end for end, of in self.ended if of is group]
 
 
 def connected(joined: Joined) -> set[int]:
@@ -249,24 +259,32 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Joined:
             super().__init__(0, 2)  # type: ignore[call-arg]
 
         def abort(self) -> None:
-            made.aborted += 1
+            made.aborting.wait(10.0)
+            made.ended.append(("abort", self))
 
     def named_group(_store: Any, name: str, ranks: tuple[int, ...], **more: Any) -> dist.ProcessGroup:
         options, timeout = more.pop("options"), more.pop("timeout")
+        assert options._timeout == timeout
         made.names.add(name)
         made.nccl.append(
             (ranks, timeout.total_seconds(), options.is_high_priority_stream, options.config.max_ctas, more)
         )
-        return Group()
+        group = Group()
+        monkeypatch.setitem(dist.distributed_c10d._world.pg_map, group, ("nccl", None))
+        return group
+
+    def destroy(group: dist.ProcessGroup) -> None:
+        made.ended.append(("destroy", group))
+        del dist.distributed_c10d._world.pg_map[group]
 
     options = SimpleNamespace(
         Options=lambda is_high_priority_stream: SimpleNamespace(
-            is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace(max_ctas=None)
+            is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace(max_ctas=None), _timeout=None
         )
     )
     monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
     monkeypatch.setattr("shoal.comm.nccl.named_group", named_group)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
+    monkeypatch.setattr(dist, "destroy_process_group", destroy)
 
     def connect(_links: Any, ranks: tuple[int, ...], peers: list[int]) -> None:
         made.gloo.append((len(ranks), {ranks[peer] for peer in peers}))
@@ -298,9 +316,76 @@ def test_groups_have_streams_of_high_priority_and_axes_of_the_same_ranks_share_o
     assert [each[:4] for each in joined.nccl[3:]] == [((0, 2), 60.0, True, 1), ((0, 2), 60.0, True, None)]
     assert len(joined.names) == len(joined.nccl) == 5
     assert joined.gloo[:3] == [(4, {1, 2, 3}), (4, {1, 2, 3}), (2, {1})]  # as far as there is no connection yet
-    transport._abort(RankFailedError(1, "why"))
-    assert joined.aborted == 5
     transport.close()
+    assert [end for end, _ in joined.ended] == ["destroy"] * 5
+
+
+def test_all_groups_are_aborted_at_once_and_not_destroyed_before(joined: Joined) -> None:
+    """To abort one communicator waits for kernels of the others, and to destroy one for its own."""
+    transport = ProcessTransport(dist.HashStore(), 0, 4, DEVICE, 60.0, watch_seconds=3600.0)
+    for groups in (((0, 1, 2, 3),), ((0, 1), (2, 3)), ((0, 2), (1, 3))):
+        transport.open("dp", groups)
+    groups = list(transport._nccl.values())
+    joined.aborting = threading.Barrier(3)
+    transport._abort(RankFailedError(1, "why"))
+    assert [end for end, _ in joined.ended] == ["abort"] * 3
+    transport.close()
+    assert all(joined.ends_of(group) == ["abort", "abort", "destroy"] for group in groups)
+
+
+def test_the_rank_that_fails_aborts_its_groups_when_it_ends(joined: Joined) -> None:
+    transport = ProcessTransport(dist.HashStore(), 1, 2, DEVICE, 60.0, watch_seconds=3600.0)
+    transport.open("dp", ((0, 1),))
+    transport.report_failure(1, "why", RuntimeError("why"))
+    transport.close()
+    assert [end for end, _ in joined.ended] == ["abort", "destroy"]
+
+
+def test_groups_that_the_script_has_destroyed_are_left_alone(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = ProcessTransport(dist.HashStore(), 0, 2, DEVICE, 60.0, watch_seconds=3600.0)
+    comm = transport.open("dp", ((0, 1),))
+    assert isinstance(comm, NcclCommunicator)
+    backend = SimpleNamespace(deregister_mem_pool=lambda pool: pytest.fail("the communicator is gone"))
+    pool = SimpleNamespace(native="pool")
+    comm._registered.append(cast(Any, (lambda: pool, backend)))
+    for group in transport._nccl.values():
+        monkeypatch.delitem(dist.distributed_c10d._world.pg_map, group)
+    comm.close()
+    transport.close()
+    assert joined.ended == []
+
+
+def test_torch_makes_a_group_of_what_it_is_given_and_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through torch's own code, with Gloo in the place of ProcessGroupNCCL."""
+    c10d = dist.distributed_c10d
+    made: list[Any] = []
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self._timeout, self.config = timedelta(minutes=10), SimpleNamespace()
+            self.is_high_priority_stream = is_high_priority_stream
+
+    class Nccl(type):
+        def __call__(cls, store: dist.Store, rank: int, size: int, options: Options) -> Any:
+            made.append(options)
+            return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=10))
+
+        def __instancecheck__(cls, backend: Any) -> bool:
+            return True
+
+    backend_class = Nccl("ProcessGroupNCCL", (), {"Options": Options})
+    for place in (dist, c10d):
+        monkeypatch.setattr(place, "ProcessGroupNCCL", backend_class, raising=False)
+    monkeypatch.setattr(c10d, "is_nccl_available", lambda: True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = nccl.new_group(dist.HashStore(), "name", [0], DEVICE, timedelta(seconds=60), 1)
+        assert group.bound_device_id == DEVICE and group.group_name == "name" and is_open(group)
+        assert (made[0]._timeout.total_seconds(), made[0].config.max_ctas) == (60.0, 1)
+        destroy_groups([group], has_failed=False)
+        assert not is_open(group)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_registered_memory_is_a_pool_of_torch_with_segments_that_are_not_divided(
@@ -332,6 +417,7 @@ def test_registered_memory_is_a_pool_of_torch_with_segments_that_are_not_divided
     )
     monkeypatch.setattr(torch.cuda, "MemPool", Pool)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", used)
+    monkeypatch.setattr(nccl, "is_open", lambda group: True)
     comm = backend()
     comm._group = cast(Any, group)
     pool, other = (comm.new_pool(DEVICE, is_symmetric=False) for _ in range(2))

@@ -122,6 +122,17 @@ def test_a_group_that_the_user_made_is_used_and_not_destroyed() -> None:
     assert current_world().backend == "none"
 
 
+def test_a_group_that_takes_the_place_of_the_one_made_here_is_not_destroyed_with_it() -> None:
+    before = init_distributed(verbose=False)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = current_world()
+    assert before.is_closed and world is not before
+    assert dist.get_rank() == 0
+    world.close()
+    dist.destroy_process_group()
+
+
 def test_a_process_that_ends_keeps_no_group_and_so_none_of_its_threads_alive() -> None:
     program = (
         "import weakref, torch.distributed as dist, shoal\n"

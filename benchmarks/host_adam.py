@@ -146,13 +146,15 @@ def whole(tensors: Tensors) -> Callable[[], None]:
 
 def shoal(path: Any, tensors: Tensors, arguments: argparse.Namespace) -> Callable[[], None]:
     from shoal.optim.host import BLOCK_NUMEL, HostStep
+    from shoal.optim.host_rules import Rule
 
     block = arguments.block * 1024 if arguments.block else BLOCK_NUMEL
     host = HostStep(path, num_threads=arguments.threads, block_numel=block)
     states = {"exp_avg": tensors.first, "exp_avg_sq": tensors.second}
 
     def step() -> None:
-        host.start("AdamW", tensors.master, states, tensors.gradient, tensors.parameter, HYPER, step=5).wait()
+        rule = Rule.of("AdamW", HYPER, 5)
+        host.start(rule, tensors.master, states, tensors.gradient, tensors.parameter).wait()
 
     return step
 

@@ -21,8 +21,9 @@ Sources: ZeRO-Offload (arXiv:2101.06840), section 4; SuperOffload (arXiv:2509.21
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -47,10 +48,9 @@ class RangeUpdate:
 
     range: ParameterRange
     rule: Rule
-    hyper: dict[str, Any]
     state: dict[str, Any]  # the optimizer's, of the range
-    gradient: torch.Tensor | None = None  # [range's numel]; None: the group's
-    gradient_scale: float | None = None  # of ``gradient``
+    gradient: torch.Tensor  # [range's numel]
+    gradient_scale: float
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -63,7 +63,6 @@ class _Update:
     """One group's update, under way or done."""
 
     ranges: list[RangeUpdate]
-    gradient_scale: float
     version: tuple[int, int]  # of the gradient
     work: ThreadResult[None]
     is_ahead: bool  # the step has not confirmed it yet
@@ -79,6 +78,7 @@ class _HostCopies:
     parameters: torch.Tensor | None = None  # [owned numel]: rounded, on their way back
     undo: list[torch.Tensor] = field(default_factory=list)  # [owned numel] each: main parameters and states before
     arrival: CopyDone | None = None  # of ``gradient``
+    returned: CopyDone = field(default_factory=CopyDone)  # the last write to the device's parameters
     addition: ThreadResult[torch.Tensor | None] | None = None  # the last one to ``gradient``; at the step with its norm
     version: tuple[int, int] | None = None  # of what ``gradient`` holds
     update: _Update | None = None
@@ -133,8 +133,8 @@ class CpuOptimizer:
         self._copies = copies_of(device.torch_device)
         self._step = step
         self._is_pinned = is_pinned
-        self._thread: HostThread | None = None
-        self._transfers: dict[ParameterGroup, _HostCopies] = {}
+        self._threads: dict[str, HostThread] = {}
+        self._transfers: defaultdict[ParameterGroup, _HostCopies] = defaultdict(_HostCopies)
         # By numel and dtype, host memory for parts and the addition that reads it.
         self._parts: dict[tuple[int, torch.dtype], deque[tuple[torch.Tensor, ThreadResult[torch.Tensor | None]]]] = {}
 
@@ -151,9 +151,6 @@ class CpuOptimizer:
         """Bytes of optimizer state on the device."""
         return 0
 
-    def _transfer(self, group: ParameterGroup) -> _HostCopies:
-        return self._transfers.setdefault(group, _HostCopies())
-
     # gradients
 
     def send_gradient(self, group: ParameterGroup, *, at_step: bool) -> None:
@@ -162,7 +159,7 @@ class CpuOptimizer:
         Args:
             at_step: it is the gradient for the step; else one micro-batch of several was added.
         """
-        transfer, offloaded = self._transfer(group), offloaded_gradient(group)
+        transfer, offloaded = self._transfers[group], offloaded_gradient(group)
         if not (at_step or offloaded is not None):
             return
         if offloaded is None or offloaded.part is None:
@@ -180,7 +177,7 @@ class CpuOptimizer:
 
     def send(self, group: ParameterGroup) -> None:
         """Start to copy a group's reduced gradient to the host, unless it is there. Does not block the host."""
-        transfer = self._transfer(group)
+        transfer = self._transfers[group]
         if transfer.version == group.gradient.version and transfer.gradient is not None:
             return
         gradient = group.gradient.owned()
@@ -197,7 +194,7 @@ class CpuOptimizer:
     def _wait_for_readers(self, group: ParameterGroup) -> None:
         """Wait for an update that reads the last step's gradient, and for an addition to one that was dropped."""
         self._before_write(group)
-        addition, self._transfer(group).addition = self._transfer(group).addition, None
+        addition, self._transfers[group].addition = self._transfers[group].addition, None
         if addition is not None:
             addition.result()
 
@@ -211,7 +208,7 @@ class CpuOptimizer:
         Returns: the end of the copy of ``part`` to the host. Order: the addition runs on the thread of the updates;
         blocks the host until the last addition but one of this size is done.
         """
-        transfer = self._transfer(group)
+        transfer = self._transfers[group]
         total, arrival = transfer.gradient, transfer.arrival
         assert total is not None and arrival is not None
         self._before_write(group)
@@ -235,14 +232,14 @@ class CpuOptimizer:
         parts.append((host, transfer.addition))
         return copied
 
-    def _on_thread(self, run: Callable[[], _Result]) -> ThreadResult[_Result]:
-        if self._thread is None:
-            self._thread = HostThread("shoal-cpu-optimizer")
-        return self._thread.submit(run)
+    def _on_thread(self, run: Callable[[], _Result], name: str = "cpu-optimizer") -> ThreadResult[_Result]:
+        if name not in self._threads:
+            self._threads[name] = HostThread(f"shoal-{name}")
+        return self._threads[name].submit(run)
 
     def gradient(self, group: ParameterGroup) -> torch.Tensor:
         """A group's gradient on the host. Order: blocks the host until it is there. Shape: [owned numel]."""
-        return self._transfer(group).values()
+        return self._transfers[group].values()
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, *, is_source_freed: bool = False) -> CopyDone:
         if self._copies is None:
@@ -250,17 +247,21 @@ class CpuOptimizer:
             return CopyDone()
         return self._copies.copy(source, target, is_source_freed=is_source_freed)
 
+    def _queued(self) -> AbstractContextManager[CopyDone]:
+        """What the block queues on the device comes after the copies that were started. Gives: its end."""
+        return nullcontext(CopyDone()) if self._copies is None else self._copies.queued()
+
     # updates
 
     def _start_ahead(self, group: ParameterGroup) -> None:
         """In the backward pass: update a group whose gradient has been sent, with the likely gradient scale."""
-        transfer = self._transfer(group)
+        transfer = self._transfers[group]
         is_known = all(group.gradient.has_grad)  # else only all ranks together know which parameters are left alone
         if not self.is_ahead or not self.is_likely or not is_known or transfer.update is not None:
             return
         if group.disk is not None or not group.has_own_main:  # else it would change parameters that are in use
             return
-        ranges = self._range_updates(group, group.ranges)
+        ranges = self._range_updates(group, group.ranges, self.likely_scale())
         if ranges is None:
             return
         tensors = ranges[0].tensors if ranges else []
@@ -268,7 +269,7 @@ class CpuOptimizer:
             transfer.undo = [
                 host_empty(group.main.numel(), torch.float32, group.main.device, is_pinned=False) for _ in tensors
             ]
-        transfer.update = self._submit(group, ranges, self.likely_scale(), is_ahead=True)
+        transfer.update = self._submit(group, ranges, is_ahead=True)
 
     def start(self, group: ParameterGroup, ranges: Sequence[ParameterRange], gradient_scale: float) -> bool:
         """At the step: update these ranges of a group whose gradient has been sent. Does not block the host.
@@ -276,7 +277,7 @@ class CpuOptimizer:
         Returns: False where the optimizer has to do it itself: a rule that is not known, state that its first step
             makes, or a dry run.
         """
-        transfer = self._transfer(group)
+        transfer = self._transfers[group]
         ahead = transfer.update
         if ahead is not None and self._is_right(group, ahead, ranges, gradient_scale):
             ahead.is_ahead = False
@@ -284,27 +285,28 @@ class CpuOptimizer:
             _count(ahead.ranges)
             return True
         self._undo(group)
-        updates = self._range_updates(group, ranges)
+        updates = self._range_updates(group, ranges, gradient_scale)
         if updates is None:
             return False
         if updates:
-            transfer.update = self._submit(group, updates, gradient_scale, is_ahead=False)
+            transfer.update = self._submit(group, updates)
             _count(updates)
         return True
 
     def _is_right(
         self, group: ParameterGroup, ahead: _Update, ranges: Sequence[ParameterRange], gradient_scale: float
     ) -> bool:
-        if ahead.gradient_scale != gradient_scale or ahead.version != group.gradient.version:
+        if ahead.version != group.gradient.version or [update.range for update in ahead.ranges] != list(ranges):
             return False
-        if [update.range for update in ahead.ranges] != list(ranges):
-            return False
-        return all(update.rule == self._rule(update.range, update.state) for update in ahead.ranges)
+        return all(
+            update.gradient_scale == gradient_scale and update.rule == self._rule(update.range, update.state)
+            for update in ahead.ranges
+        )
 
     def _undo(self, group: ParameterGroup) -> None:
         """Restore what an update that ran ahead of the step has changed. Nothing where there is none."""
-        transfer = self._transfers.get(group)
-        if transfer is None or transfer.update is None or not transfer.update.is_ahead:
+        transfer = self._transfers[group]
+        if transfer.update is None or not transfer.update.is_ahead:
             return
         update = self._done(transfer)
         self.num_undone += 1
@@ -313,75 +315,74 @@ class CpuOptimizer:
                 for old, value in zip(transfer.undo, part.tensors, strict=True):
                     value.copy_(old[part.range.start : part.range.stop])
 
-    def _range_updates(self, group: ParameterGroup, ranges: Sequence[ParameterRange]) -> list[RangeUpdate] | None:
+    def _range_updates(
+        self, group: ParameterGroup, ranges: Sequence[ParameterRange], gradient_scale: float
+    ) -> list[RangeUpdate] | None:
         if self.kind is None or group.main.dtype != torch.float32:
             return None
         if is_fake(group.main) and simulation() is None:
             return None
-        updates = []
+        updates, gradient = [], self._transfers[group].gradient
+        assert gradient is not None
         for part in ranges:
             state = self._optimizer.state.get(part.param, {})
             rule = self._rule(part, state)
             states = [state.get(name) for name in rule.state_names]
             if not all(isinstance(value, torch.Tensor) and value.dtype == torch.float32 for value in states):
                 return None
-            updates.append(RangeUpdate(part, rule, self._hyper(part), state))
+            updates.append(RangeUpdate(part, rule, state, gradient[part.start : part.stop], gradient_scale))
         return updates
 
-    def _hyper(self, part: ParameterRange) -> dict[str, Any]:
-        return {key: value for key, value in self._optimizer.param_groups[part.group].items() if key != "params"}
-
-    def _rule(self, part: ParameterRange, state: Mapping[str, Any]) -> Rule:
+    def _rule(self, part: ParameterRange, state: Mapping[str, Any], number: float | None = None) -> Rule:
+        """``number``: of the update, from 1; None: that after the last one."""
         assert self.kind is not None
-        # SGD counts no steps: its first one is the one that makes its momentum, and is not done here.
-        is_counted = "step" in state and not is_fake(state["step"])
-        number = float(state["step"]) + 1 if is_counted else 2.0
+        if number is None:
+            # SGD counts no steps: its first one is the one that makes its momentum, and is not done here.
+            is_counted = "step" in state and not is_fake(state["step"])
+            number = float(state["step"]) + 1 if is_counted else 2.0
         return Rule.of(self.kind, self._optimizer.param_groups[part.group], number)
 
     def _submit(
         self,
         group: ParameterGroup,
         updates: list[RangeUpdate],
-        gradient_scale: float,
         *,
-        is_ahead: bool,
-        before: Callable[[], None] = lambda: None,
-        thread: HostThread | None = None,
+        is_ahead: bool = False,
+        after: ThreadResult[Any] | None = None,
+        thread: str = "cpu-optimizer",
     ) -> _Update:
-        """Start updates on a thread; None: that of the additions. ``before``: what the thread calls first."""
-        transfer, version = self._transfer(group), group.gradient.version
+        """Start updates on a thread, which waits for ``after``, and until it may read and write the memory."""
+        transfer, version = self._transfers[group], group.gradient.version
         is_sent_back = group.has_own_main and (is_ahead or not group.buffer.is_offloaded)
         target = self.rounded(group) if is_sent_back else group.buffer.shard if group.has_own_main else None
-        gradient, arrival = transfer.gradient, transfer.arrival
+        arrival, returned = transfer.arrival, transfer.returned
         undo = transfer.undo if is_ahead else None
-        assert gradient is not None and arrival is not None
+        assert arrival is not None
 
         def run() -> None:
             arrival.block()
-            before()
+            returned.block()
+            if after is not None:
+                after.result()
             begin = time.perf_counter()
             for update in updates:
                 low, high = update.range.start, update.range.stop
-                own_scale = update.gradient_scale
                 self._step.start(
-                    update.rule.kind,
+                    update.rule,
                     update.range.param,
                     update.state,
-                    gradient[low:high] if update.gradient is None else update.gradient,
+                    update.gradient,
                     None if target is None else target[low:high],
-                    update.hyper,
-                    step=update.rule.step,
-                    gradient_scale=gradient_scale if own_scale is None else own_scale,
+                    gradient_scale=update.gradient_scale,
                     undo=None if undo is None else [old[low:high] for old in undo],
                 ).wait()
             self.update_seconds += time.perf_counter() - begin
 
-        work = self._on_thread(run) if thread is None else thread.submit(run)
-        return _Update(updates, gradient_scale, version, work, is_ahead, is_sent_back)
+        return _Update(updates, version, self._on_thread(run, thread), is_ahead, is_sent_back)
 
     def rounded(self, group: ParameterGroup) -> torch.Tensor:
         """Host memory for the rounded parameters. Shape: [owned numel]."""
-        transfer = self._transfer(group)
+        transfer = self._transfers[group]
         if transfer.parameters is None:
             buffer = group.buffer
             transfer.parameters = host_empty(group.owned_numel, buffer.dtype, buffer.device, is_pinned=self._is_pinned)
@@ -394,24 +395,17 @@ class CpuOptimizer:
 
         Order: work queued on the device afterwards sees them. Raises: what the update raised.
         """
-        transfer = self._transfers.get(group)
-        if transfer is None or transfer.update is None or transfer.update.is_ahead:
-            return
-        update = self._done(transfer)
-        if update.is_sent_back:
-            self.send_back(group, [part.range for part in update.ranges])
+        transfer = self._transfers[group]
+        if transfer.update is not None and not transfer.update.is_ahead:
+            update = self._done(transfer)
+            if update.is_sent_back:
+                self.copy_back(group, [part.range for part in update.ranges])
+        transfer.returned.wait()
 
-    def send_back(self, group: ParameterGroup, ranges: Sequence[ParameterRange]) -> CopyDone:
-        """``copy_back``, and work queued on the device afterwards sees the parameters."""
-        done = self.copy_back(group, ranges)
-        done.wait()
-        return done
-
-    def copy_back(self, group: ParameterGroup, ranges: Sequence[ParameterRange]) -> CopyDone:
-        """Start to copy ``rounded`` to where the parameters are stored. Returns: the end of the copy."""
-        done = CopyDone()
+    def copy_back(self, group: ParameterGroup, ranges: Sequence[ParameterRange]) -> None:
+        """Start to copy ``rounded`` to where the parameters are stored. ``finish`` waits for it."""
         if not ranges:
-            return done
+            return
         rounded, parameters = self.rounded(group), group.buffer.shard
         low, high = min(part.start for part in ranges), max(part.stop for part in ranges)
         if high - low == sum(part.stop - part.start for part in ranges):
@@ -420,8 +414,7 @@ class CpuOptimizer:
             extents = [(part.start, part.stop) for part in ranges]
         with torch.no_grad():
             for start, stop in extents:
-                done = self._copy(rounded[start:stop], parameters[start:stop])
-        return done
+                self._transfers[group].returned = self._copy(rounded[start:stop], parameters[start:stop])
 
     def synchronize(self, group: ParameterGroup) -> None:
         """Wait for a group's update, and undo one that ran ahead of the step."""
@@ -436,7 +429,7 @@ class CpuOptimizer:
         transfer.update = None
         return update
 
-    def _wait(self, work: ThreadResult[None]) -> None:
+    def _wait(self, work: ThreadResult[Any]) -> None:
         begin = time.perf_counter()
         work.result()
         self.waited_seconds += time.perf_counter() - begin
@@ -456,16 +449,14 @@ class CpuOptimizer:
     def drop_gradient(self, group: ParameterGroup) -> None:
         """This step's gradient is of no use any more; undo an update that ran ahead and was not confirmed."""
         self._undo(group)
-        transfer = self._transfers.get(group)
-        if transfer is not None:
-            transfer.version = None
-            group.gradient.copied.wait()  # no update of a skipped step has, and a backward pass writes to the source
+        self._transfers[group].version = None
+        group.gradient.copied.wait()  # no update of a skipped step has, and a backward pass writes to the source
 
     def close(self) -> None:
-        """End the thread, after the updates that were started; free the memory."""
-        if self._thread is not None:
-            self._thread.close()
-            self._thread = None
+        """End the threads, after the updates that were started; free the memory."""
+        for thread in self._threads.values():
+            thread.close()
+        self._threads.clear()
         self._step.close()
         self._transfers.clear()
         self._parts.clear()

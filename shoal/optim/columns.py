@@ -9,13 +9,14 @@ important.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from shoal.comm.protocol import Communicator
 from shoal.device import is_fake
-from shoal.sharding.layout import ParameterSpec, Segment
+from shoal.sharding.layout import ParameterSpec
+from shoal.sharding.param_group import ParameterRange
 from shoal.streams import host_memory
 
 
@@ -24,17 +25,18 @@ def num_columns(spec: ParameterSpec) -> int:
     return spec.numel // spec.shape[0] if len(spec.shape) > 1 and spec.numel else 0
 
 
-def important_columns(
-    gradients: Iterable[tuple[Segment, torch.Tensor]],
+def in_important_columns(
+    ranges: Sequence[ParameterRange],
+    gradient: torch.Tensor,
     specs: Sequence[ParameterSpec],
     ratio: float,
     comm: Communicator,
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """By slot, which columns are important. Each [number of columns], bool, on the host.
+    """By range, True for elements that lie in important columns, and for those of no matrix. On the host.
 
     Args:
-        gradients: this rank's parts of parameters, on the host. Each [segment's numel].
+        gradient: of this rank's owned range, on the host. Shape: [owned numel].
         specs: of all parameters of the buffer, the same on all ranks.
         comm: along which the parameters are sharded. ``device``: that it sends from.
 
@@ -43,18 +45,30 @@ def important_columns(
     sizes = [num_columns(spec) for spec in specs]
     norms = host_memory(torch.zeros(sum(sizes), dtype=torch.float64), is_pinned=False)
     by_slot = norms.split(sizes)
-    for segment, values in gradients:
-        if size := sizes[segment.slot]:
-            by_slot[segment.slot].add_(_column_sums(values, segment.offset % size, size))
+    for part in ranges:
+        for each in part.segments:
+            if size := sizes[each.slot]:
+                values = gradient[part.start + each.start : part.start + each.stop]
+                by_slot[each.slot].add_(_column_sums(values, each.offset % size, size))
     summed = torch.empty(norms.shape, dtype=norms.dtype, device=device).copy_(norms)
     comm.blocking.all_reduce(summed, label="norms of columns")
     norms.copy_(summed)
-    chosen = []
-    for size, of_slot in zip(sizes, by_slot, strict=True):
-        order = torch.sort(of_slot, descending=True, stable=True).indices
-        ranks = torch.empty_like(order).scatter_(0, order, torch.arange(size))
-        chosen.append(ranks < max(1, int(ratio * size)))
-    return chosen
+    chosen = [_largest(of_slot, max(1, int(ratio * len(of_slot)))) for of_slot in by_slot]
+    masks = []
+    for part in ranges:
+        mask = host_memory(torch.ones(part.stop - part.start, dtype=torch.bool), is_pinned=False)
+        for each in part.segments:
+            if size := sizes[each.slot]:
+                first, stop = each.offset % size, each.offset % size + each.stop - each.start
+                mask[each.start : each.stop] = chosen[each.slot].repeat(-(-stop // size))[first:stop]
+        masks.append(mask)
+    return masks
+
+
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """True for the ``count`` largest ones; of equal ones the first."""
+    order = torch.sort(values, descending=True, stable=True).indices
+    return torch.zeros_like(values, dtype=torch.bool).index_fill_(0, order[:count], 1)
 
 
 def _column_sums(values: torch.Tensor, first: int, size: int) -> torch.Tensor:
@@ -63,25 +77,6 @@ def _column_sums(values: torch.Tensor, first: int, size: int) -> torch.Tensor:
     whole = values.new_zeros(rows * size)
     whole[first : first + values.numel()] = values
     return whole.abs_().view(rows, size).sum(0, dtype=torch.float64)
-
-
-def in_columns(segments: Sequence[Segment], numel: int, chosen: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """True for the elements of a range that lie in one of the columns, and for those of no matrix. Shape: [numel].
-
-    Args:
-        chosen: by slot, of matrices.
-    """
-    mask = host_memory(torch.ones(numel, dtype=torch.bool), is_pinned=False)
-    for segment in segments:
-        if (columns := chosen.get(segment.slot)) is not None:
-            first, count = segment.offset % len(columns), segment.stop - segment.start
-            mask[segment.start : segment.stop] = columns.repeat(-(-(first + count) // len(columns)))[first:][:count]
-    return mask
-
-
-def no_sizes(specs: Sequence[ParameterSpec]) -> torch.Tensor:
-    """Of each parameter as ``sizes_of``, of no elements. Shape: [parameters, 4], on the host."""
-    return host_memory(torch.zeros(len(specs), 4, dtype=torch.float64), is_pinned=False)
 
 
 def sizes_of(total: torch.Tensor, gradient: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -95,7 +90,7 @@ def have_grown(sizes: torch.Tensor, share: float, comm: Communicator, device: to
     """True if in this share of the matrices the mean size outside of the mask has reached that in the mask.
 
     Args:
-        sizes: as of ``no_sizes``, this rank's part.
+        sizes: this rank's part of ``sizes_of`` each parameter. Shape: [parameters, 4].
 
     Communicates: one all_reduce of 32 bytes a parameter. Order: blocks the host.
     """

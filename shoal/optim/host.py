@@ -223,40 +223,36 @@ class HostStep:
 
     def start(
         self,
-        kind: RuleName,
+        rule: Rule,
         main: torch.Tensor,
         states: Mapping[str, torch.Tensor],
         gradient: torch.Tensor,
         parameter: torch.Tensor | None,
-        hyper: Mapping[str, Any],
         *,
-        step: float,
         gradient_scale: float = 1.0,
         undo: Sequence[torch.Tensor] | None = None,
     ) -> HostWork:
         """Update one range of elements in place. All tensors are 1-D, contiguous, on the host and of one length.
 
         Args:
+            rule: with the number of this step of this range. SGD sets its momentum in step 1.
             main: fp32.
             states: fp32, by the optimizer's names (``Rule.state_names``); others are ignored.
             gradient: bf16, fp16 or fp32; not modified.
             parameter: receives the rounded main parameters, bf16, fp16 or fp32; None: no such copy.
-            hyper: the optimizer's parameter group.
-            step: the number of this step of this range, from 1, counted by the caller. SGD sets its momentum in step 1.
             gradient_scale: factor of the gradient, applied in fp32 (clipping, loss scale).
             undo: receives the old main parameters and states (in the rule's order), fp32; None: no such copy.
 
         Order: with the path "threads" it returns at once; updates run in the order in which they were started, and the
             end of one may overlap with the start of the next. With the other paths it returns when the update is done.
         Memory: none of the range's size, except for "plain".
-        Raises: OptimizerError: an unknown rule, or tensors that do not fit.
+        Raises: OptimizerError: tensors that do not fit the rule.
         """
-        rule = Rule.of(kind, hyper, step)
         ordered = _check(rule, main, states, gradient, parameter)
         main, gradient = main.detach(), gradient.detach()
         parameter = None if parameter is None else parameter.detach()
         written = [main, *ordered, *(() if parameter is None else (parameter,)), *(undo or ())]
-        host_access(f"host update ({kind})", reads=[gradient], writes=written)
+        host_access(f"host update ({rule.kind})", reads=[gradient], writes=written)
         if is_fake(main):
             return HostWork()
         path = self.path
@@ -336,9 +332,9 @@ def choose_path(kind: RuleName, gradient: torch.dtype, parameter: torch.dtype | 
     if num_threads == torch.get_num_threads():
         paths = ["threads", "blocks", "plain"] if num_threads > 1 else ["blocks", "plain"]
     hyper: dict[str, Any] = dict.fromkeys(NUMBERS[kind], 1e-3) | {"betas": (0.9, 0.99)}
-    names = Rule.of(kind, hyper, 2).state_names
-    tensors = [torch.full((TRIAL_NUMEL,), 1e-3) for _ in range(1 + len(names))]
-    main, states = tensors[0], dict(zip(names, tensors[1:], strict=True))
+    rule = Rule.of(kind, hyper, 2)
+    tensors = [torch.full((TRIAL_NUMEL,), 1e-3) for _ in range(1 + len(rule.state_names))]
+    main, states = tensors[0], dict(zip(rule.state_names, tensors[1:], strict=True))
     grads = torch.full((TRIAL_NUMEL,), 1e-3, dtype=gradient)
     params = None if parameter is None else torch.zeros(TRIAL_NUMEL, dtype=parameter)
     steps: dict[UpdatePath, HostStep] = {path: HostStep(path, num_threads=num_threads) for path in paths}
@@ -347,7 +343,7 @@ def choose_path(kind: RuleName, gradient: torch.dtype, parameter: torch.dtype | 
         for number in range(1 + TRIAL_ROUNDS):
             for path, step in steps.items():
                 begin = time.perf_counter()
-                step.start(kind, main, states, grads, params, hyper, step=2).wait()
+                step.start(rule, main, states, grads, params).wait()
                 if number:
                     times[path].append(1e3 * (time.perf_counter() - begin))
     finally:

@@ -353,7 +353,8 @@ class ShardedStep(OptimizerRanges):
         for group in dict.fromkeys(group for group, _ in ranges):
             if group.has_own_main and group.updates is not None and not group.buffer.is_offloaded:
                 assert self.cpu_optimizer is not None
-                self.cpu_optimizer.send_back(group, [part for owner, part in ranges if owner is group])
+                self.cpu_optimizer.copy_back(group, [part for owner, part in ranges if owner is group])
+                self.cpu_optimizer.finish(group)
 
     def _step_whole(self, group: ParameterGroup, gradient_scale: float, has_grad: bytes) -> None:
         optimizer, buffer = self.optimizer, group.buffer

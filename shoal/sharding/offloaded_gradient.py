@@ -99,6 +99,11 @@ class OffloadedGradient(Gradient):
             self.sum.store(self._shards.acquire(host.numel(), host.dtype).copy_(host))
         return super().memory(is_overwritten=is_overwritten)
 
+    @property
+    def is_on_host(self) -> bool:
+        """True if the host has the sum, and the device does not."""
+        return self._host is not None
+
     def _allocate(self, numel: int) -> torch.Tensor:
         return self._shards.acquire(numel, self.dtype)
 

@@ -421,7 +421,7 @@ def gathers_ahead(settings: dict[str, Any]) -> tuple[list[str], list[str]]:
     has_run = [threading.Event() for _ in range(4)]
     plain = cpu._on_thread
 
-    def slowly(update: Callable[[], Any]) -> Any:
+    def slowly(update: Callable[[], Any], name: str) -> Any:
         number = len(started)
         started.append(number)
 
@@ -430,7 +430,7 @@ def gathers_ahead(settings: dict[str, Any]) -> tuple[list[str], list[str]]:
                 stalls.append(f"the forward of unit {number - 1} waits for the update of unit {number}")
             return update()
 
-        return plain(run)
+        return plain(run, name)
 
     for step in range(3):
         if step == 2:

@@ -84,7 +84,8 @@ def by_the_host(
     target = None if parameter is None else torch.zeros(start.numel(), dtype=parameter)
     for number, grad in enumerate(grads, start=1):
         before = grad.clone()
-        step.start(kind, main, states, grad, target, hyper, step=number, gradient_scale=gradient_scale).wait()
+        rule = Rule.of(kind, hyper, number)
+        step.start(rule, main, states, grad, target, gradient_scale=gradient_scale).wait()
         assert torch.equal(grad.nan_to_num(), before.nan_to_num())
     return [main, *(states[key] for key in sorted(states))] + ([] if target is None else [target])
 
@@ -144,7 +145,7 @@ def test_ranges_in_flight_do_not_disturb_each_other_and_the_last_wait_sees_them_
     for _ in range(8):
         tensors = [start.clone(), torch.zeros(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL, dtype=BF16)]
         states = {"exp_avg": tensors[1], "exp_avg_sq": tensors[2]}
-        works.append(step.start("AdamW", tensors[0], states, grad, tensors[3], hyper, step=1))
+        works.append(step.start(Rule.of("AdamW", hyper, 1), tensors[0], states, grad, tensors[3]))
         found.append(tensors)
     for work in works:
         work.wait()
@@ -270,16 +271,14 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, Any], message: st
     } | change
     hyper = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
     with pytest.raises(OptimizerError) as caught:
-        HostStep("plain").start("AdamW", **arguments, hyper=hyper, step=1)
+        HostStep("plain").start(Rule.of("AdamW", hyper, 1), **arguments)
     assert caught.value.code == "host-step-tensors"
     assert message in str(caught.value)
 
 
 def test_a_rule_or_a_number_that_is_not_there_is_refused() -> None:
-    weight = torch.zeros(8)
-    arguments: dict[str, Any] = {"main": weight, "states": {}, "gradient": weight, "parameter": None, "step": 1}
     unknown: Any = "Adamax"
     with pytest.raises(OptimizerError, match=r"has no rule 'Adamax'"):
-        HostStep("plain").start(unknown, **arguments, hyper={})
+        Rule.of(unknown, {}, 1)
     with pytest.raises(OptimizerError, match=r"hyperparameters of SGD have no 'weight_decay'"):
-        HostStep("plain").start("SGD", **arguments, hyper={"lr": 0.1})
+        Rule.of("SGD", {"lr": 0.1}, 1)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.first_gpu.common import Finding, Setting, attempt, main
+from shoal.kernels.use import launch_obstacle
 from shoal.optim import one_kernel_adam
 from shoal.optim.one_kernel_adam import AdamRange
 from shoal.parallel.expert import grouped
@@ -29,6 +30,9 @@ Kernel = Callable[[], Sequence[Tensor]]
 
 
 def check(setting: Setting) -> Iterable[Finding]:
+    if setting.is_gpu:
+        obstacle = launch_obstacle()
+        yield Finding("Triton launches kernels", not obstacle, obstacle or "yes")
     for dtype, heads, bound in (
         (torch.bfloat16, (16, 16), 2e-2),
         (torch.bfloat16, (16, 4), 2e-2),

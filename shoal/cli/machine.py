@@ -21,6 +21,8 @@ from shoal.comm.local_device import backends
 from shoal.comm.shm import is_supported
 from shoal.compat.about import TESTED
 from shoal.compat.accelerator import get_accelerator
+from shoal.device import num_accelerators
+from shoal.kernels.use import launch_obstacle
 from shoal.launch import read_environment
 from shoal.memory.host import host_available_nbytes
 from shoal.processor import Format, has_instructions_for
@@ -87,6 +89,8 @@ def _devices() -> Iterator[Finding]:
     visible = read_environment().visible_devices
     if visible is not None:
         yield Finding("  CUDA_VISIBLE_DEVICES", ",".join(visible) or "none")
+    if num_accelerators() and (obstacle := launch_obstacle()):
+        yield Finding("  kernels", f"torch's operators, as Triton cannot run its own: {obstacle}")
 
 
 def _loopback() -> Finding:

@@ -28,15 +28,19 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Ten
     """
     block = min(triton.next_power_of_2(logits.shape[1]), _BLOCK)
     _cross_entropy[(logits.shape[0],)](
-        logits, targets, losses, logits.shape[1], logits.stride(0), ignore_index, BLOCK=block, num_warps=8
-    )
+        logits, targets, losses, logits.shape[1], logits.stride(0), targets.stride(0), ignore_index,
+        BLOCK=block, num_warps=8,
+    )  # fmt: skip
 
 
 @triton.jit
-def _cross_entropy(logits, targets, losses, width, stride, ignored, BLOCK: tl.constexpr):
+def _cross_entropy(logits, targets, losses, width, stride, target_stride, ignored, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + row)
+    target = tl.load(targets + row * target_stride)
     start = logits + row * stride
+    is_known = (target >= 0) & (target < width)
+    # All warps read it, and one of them overwrites it below: the reductions between are barriers.
+    at_target = tl.load(start + target, mask=is_known, other=float("nan")).to(tl.float32)
     column = tl.arange(0, BLOCK)
     largest = tl.full([BLOCK], -3e38, tl.float32)  # finite, so that a difference of two is a number
     total = tl.zeros([BLOCK], tl.float32)
@@ -47,8 +51,6 @@ def _cross_entropy(logits, targets, losses, width, stride, ignored, BLOCK: tl.co
         largest = above
     top = tl.max(largest, axis=0)
     log_sum = top + tl.log(tl.sum(total * tl.exp(largest - top), axis=0))
-    is_known = (target >= 0) & (target < width)
-    at_target = tl.load(start + target, mask=is_known, other=float("nan")).to(tl.float32)
     tl.store(losses + row, tl.where(target == ignored, 0.0, log_sum - at_target))
     for first in range(0, width, BLOCK):
         place = first + column

@@ -61,11 +61,13 @@ def _merge(
     top = tl.maximum(before, new)
     old_part, new_part = tl.exp(before - top), tl.exp(new - top)
     both = old_part + new_part
-    tl.store(at_lse, top + tl.log(both), mask=exists)
     column = tl.arange(0, PADDED)
     is_value = exists[:, None] & (column[None, :] < size)
     at_total = total + row * total_row + head * total_head + query[:, None] * total_query + column[None, :]
     at_out = out + row_of_tile[:, None] * out_row + head * out_head + place[:, None] * out_query + column[None, :]
     values = tl.load(at_total, mask=is_value, other=0.0) * (old_part / both)[:, None]
     values += tl.load(at_out, mask=is_value, other=0.0).to(tl.float32) * (new_part / both)[:, None]
+    # Several warps read the log-sum-exp of a query, and one of them writes it: all must have read it before.
+    tl.debug_barrier()
+    tl.store(at_lse, top + tl.log(both), mask=exists)
     tl.store(at_total, values, mask=is_value)

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import torch
 
 from shoal.device import is_fake
 
+logger = logging.getLogger("shoal")
 _inside = threading.local()
 
 
@@ -34,7 +36,31 @@ def has_kernels(*tensors: torch.Tensor) -> bool:
     """True if Triton runs kernels on all of these tensors."""
     if not _has_triton() or any(is_fake(tensor) for tensor in tensors):
         return False
-    return all(tensor.is_cuda for tensor in tensors) or _is_interpreted()
+    return _is_interpreted() or (all(tensor.is_cuda for tensor in tensors) and _can_launch())
+
+
+@cache
+def _can_launch() -> bool:
+    """True if Triton launches kernels on this machine's GPUs; a warning says why it does not."""
+    if obstacle := launch_obstacle():
+        logger.warning("Triton cannot run kernels, so torch's operators run, which are slower: %s", obstacle)
+    return not obstacle
+
+
+@cache
+def launch_obstacle() -> str:
+    """Why Triton cannot launch kernels on this machine's GPUs; empty: it can.
+
+    Images without a C compiler are common, and Triton compiles C with Python's headers before it launches a kernel.
+    """
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        return f"{reason} (It needs a C compiler, Python's headers and a home that it can write to.)"
+    return ""
 
 
 def _is_interpreted() -> bool:

@@ -79,6 +79,14 @@ def test_a_head_gives_the_loss_and_the_gradients_of_logits_and_cross_entropy(
     assert len(calls) == 4  # chunks
 
 
+def test_a_head_takes_targets_that_are_a_column_of_another_tensor() -> None:
+    hidden, weight = torch.randn(6, 1, 8, requires_grad=True), torch.randn(53, 8)
+    columns = torch.randint(53, (6, 4))
+    loss = linear_cross_entropy(hidden, weight, columns[:, -1:])
+    plain = F.cross_entropy(F.linear(hidden[:, 0], weight), columns[:, -1])
+    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_stands_for_the_kernel_in_a_dry_run_gives_its_numbers(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

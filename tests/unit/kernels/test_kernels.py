@@ -8,14 +8,18 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import shoal
+from shoal.comm import formats
 from shoal.comm.formats import FORMATS
+from shoal.kernels import use
 from shoal.kernels.use import one_kernel, this_kernel
 from shoal.optim import one_kernel_adam
 from shoal.parallel import loss as loss_of_shoal
@@ -62,6 +66,7 @@ def test_kernels_compute_what_operators_compute(module: str) -> None:
 
 
 COMPILED = """
+import re
 import sys
 import triton
 from triton.backends.compiler import GPUTarget
@@ -78,6 +83,13 @@ def compile_for_gpu(kernel, known, kinds, other="i32"):
     made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
     assert ".entry" in made.asm["ptx"]
     print(kernel.fn.__name__, made.metadata.shared)
+    return made.asm["ptx"]
+
+
+def check_barrier(ptx):
+    # No warp reads between the last barrier and the first write: what it would read may be overwritten by another warp.
+    accesses = re.findall(r"ld[.]global|bar[.]sync|st[.]global", ptx)
+    assert accesses[accesses.index("st.global") - 1] == "bar.sync", accesses
 
 
 known = dict(KIND=kernels._KINDS[name], BITS=kernels._BITS[name], HAS_ERROR=True, **kernels._tile(256))
@@ -90,14 +102,14 @@ kinds |= dict.fromkeys(("main", "average", "square", "count"), "*fp32")
 kinds |= dict.fromkeys(("lr", "power1", "power2"), "fp64")
 compile_for_gpu(adam._adam, known, kinds, "fp32")
 kinds = {"logits": "*bf16", "targets": "*i64", "losses": "*fp32"}
-compile_for_gpu(cross_entropy._cross_entropy, {"BLOCK": 4096}, kinds)
+check_barrier(compile_for_gpu(cross_entropy._cross_entropy, {"BLOCK": 4096}, kinds))
 known = dict(HAS_SCALE=True, HAS_DOTS=True, HAS_WEIGHTS=True, K=8, BLOCK=2048)
 kinds = dict.fromkeys(("tokens", "rows", "dot_with", "out"), "*bf16") | {"token_of": "*i64", "row_of": "*i64"}
 kinds |= dict.fromkeys(("scale", "weights", "dots"), "*fp32")
 for kernel in (expert_rows._gather, expert_rows._sum):
     compile_for_gpu(kernel, known, kinds)
 kinds = {"total": "*fp32", "lse": "*fp32", "out": "*bf16", "of_tile": "*fp32"}
-compile_for_gpu(merge._merge, {"IS_REVERSED": True, "QUERIES": 32, "PADDED": 128}, kinds)
+check_barrier(compile_for_gpu(merge._merge, {"IS_REVERSED": True, "QUERIES": 32, "PADDED": 128}, kinds))
 kinds = dict.fromkeys(("gate_up", "out", "gradient", "of_gate_up"), "*bf16")
 for kernel in (swiglu._forward, swiglu._backward):
     compile_for_gpu(kernel, {"BLOCK": 1024}, kinds)
@@ -263,6 +275,45 @@ def test_chunks_whose_logits_are_alone_in_memory_have_four_times_the_tokens(
         hidden, weight = (torch.empty(n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (8192, 131_072))
         linear_cross_entropy(hidden, weight, torch.zeros(8192, dtype=torch.long), **options)
     assert chunks == [8192 // number] * number
+
+
+def test_without_a_c_compiler_operators_run_and_one_line_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Driver:
+        @property
+        def active(self) -> Any:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify one.")
+
+    for name in ("_can_launch", "launch_obstacle"):
+        monkeypatch.setattr(use, name, cache(getattr(use, name).__wrapped__))
+    monkeypatch.setattr(use, "_has_triton", lambda: True)
+    monkeypatch.setattr(use, "_is_interpreted", lambda: False)
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    monkeypatch.setitem(sys.modules, "triton.runtime", SimpleNamespace(driver=Driver()))  # type: ignore[arg-type]
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    assert not use.has_kernels(torch.zeros(1)) and not caplog.messages
+    assert not use.has_kernels(on_gpu) and not use.has_kernels(on_gpu, on_gpu)
+    assert len(caplog.messages) == 1 and "Failed to find C compiler. (It needs" in caplog.text
+
+    use._can_launch.cache_clear()
+    use.launch_obstacle.cache_clear()
+    found = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: "sm_90"))
+    monkeypatch.setattr(sys.modules["triton.runtime"], "driver", found)
+    assert use.has_kernels(on_gpu) and not use.has_kernels(on_gpu, torch.zeros(1))
+
+
+@pytest.mark.parametrize(("name", "largest"), [("int8", 8192), ("fp8", 8192), ("int4", 1024), ("1bit", 512)])
+def test_blocks_whose_kernel_takes_long_to_compile_are_left_to_operators(
+    name: str, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    kernels = SimpleNamespace(encode=lambda _, block, *rest: encoded.append(block), decode=lambda *_: None)
+    monkeypatch.setattr(formats, "has_kernels", lambda *_: True)
+    monkeypatch.setattr(formats, "_kernels", lambda: kernels)
+    for block in (largest, 2 * largest):
+        FORMATS[name](block).encode(torch.zeros(1, 4 * block))
+    assert encoded == [largest]
 
 
 def test_blocks_of_one_kernel_nest() -> None:

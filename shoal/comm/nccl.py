@@ -328,6 +328,9 @@ class NcclCommunicator(Backend):
     def drain(self) -> None:
         self._host.drain()
 
+    def check(self) -> None:
+        self._first_error.check()
+
     def close(self) -> None:
         self._host.close()
         group, self._group = self._group, None

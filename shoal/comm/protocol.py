@@ -248,6 +248,9 @@ class Backend:
     def drain(self) -> None:
         """Block until no peer reads any source of a collective that this rank has waited for."""
 
+    def check(self) -> None:
+        """Raises: CommError: the first error. What an accelerator's collectives gave since may be of any value."""
+
     def close(self) -> None:
         """Release groups, maps and threads. Idempotent."""
 
@@ -530,6 +533,15 @@ class Communicator:
     def drain(self) -> None:
         """Block until no peer reads any source of a collective that this rank has waited for."""
         self.backend.drain()
+
+    def check(self) -> None:
+        """Call after the host has read what a collective gave, before it acts on it.
+
+        Where a rank fails, the kernels that wait for it end, and with them the host's wait for the value.
+
+        Raises: CommError: the first error.
+        """
+        self.backend.check()
 
     def close(self) -> None:
         """Release groups, maps and threads. Idempotent."""

@@ -113,7 +113,7 @@ def aligned_empty(nbytes: int, *, is_pinned: bool = False, is_inherited: bool = 
     if is_pinned and torch.accelerator.is_available():
         try:
             return _pinned(nbytes)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, OSError) as error:
             logger.warning(
                 "%s of host memory could not be page-locked (%s); ordinary memory is used instead, so copies to the "
                 "device are slower.",

@@ -283,9 +283,13 @@ class Channel:
             return bytes(self._stages.take(key, f"the structure of {label}"))
         size = torch.empty(1, dtype=torch.int64, device=self._device)
         self._comm.recv(size, peer, label=f"{label} structure").wait()
-        text = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
+        num_bytes = int(size.item())
+        self._comm.check()
+        text = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         self._comm.recv(text, peer, label=f"{label} structure").wait()
-        return text.cpu().numpy().tobytes()
+        read = text.cpu().numpy().tobytes()
+        self._comm.check()
+        return read
 
     def send(
         self, form: MessageForm, tensors: Sequence[torch.Tensor], peer: int, *, label: str, is_joined: bool = False

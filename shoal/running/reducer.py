@@ -169,6 +169,7 @@ class Reducer:
         sent = torch.tensor(order, dtype=torch.float32, device=self._device)
         mine = self._comm.exchange(sent, label="order of reductions").wait()
         first = read_vector(mine[0], when_fake=-1.0)
+        self._comm.check()
         if first[0] >= 0:
             self._order = [self.units[int(index)] for index in first]
 

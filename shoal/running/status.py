@@ -142,6 +142,7 @@ def _exchange(comm: Communicator, values: Sequence[float | torch.Tensor], device
         ]
     )
     numbers = read_vector(comm.exchange(vector, label="step").wait().reshape(-1), when_fake=0.0)
+    comm.check()
     width = len(values)
     return [numbers[row * width : (row + 1) * width] for row in range(comm.size)]
 

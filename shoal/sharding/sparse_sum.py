@@ -123,7 +123,9 @@ def exchange_counts(comm: Communicator, count: int, device: torch.device, *, lab
     mine = torch.tensor([count], dtype=torch.int64, device=device)
     if comm.size == 1:
         return [count]
-    return [int(value) for value in read_vector(comm.exchange(mine, label=label).wait().flatten(), when_fake=0.0)]
+    counts = read_vector(comm.exchange(mine, label=label).wait().flatten(), when_fake=0.0)
+    comm.check()
+    return [int(count) for count in counts]
 
 
 def sum_rows(

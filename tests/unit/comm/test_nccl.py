@@ -31,6 +31,8 @@ from shoal.comm.world import World
 from shoal.engine.model_parts import axes_of
 from shoal.errors import CommError, RankFailedError, UsageError
 from shoal.mesh import Mesh
+from shoal.running import status
+from shoal.sharding.sparse_sum import exchange_counts
 
 SIZE = 4
 
@@ -216,6 +218,29 @@ def test_after_the_watch_has_found_a_failure_every_wait_raises_it(calls: list[tu
             call()
         assert error.value.failed_rank == 3
     assert len(calls) == 1
+
+
+def test_values_that_the_host_has_read_after_a_failure_are_not_used(
+    calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To abort a group ends the kernel that the host waits for; what it should have written is of any value."""
+    first_error = FirstError()
+    comm = communicator(first_error)
+
+    def read(tensor: torch.Tensor, *, when_fake: float) -> list[float]:
+        first_error.keep(RankFailedError(3, "OutOfMemoryError"))
+        return [float("nan")] * tensor.numel()
+
+    device = torch.device("meta")
+    monkeypatch.setattr("shoal.running.status.read_vector", read)
+    monkeypatch.setattr("shoal.sharding.sparse_sum.read_vector", read)
+    for use in (
+        lambda: status._exchange(comm, [1.0, 2.0], device),
+        lambda: exchange_counts(comm, 1, device, label="rows"),
+    ):
+        first_error.error = None
+        with pytest.raises(RankFailedError, match="OutOfMemoryError"):
+            use()
 
 
 def test_ncclls_own_error_is_explained_once() -> None:

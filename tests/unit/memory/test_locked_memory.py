@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from shoal.device import host_empty
+from shoal.device import _LockedMemory, host_empty
 from shoal.memory.host import aligned_empty
+from shoal.memory.stream_copies import StreamCopies
 from shoal.streams import HostThread
-from tests.helpers.fake_streams import GPU
+from tests.helpers.fake_streams import GPU, FakeStreams
 
 NUMEL = 300_001  # 1.2 MB of fp32: torch's allocator would lock 2 MiB
 
@@ -62,6 +65,50 @@ def test_buffers_of_the_disk_tier_have_the_size_that_was_asked_for_too(monkeypat
     memory = aligned_empty(5_000_001, is_pinned=True)
     assert memory.data_ptr() % 4096 == 0
     assert driver.locked == {memory.data_ptr(): 5_000_001}
+
+
+@pytest.mark.parametrize("fails", ["lock", "map"])
+def test_where_no_more_can_be_locked_buffers_are_ordinary_memory(
+    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Driver(monkeypatch, error=2 if fails == "lock" else 0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    if fails == "map":
+        monkeypatch.setattr(_LockedMemory, "madvise", refuse)
+    with caplog.at_level(logging.WARNING, "shoal"):
+        assert aligned_empty(5_000_001, is_pinned=True).numel() == 5_000_001
+    assert "could not be page-locked" in caplog.text
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def test_memory_for_activations_is_locked_once_and_not_unlocked_while_it_is_of_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To unlock memory waits for the device; a backward pass must not."""
+    driver, _ = Driver(monkeypatch), FakeStreams(monkeypatch)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    copies = StreamCopies(GPU)
+    for step in range(3):
+        sources = [torch.full((NUMEL + layer % 2,), float(layer + step)) for layer in range(6)]
+        saved = [copies.to_host(source)[0] for source in sources]
+        assert all(torch.equal(*pair) for pair in zip(saved, sources, strict=True))
+        while saved:
+            saved.pop()
+        assert (len(driver.locked), driver.log) == (6, [])
+    assert sum(driver.locked.values()) <= 6 * (4 * NUMEL + 4) * 9 / 8
+    for numel in (NUMEL, 2 * NUMEL, 3 * NUMEL, 4 * NUMEL):  # as where batches have different lengths
+        saved = [copies.to_host(torch.zeros(numel))[0] for _ in range(6)]
+        saved.clear()
+        assert len(driver.locked) == 6
+    del copies
+    assert driver.locked == {}
 
 
 def test_a_thread_of_the_host_is_on_the_device_of_the_one_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ import struct
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -40,7 +40,7 @@ from torch._C._distributed_c10d import Store
 from shoal.comm.failure import FailureReports, FirstError
 from shoal.comm.gloo import GlooCommunicator
 from shoal.comm.memory_group import GroupCall
-from shoal.comm.named_group import is_open, named_group
+from shoal.comm.named_group import named_group
 from shoal.comm.protocol import (
     Backend,
     Call,
@@ -337,8 +337,11 @@ class NcclCommunicator(Backend):
         registered, self._registered = self._registered, []
         if group is not None and self._first_error.error is None:  # to abort a group did it
             for reference, backend in registered:
-                if (pool := reference()) is not None and is_open(group):
-                    backend.deregister_mem_pool(pool.native)
+                if (pool := reference()) is not None:
+                    # The script may have destroyed the group: torch forgets the pool first, and raises then. Of a pool
+                    # that it knew, memory that is freed later would end the process.
+                    with suppress(RuntimeError):
+                        backend.deregister_mem_pool(pool.native)
             if self._has_symmetric_memory:
                 _symmetric_memory()._group_name_to_workspace_tensor.pop(group.group_name, None)
         self._factors.clear()

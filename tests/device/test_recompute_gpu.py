@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.device import Device
+from shoal.device import Device, _LockedMemory
 from shoal.parallel.recompute import Recompute, RecomputeSettings, recompute_blocks
 from shoal.sharding.placement import Tier
 
@@ -17,9 +17,9 @@ X_NBYTES = ROWS * HIDDEN * 4
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = HIDDEN) -> None:
         super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.linear = nn.Linear(hidden, hidden)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,3 +67,25 @@ def test_the_bytes_are_on_the_host() -> None:
     loss = model(torch.randn(ROWS, HIDDEN, device=gpu())).sum()
     assert made.saved_bytes_by_tier() == {Tier.HOST: 3 * X_NBYTES}
     loss.backward()
+
+
+def test_host_memory_is_locked_in_the_first_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a size that is no power of two; PyTorch's allocator reuses the others."""
+    locked: list[int] = []
+    allocate = _LockedMemory.allocate
+
+    def counted(nbytes: int, device: torch.device) -> torch.Tensor:
+        locked.append(nbytes)
+        return allocate(nbytes, device)
+
+    monkeypatch.setattr(_LockedMemory, "allocate", counted)
+    model = nn.Sequential(*(Block(1000) for _ in range(6))).to(gpu())
+    recompute_blocks(model, Block, recompute=Recompute(RecomputeSettings(is_offloaded=True)))
+    x = torch.randn(ROWS, 1000, device=gpu())
+    loss, gradients, _ = run(model, x)
+    assert len(locked) == 6
+    for _ in range(3):
+        ours, our_gradients, _ = run(model, x)
+        assert torch.equal(ours, loss)
+        assert all(torch.equal(a, b) for a, b in zip(our_gradients, gradients, strict=True))
+    assert len(locked) == 6

@@ -370,14 +370,19 @@ def test_groups_that_the_script_has_destroyed_are_left_alone(joined: Joined, mon
     transport = ProcessTransport(dist.HashStore(), 0, 2, DEVICE, 60.0, watch_seconds=3600.0)
     comm = transport.open("dp", ((0, 1),))
     assert isinstance(comm, NcclCommunicator)
-    backend = SimpleNamespace(deregister_mem_pool=lambda pool: pytest.fail("the communicator is gone"))
-    pool = SimpleNamespace(native="pool")
+    known = ["pool"]
+
+    def deregister(pool: str) -> None:
+        known.remove(pool)
+        raise dist.DistBackendError("NCCL communicator was aborted")
+
+    backend, pool = SimpleNamespace(deregister_mem_pool=deregister), SimpleNamespace(native="pool")
     comm._registered.append(cast(Any, (lambda: pool, backend)))
     for group in transport._nccl.values():
         monkeypatch.delitem(dist.distributed_c10d._world.pg_map, group)
     comm.close()
     transport.close()
-    assert joined.ended == []
+    assert joined.ended == [] and known == []
 
 
 def test_torch_makes_a_group_of_what_it_is_given_and_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +447,6 @@ def test_registered_memory_is_a_pool_of_torch_with_segments_that_are_not_divided
     )
     monkeypatch.setattr(torch.cuda, "MemPool", Pool)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", used)
-    monkeypatch.setattr(nccl, "is_open", lambda group: True)
     comm = backend()
     comm._group = cast(Any, group)
     pool, other = (comm.new_pool(DEVICE, is_symmetric=False) for _ in range(2))

@@ -15,6 +15,7 @@ import torch
 
 from shoal.comm.world import current_world, has_scoped_world, use_world
 from shoal.parallel.sequence import context as sequence
+from shoal.streams import simulation
 
 
 def run_in_threads(patch: pytest.MonkeyPatch) -> None:
@@ -22,8 +23,9 @@ def run_in_threads(patch: pytest.MonkeyPatch) -> None:
     run = torch.autograd._engine_run_backward
 
     def run_in_thread(*args: Any, **kwargs: Any) -> Any:
-        if torch._guards.TracingContext.try_get() is not None:
-            return run(*args, **kwargs)  # a compiler traces it
+        # A compiler traces it, or the check of streams follows this thread, as if autograd's own thread was this one.
+        if torch._guards.TracingContext.try_get() is not None or simulation() is not None:
+            return run(*args, **kwargs)
         world = current_world() if has_scoped_world() else None
         setting = None if world is None else sequence._of_thread.get()
         results: list[Any] = []

@@ -378,7 +378,8 @@ def _can_be_completed(combination: Mapping[str, str], most_ranks: int) -> bool:
     """Are there ranks enough for the experts of a combination that lacks axes?"""
     experts = combination.get("experts", "no")
     split = {"tp": "2"} if experts.endswith("split") else {}
-    of_experts = {"ranks": str(_ep(experts)), "pp": combination.get("pp", "1"), **split}
+    replicas = 2 if combination.get("hybrid") == "local steps" else 1  # each has all experts at every stage
+    of_experts = {"ranks": str(_ep(experts) * replicas), "pp": combination.get("pp", "1"), **split}
     compiled = {axis: combination[axis] for axis in ("compile", "rows") if axis in combination}
     return max(_cost({**split, **combination}), _cost({**of_experts, **compiled})) <= most_ranks
 

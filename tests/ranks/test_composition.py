@@ -150,6 +150,14 @@ def test_every_two_values_of_different_axes_are_covered_or_refused() -> None:
     assert {axis for each in REFUSALS for axis in each.values} <= set(AXES)
 
 
+def test_any_three_values_that_no_number_of_ranks_completes_are_left_out() -> None:
+    """Replicas with local steps of experts that are split over tensor-parallel ranks, in a pipeline: 16 ranks."""
+    axes = {axis: AXES[axis] for axis in ("ranks", "tp", "pp", "experts", "hybrid")}
+    found = {(row["pp"], row["experts"], row["hybrid"]) for row in covering(3, axes)}
+    assert ("2", "ep 2 split", "local steps") not in found
+    assert {("1", "ep 2 split", "local steps"), ("2", "ep 2", "local steps"), ("2", "ep 2 split", "mics")} <= found
+
+
 def test_one_more_axis_is_one_more_line() -> None:
     axes = {**AXES, "order": {"1": {}, "2": {"run": {"order": 2}}}}
     rows = covering(2, axes)

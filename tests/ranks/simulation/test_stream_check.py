@@ -24,6 +24,7 @@ from shoal.sharding.offloaded_gradient import ShardBuffers
 from shoal.sharding.unit import Unit
 from shoal.simulation.check import StreamCheck
 from shoal.streams import simulation
+from tests.helpers.backward_threads import run_in_threads
 from tests.helpers.models import Plain
 from tests.helpers.training import adamw, are_bit_equal, batch, config, run_steps, start, train_ranks
 
@@ -70,6 +71,13 @@ def reports(checks: list[StreamCheck]) -> str:
 @pytest.mark.parametrize(("stage", "tier", "accumulation"), MATRIX)
 def test_the_streams_of_every_stage_wait_where_they_must(stage: int, tier: str, accumulation: int) -> None:
     found = checked(settings(stage, tier, accumulation))
+    assert reports(found) == ""
+    assert min(check.num_operations for check in found) > 250
+
+
+def test_a_backward_pass_that_tests_run_in_a_thread_of_its_own_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_in_threads(monkeypatch)
+    found = checked(settings(1))
     assert reports(found) == ""
     assert min(check.num_operations for check in found) > 250
 

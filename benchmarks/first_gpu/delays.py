@@ -33,9 +33,10 @@ from benchmarks.first_gpu.common import (
     model,
     tokens,
 )
+from shoal.comm.side_stream import CopyDone
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.memory.stream_copies import CopyDone, StreamCopies
+from shoal.memory.stream_copies import StreamCopies
 
 CASES = [
     *((stage, (), 1) for stage in range(4)),
@@ -92,7 +93,7 @@ def late_copies(setting: Setting) -> Iterator[None]:
             setting.sleep(8_000_000)
             yield done
 
-    StreamCopies.queued = sleeping  # type: ignore[method-assign]
+    StreamCopies.queued = sleeping  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

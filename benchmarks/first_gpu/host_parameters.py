@@ -53,7 +53,8 @@ def _run(case: tuple[int, tuple[str, ...], int, Any], what: str, right: dict[str
         engine = shoal.initialize(model=mine, config=settings)[0]
         for index in range(2 * STEPS):
             micro_step(engine, tokens(setting, 1000 * rank + index))
-        updates = engine.sharding.step.cpu_optimizer
+        step: Any = engine.sharding.step
+        updates = step.cpu_optimizer
         found = {name: value.detach().cpu().clone() for name, value in engine.module_state_dict().items()}
         engine.destroy()
         return found, updates.num_ahead if updates is not None else 0

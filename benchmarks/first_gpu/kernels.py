@@ -72,9 +72,9 @@ def _attention(setting: Setting, dtype: torch.dtype, heads: tuple[int, int], bou
         return [out.detach(), *torch.autograd.grad(out, (query, key, value), gradient)]
 
     def plain() -> Sequence[Tensor]:
-        kernel, tensors = PlainKernel(), [leaf.detach() for leaf in (query, key, value)]
-        out, lse = kernel.forward(*tensors, True, size**-0.5)
-        return [out, *kernel.backward(gradient, (*tensors, out, lse), True, size**-0.5)]
+        kernel, saved = PlainKernel(), (query.detach(), key.detach(), value.detach())
+        out, lse = kernel.forward(saved[0], saved[1], saved[2], True, size**-0.5)
+        return [out, *kernel.backward(gradient, (*saved, out, lse), True, size**-0.5)]
 
     return _compare(f"{what} ({name})", ours, plain, bound, setting)
 

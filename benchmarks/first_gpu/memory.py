@@ -6,6 +6,7 @@ rank, less where states are on the host), and the ledger's sum on the device. Gr
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 
 import torch
@@ -27,8 +28,10 @@ def check(setting: Setting) -> Iterable[Finding]:
 
 def _run(stage: int, places: tuple[str, ...], what: str, setting: Setting) -> Finding:
     shape = TINY if setting.is_tiny else SHAPE
-    one = torch.ones(16, 16, dtype=torch.bfloat16, device=setting.device)
-    torch.mm(one, one)  # cuBLAS allocates its workspace with the first product, and keeps it
+    gc.collect()  # what is left of the engine before
+    one = torch.ones(16, 16, dtype=torch.bfloat16, device=setting.device, requires_grad=True)
+    # cuBLAS allocates a workspace with the first product of each thread, also of the one of backward, and keeps it.
+    torch.autograd.grad(torch.mm(one, one).sum(), one)
     del one
     before = setting.allocated()
     if setting.is_gpu:

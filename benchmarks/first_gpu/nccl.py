@@ -14,14 +14,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from benchmarks.first_gpu.common import Finding, Setting, attempt, main
 from shoal.comm.failure import FirstError
-from shoal.comm.gloo import GlooCommunicator, GlooLinks, GlooPending
+from shoal.comm.gloo import GlooCommunicator, GlooPending
+from shoal.comm.gloo_links import GlooLinks
 from shoal.comm.nccl import NcclCommunicator, new_group
 from shoal.comm.protocol import Communicator
 from shoal.comm.recorder import Recorder
@@ -58,13 +59,16 @@ def check(setting: Setting) -> Iterable[Finding]:
 @contextmanager
 def _group(setting: Setting) -> Iterator[Communicator]:
     """A communicator of one rank, with the groups that an axis of several ranks has."""
-    backend = "cpu:gloo,cuda:nccl" if setting.is_gpu else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    kinds, store = "cpu:gloo,cuda:nccl" if setting.is_gpu else "gloo", HashStore()
+    dist.init_process_group(kinds, store=store, rank=0, world_size=1)
     try:
         timeout = timedelta(seconds=60)
-        group: Any = new_group([0], setting.device, timeout) if setting.is_gpu else dist.new_group([0], timeout)
+        if setting.is_gpu:
+            group = new_group(store, "first-gpu", [0], setting.device, timeout)
+        else:
+            group = dist.new_group([0], timeout)
         first_error, failures = FirstError(), SimpleNamespace(explain=lambda error, what: error)
-        links, pending = GlooLinks(dist.HashStore(), 0, 60.0), GlooPending(first_error)
+        links, pending = GlooLinks(HashStore(), 0, 60.0), GlooPending(first_error)
         host = GlooCommunicator("dp", links, [0], 1, failures, pending, is_mesh=False)  # type: ignore[arg-type]
         backend = NcclCommunicator("dp", group, host, failures, first_error)  # type: ignore[arg-type]
         yield Communicator(backend, Recorder())

@@ -4,6 +4,7 @@
     cpu         CPU, one head size for queries and values                       a block of the kernel's
     flash       CUDA, fp16 and bf16, a head size that divides by 8, up to 256   none
     efficient   CUDA, fp16, bf16 and fp32, head sizes that divide by 8          none
+                (on GPUs before Ampere no flash, and no bf16)
     plain       everything else, and a soft cap of the scores                   1,024 queries against the tile's keys
 
 K divides H: consecutive heads of queries share a head of keys, which no kernel copies. ``UnevenGroups`` is for heads of
@@ -24,6 +25,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from shoal.device import capability
 
 HeadGroups = tuple[tuple[range, range], ...]  # heads of queries, and the heads of keys that they share evenly
 Output = tuple[Tensor, Tensor]  # of a tile's queries, and the log-sum-exp of their scores
@@ -251,8 +254,9 @@ def _kernel_of(query: Tensor, value: Tensor) -> AttentionKernel:
     if query.device.type == "cpu" and size == value_size:
         return CpuKernel()
     if query.device.type == "cuda" and size % 8 == 0 and value_size % 8 == 0:
-        if query.dtype in (torch.float16, torch.bfloat16) and size == value_size <= 256:
+        is_old = (0, 0) < capability(query) < (8, 0)  # Volta and Turing
+        if query.dtype in (torch.float16, torch.bfloat16) and size == value_size <= 256 and not is_old:
             return FlashKernel()
-        if query.dtype in (torch.float16, torch.bfloat16, torch.float32):
+        if query.dtype in (torch.float16, torch.float32) or (query.dtype == torch.bfloat16 and not is_old):
             return EfficientKernel()
     return PlainKernel()

@@ -8,6 +8,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from shoal.parallel.sequence.kernels import (
     AttentionKernel,
     CpuKernel,
     EfficientKernel,
+    FlashKernel,
     PlainKernel,
     UnevenGroups,
     kernel_for,
@@ -310,3 +312,15 @@ def test_the_kernel_follows_device_and_head_sizes() -> None:
     assert isinstance(kernel_for(torch.empty(1, 1, 2, 7), torch.empty(1, 1, 2, 7)), CpuKernel)
     assert isinstance(kernel_for(torch.empty(1, 1, 2, 7), torch.empty(1, 1, 2, 5)), PlainKernel)
     assert isinstance(kernel_for(torch.empty(1, 1, 2, 8, device="meta"), torch.empty(1, 1, 2, 8)), PlainKernel)
+
+
+@pytest.mark.parametrize(
+    ("major", "of_half", "of_bf16"), [(7, EfficientKernel, PlainKernel), (9, FlashKernel, FlashKernel)]
+)
+def test_the_kernel_follows_the_generation_of_the_gpu(
+    major: int, of_half: type, of_bf16: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.parallel.sequence.kernels.capability", lambda _: (major, 5))
+    for dtype, kind in ((torch.float16, of_half), (torch.bfloat16, of_bf16), (torch.float32, EfficientKernel)):
+        some: Any = SimpleNamespace(shape=(1, 1, 2, 64), dtype=dtype, device=torch.device("cuda"))
+        assert type(kernel_for(some, some)) is kind

@@ -79,9 +79,9 @@ def test_host_memory_is_locked_in_the_first_step_only(monkeypatch: pytest.Monkey
         return allocate(nbytes, device)
 
     monkeypatch.setattr(_LockedMemory, "allocate", counted)
-    model = nn.Sequential(*(Block(1000) for _ in range(6))).to(gpu())
+    model = nn.Sequential(*(Block(1100) for _ in range(6))).to(gpu())
     recompute_blocks(model, Block, recompute=Recompute(RecomputeSettings(is_offloaded=True)))
-    x = torch.randn(ROWS, 1000, device=gpu())
+    x = torch.randn(ROWS, 1100, device=gpu())
     loss, gradients, _ = run(model, x)
     assert len(locked) == 6
     for _ in range(3):

@@ -11,6 +11,7 @@ connection over Gloo to each rank that one of them needs.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -27,7 +28,7 @@ from shoal.comm.named_group import abort_groups, destroy_groups
 from shoal.comm.nccl import NcclCommunicator, new_group
 from shoal.comm.protocol import Backend
 from shoal.comm.shm import LocalPeers, is_supported, join_group, vote
-from shoal.errors import RankFailedError
+from shoal.errors import CommError, RankFailedError
 from shoal.hang import RankProcesses
 
 _WATCH_SECONDS = 1.0
@@ -134,6 +135,25 @@ class ProcessTransport:
         self._first_error.keep(failure)
         abort_groups(list(self._nccl.values()))
 
+    def _meet(self, name: str) -> None:
+        """Wait until all ranks are here. One that has failed is found here, and never where NCCL waits for it.
+
+        Raises: CommError: a rank has failed, or has not come in time.
+        """
+        store, pause, end = PrefixStore("nccl", self.store), 0.001, time.monotonic() + self._timeout
+        store.add(name, 1)
+        while (count := store.add(name, 0)) < self._size:
+            self._first_error.check()
+            if time.monotonic() >= end:
+                raise CommError(
+                    f"{count} of {self._size} ranks have come within {self._timeout:g} s to make a group of NCCL.",
+                    where=f"rank {self._rank}",
+                    do="see what the other ranks were doing; if they were slow, give init_distributed more time.",
+                    code="comm-timeout",
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.25)
+
     def _open_nccl(
         self, name: str, groups: Sequence[tuple[int, ...]], ranks: tuple[int, ...], max_ctas: int | None
     ) -> dist.ProcessGroup:
@@ -144,6 +164,7 @@ class ProcessTransport:
         """
         group = self._nccl.get((groups, None)) or self._nccl.get((groups, max_ctas))
         if group is None:
+            self._meet(str(self._num_opened))
             timeout = timedelta(seconds=self._timeout)
             group = new_group(self.store, f"shoal/nccl/{name}", ranks, self._device, timeout, max_ctas)
             self._nccl[groups, max_ctas] = group

@@ -35,6 +35,7 @@ from shoal.running import status
 from shoal.sharding.sparse_sum import exchange_counts
 
 SIZE = 4
+MEET = ProcessTransport._meet
 
 
 class FakeWork:
@@ -315,6 +316,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Joined:
         made.gloo.append((len(ranks), {ranks[peer] for peer in peers}))
 
     monkeypatch.setattr(GlooLinks, "connect", connect)
+    monkeypatch.setattr(ProcessTransport, "_meet", lambda transport, name: None)
     return made
 
 
@@ -356,6 +358,32 @@ def test_all_groups_are_aborted_at_once_and_not_destroyed_before(joined: Joined)
     assert [end for end, _ in joined.ended] == ["abort"] * 3
     transport.close()
     assert all(joined.ends_of(group) == ["abort", "abort", "destroy"] for group in groups)
+
+
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_no_rank_waits_in_nccl_for_one_that_has_not_come(has_failed: bool) -> None:
+    transport = ProcessTransport(dist.HashStore(), 0, 2, DEVICE, 30.0 if has_failed else 0.05, watch_seconds=0.01)
+    if has_failed:
+        transport._failures.report(1, "OutOfMemoryError")
+    with pytest.raises(CommError, match="OutOfMemoryError" if has_failed else r"1 of 2 ranks .* within 0.05 s"):
+        transport.open("dp", ((0, 1),))
+    transport.close()
+
+
+def test_a_group_is_made_when_all_ranks_have_come(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProcessTransport, "_meet", MEET)
+    store = dist.HashStore()
+    transports = [ProcessTransport(store, rank, 2, DEVICE, 30.0, watch_seconds=3600.0) for rank in range(2)]
+    threads = [threading.Thread(target=each.open, args=("dp", ((0, 1),))) for each in transports]
+    threads[0].start()
+    threads[0].join(0.1)
+    assert joined.nccl == []
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert len(joined.nccl) == 2
+    for each in transports:
+        each.close()
 
 
 def test_the_rank_that_fails_aborts_its_groups_when_it_ends(joined: Joined) -> None:

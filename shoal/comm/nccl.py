@@ -12,6 +12,9 @@ A power of two changes no bits of a 16-bit value. In fp16 the part before keeps 
 whole factor, so that small values do not underflow. Only a 16-bit result that NCCL writes itself and whose second
 factor is not 1 costs a kernel of its own.
 
+A group with registered memory sums fp32, fp64 and bf16 unscaled, and the factor comes after: NCCL sums in the switch
+(NVLS) and in symmetric windows for its plain sum only.
+
 CPU tensors (offloaded state, control messages) go over Gloo.
 
 Ranks that issue different calls hang, or take one tensor for another: unlike the other backends, NCCL compares nothing.
@@ -92,7 +95,7 @@ def new_group(
     return named_group(store, name, ranks, backend="nccl", options=options, timeout=timeout, device=device)
 
 
-def split_scale(scale: float, dtype: torch.dtype, size: int) -> tuple[float, float]:
+def split_scale(scale: float, dtype: torch.dtype, size: int, *, is_registered: bool = False) -> tuple[float, float]:
     """``scale`` as a factor before the sum over ``size`` ranks and one after it; see the module.
 
     >>> [split_scale(1 / 8, dtype, 8) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
@@ -102,6 +105,8 @@ def split_scale(scale: float, dtype: torch.dtype, size: int) -> tuple[float, flo
         before = 1.0
         while size * before * before > 1.0:
             before /= 2
+    elif is_registered:
+        before = 1.0
     elif dtype == torch.bfloat16 and scale != 0.0:
         before = 2.0 ** round(math.log2(abs(scale)))
     elif dtype.is_floating_point:
@@ -283,7 +288,7 @@ class NcclCommunicator(Backend):
     def _on_stream(self, call: Call, what: str) -> NcclWork:
         result, sent, group = call.result, call.sent, self._group
         landing: torch.Tensor | None = None
-        after = 1.0
+        factor: torch.Tensor | None = None
         match call.verb:
             case "all_gather":
                 work = _all_gather(result, sent, group=group, async_op=True)
@@ -298,11 +303,11 @@ class NcclCommunicator(Backend):
                     target = landing = torch.empty_like(own)
                 elif is_same_memory(own, result):
                     target = own
-                before, after = split_scale(call.scale, sent.dtype, self.size)
-                work = _reduce_scatter(target, sent, _operation(before, self.size), group=group, async_op=True)
+                operation, factor = self._reduction(call.scale, sent)
+                work = _reduce_scatter(target, sent, operation, group=group, async_op=True)
             case "all_reduce":
-                before, after = split_scale(call.scale, result.dtype, self.size)
-                work = dist.all_reduce(result, _operation(before, self.size), group=group, async_op=True)
+                operation, factor = self._reduction(call.scale, result)
+                work = dist.all_reduce(result, operation, group=group, async_op=True)
             case "all_to_all":
                 outs, ins = (None if each is None else list(each) for each in (call.out_splits, call.source_splits))
                 work = dist.all_to_all_single(result, sent, outs, ins, group=group, async_op=True)
@@ -317,7 +322,7 @@ class NcclCommunicator(Backend):
                             dist.irecv(one.result, group=group, group_src=one.peer)
             case _:
                 work = dist.broadcast(result, group=group, group_src=call.peer, async_op=True)
-        return NcclWork(self, what, work, result, landing, self._factor(after, sent), call.accumulate)
+        return NcclWork(self, what, work, result, landing, factor, call.accumulate)
 
     def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
         return self._host.gather_objects(value, label=label)
@@ -362,6 +367,11 @@ class NcclCommunicator(Backend):
             cause = self._failures.explain(error, what)
             self._first_error.keep(cause)
             raise cause from error
+
+    def _reduction(self, scale: float, full: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
+        """NCCL's reduction of ``full``, and the factor after it, which exists when NCCL begins."""
+        before, after = split_scale(scale, full.dtype, self.size, is_registered=bool(self._registered))
+        return _operation(before, self.size), self._factor(after, full)
 
     def _factor(self, after: float, full: torch.Tensor) -> torch.Tensor | None:
         """``after`` as a tensor of one element: unlike a number it makes a 16-bit product an fp32 one."""

@@ -127,6 +127,19 @@ def test_a_sum_is_scaled_inside_ncclls_kernel(
         assert [factor for factor, _ in nccl_backend._factors] == [pytest.approx(after)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 1 / SIZE, 1 / 12])
+def test_registered_memory_is_summed_plainly(calls: list[tuple[str, Any]], dtype: torch.dtype, scale: float) -> None:
+    """NCCL has no kernels for its other reductions in symmetric windows and in the switch."""
+    nccl_backend = backend()
+    nccl_backend._registered.append(cast(Any, ("pool", "backend")))
+    comm = Communicator(nccl_backend, Recorder())
+    comm.all_reduce(meta(8, dtype), scale=scale, label="x")
+    comm.reduce_scatter(meta(8, dtype), meta(2, dtype), scale=scale, label="x")
+    assert calls == [("all_reduce", dist.ReduceOp.SUM), ("reduce_scatter", dist.ReduceOp.SUM)]
+    assert [factor for factor, _ in nccl_backend._factors] == ([scale] if scale != 1.0 else [])
+
+
 def kernels_of(work: NcclWork) -> list[str]:
     """The operators that ``wait()`` runs."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

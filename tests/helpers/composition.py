@@ -419,7 +419,8 @@ def covering(
     """Combinations in which any ``strength`` values of different axes occur together, unless they are refused.
 
     Each combination begins with a set of values that is not covered yet, and takes for each further axis the value that
-    covers the most. Of some such combinations the best is kept.
+    covers the most. Of some such combinations the best is kept. Where none of them can be completed (an early value may
+    exclude all of a later axis), further ones take values at random.
     Source: Cohen et al., The AETG System (1997).
     """
     chosen = random.Random(seed)
@@ -434,8 +435,9 @@ def covering(
     while missing:
         first = dict(next(iter(missing)))
         rows: list[Combination] = []
-        while len(rows) < 8 or (not any(rows) and len(rows) < 400):  # an early value may exclude all of a later axis
-            rows.append(_complete(first, axes, missing, strength, order, chosen, most_ranks))
+        while len(rows) < 8 or (not any(rows) and len(rows) < 400):
+            wanted = missing if len(rows) < 8 else {}
+            rows.append(_complete(first, axes, wanted, strength, order, chosen, most_ranks))
         row = max(rows, key=lambda row: len(_covered(row, missing, strength)) / (1 + _cost(row)))
         if not (covered := _covered(row, missing, strength)):
             raise ValueError(f"{first} is refused together with every value of another axis")
@@ -460,11 +462,19 @@ def _complete(
         if not allowed:
             return {}
         chosen.shuffle(allowed)
+        if not missing:
+            row[name] = allowed[0]
+            continue
         gain = dict.fromkeys(allowed, 0)
-        for rest in itertools.combinations(row.items(), strength - 1):
-            for value in allowed:
-                values = tuple(sorted((*rest, (name, value)), key=lambda pair: order[pair[0]]))
-                gain[value] += values in missing
+        pairs = sorted(row.items(), key=lambda pair: order[pair[0]])
+        before = [pair for pair in pairs if order[pair[0]] < order[name]]
+        after = pairs[len(before) :]
+        for number in range(strength):
+            for begin, end in itertools.product(
+                itertools.combinations(before, number), itertools.combinations(after, strength - 1 - number)
+            ):
+                for value in allowed:
+                    gain[value] += (*begin, (name, value), *end) in missing
         row[name] = max(allowed, key=lambda value: (gain[value], -_cost({**row, name: value})))
     return {name: row[name] for name in axes}
 

@@ -158,6 +158,13 @@ def test_any_three_values_that_no_number_of_ranks_completes_are_left_out() -> No
     assert {("1", "ep 2 split", "local steps"), ("2", "ep 2", "local steps"), ("2", "ep 2 split", "mics")} <= found
 
 
+def test_three_values_are_completed_where_the_first_choice_of_the_other_axes_does_not_fit() -> None:
+    """Four expert-parallel ranks with one data-parallel rank: the axes that are chosen last must not be of one rank."""
+    axes = {axis: AXES[axis] for axis in ("stage", "ranks", "tp", "sp", "cp", "experts", "hybrid")}
+    found = {(row["stage"], row["ranks"], row["experts"]) for row in covering(3, axes)}
+    assert {(str(stage), "1", "ep 4") for stage in range(4)} <= found
+
+
 def test_one_more_axis_is_one_more_line() -> None:
     axes = {**AXES, "order": {"1": {}, "2": {"run": {"order": 2}}}}
     rows = covering(2, axes)

@@ -182,7 +182,10 @@ class CpuOptimizer:
             return
         gradient = group.gradient.owned()
         is_freed = transfer.is_only_copy = offloaded_gradient(group) is not None
-        self._wait_for_readers(group)
+        self._before_write(group)
+        if transfer.addition is not None:  # to a gradient that was dropped
+            transfer.addition.result()
+            transfer.addition = None
         if transfer.gradient is None or transfer.gradient.dtype != gradient.dtype:
             transfer.gradient = host_empty(gradient.numel(), gradient.dtype, gradient.device, is_pinned=self._is_pinned)
         name_memory(transfer.gradient, f"the gradient of unit {group.label!r} on the host")
@@ -190,13 +193,6 @@ class CpuOptimizer:
         if not is_freed:
             group.gradient.copied = transfer.arrival
         transfer.version = group.gradient.version
-
-    def _wait_for_readers(self, group: ParameterGroup) -> None:
-        """Wait for an update that reads the last step's gradient, and for an addition to one that was dropped."""
-        self._before_write(group)
-        addition, self._transfers[group].addition = self._transfers[group].addition, None
-        if addition is not None:
-            addition.result()
 
     def _before_write(self, group: ParameterGroup) -> None:
         """Wait for what reads the gradient on the host."""
@@ -280,18 +276,18 @@ class CpuOptimizer:
         transfer = self._transfers[group]
         ahead = transfer.update
         if ahead is not None and self._is_right(group, ahead, ranges, gradient_scale):
+            updates: list[RangeUpdate] | None = ahead.ranges
             ahead.is_ahead = False
             self.num_ahead += 1
-            _count(ahead.ranges)
-            return True
-        self._undo(group)
-        updates = self._range_updates(group, ranges, gradient_scale)
-        if updates is None:
-            return False
-        if updates:
-            transfer.update = self._submit(group, updates)
-            _count(updates)
-        return True
+        else:
+            self._undo(group)
+            updates = self._range_updates(group, ranges, gradient_scale)
+            if updates:
+                transfer.update = self._submit(group, updates)
+        for update in updates or ():
+            if "step" in update.state:
+                update.state["step"] += 1
+        return updates is not None
 
     def _is_right(
         self, group: ParameterGroup, ahead: _Update, ranges: Sequence[ParameterRange], gradient_scale: float
@@ -465,9 +461,3 @@ class CpuOptimizer:
 def offloaded_gradient(group: ParameterGroup) -> OffloadedGradient | None:
     """The gradient of a group, if its sum is on the host between reductions."""
     return group.gradient if isinstance(group.gradient, OffloadedGradient) else None
-
-
-def _count(updates: Sequence[RangeUpdate]) -> None:
-    for update in updates:
-        if "step" in update.state:
-            update.state["step"] += 1

@@ -44,7 +44,7 @@ from shoal.comm.side_stream import CopyDone
 from shoal.config.zero import ZenFlowSection
 from shoal.device import host_empty, is_fake
 from shoal.offload.cpu_optimizer import CpuOptimizer, RangeUpdate, offloaded_gradient
-from shoal.optim.columns import have_grown, in_important_columns, num_columns, sizes_of
+from shoal.optim.columns import have_grown, in_important_columns, sizes_of
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.streams import ThreadResult, host_access, host_memory, keep_for_current_stream, name_memory, simulation
 
@@ -276,7 +276,7 @@ class ZenFlow(CpuOptimizer):
         parts, positions, values, end = {}, [group.main.new_zeros(0, dtype=torch.int64)], [[group.main[:0]] * 3], 0
         for part in group.ranges:
             if "zenflow_selected" in (state := self._state(part)):
-                index = self._index(group, part, state["zenflow_selected"])
+                index = self._index(part, state["zenflow_selected"])
                 values.append([source.index_select(0, index) for source in self._sources(part)])
                 positions.append(index + part.start)
                 parts[part] = slice(end, end := end + len(index))
@@ -292,16 +292,15 @@ class ZenFlow(CpuOptimizer):
         """Main parameters and moments of a range, on the host."""
         return [part.param.detach(), *(self._state(part)[name] for name in _MOMENTS)]
 
-    def _index(self, group: ParameterGroup, part: ParameterRange, mask: torch.Tensor) -> torch.Tensor:
+    def _index(self, part: ParameterRange, mask: torch.Tensor) -> torch.Tensor:
         """Where the mask is true; and padding, which a checkpoint does not have, so that vectors keep their length."""
-        if not is_fake(mask):
-            whole = torch.ones_like(mask)
-            for each in part.segments:
-                whole[each.start : each.stop] = mask[each.start : each.stop]
-            return whole.nonzero().view(-1)
-        specs, ratio = group.buffer.layout.specs, self._section.topk_ratio
-        shares = [(s.stop - s.start) * (ratio if num_columns(specs[s.slot]) else 1) for s in part.segments]
-        return host_memory(torch.zeros(int(sum(shares)), dtype=torch.int64), is_pinned=False)
+        if is_fake(mask):
+            numel = int(self._section.topk_ratio * mask.numel())  # parameters of one dim, which are whole, are small
+            return host_memory(torch.zeros(numel, dtype=torch.int64), is_pinned=False)
+        whole = torch.ones_like(mask)
+        for each in part.segments:
+            whole[each.start : each.stop] = mask[each.start : each.stop]
+        return whole.nonzero().view(-1)
 
     def _store(self, group: ParameterGroup) -> None:
         """Store the important columns on the host, where all state is then."""

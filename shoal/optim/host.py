@@ -179,9 +179,6 @@ class HostWork:
     def __init__(self, parts: Sequence[Future[None]] = ()) -> None:
         self._parts = parts
 
-    def is_done(self) -> bool:
-        return all(part.done() for part in self._parts)
-
     def wait(self) -> None:
         """Block until it is done. Raises: the first error of a thread, after all have ended."""
         problems = [part.exception() for part in self._parts]

@@ -149,7 +149,6 @@ def test_ranges_in_flight_do_not_disturb_each_other_and_the_last_wait_sees_them_
         found.append(tensors)
     for work in works:
         work.wait()
-    assert all(work.is_done() for work in works)
     for tensors in found:
         assert_equal_bits(tensors, expected)
     step.close()

@@ -1,7 +1,8 @@
-"""Which 16-bit formats the processor has instructions for. PyTorch emulates the others, which is slow."""
+"""The processor: its cores, and which 16-bit formats it has instructions for. PyTorch emulates the others, slowly."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,11 @@ NATIVE: Mapping[str, Mapping[Format, frozenset[str]]] = {
     "flags": {"bf16": frozenset({"avx512_bf16", "amx_bf16"}), "fp16": frozenset({"avx512_fp16", "amx_fp16"})},
     "Features": {"bf16": frozenset({"bf16"}), "fp16": frozenset({"asimdhp"})},
 }
+
+
+def num_cores() -> int:
+    """CPUs that this process may use; where the system binds no processes to CPUs, those of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def has_instructions_for(format: Format, cpuinfo: Path | None = None) -> bool | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import resource
 import shutil
@@ -25,7 +24,7 @@ from shoal.device import num_accelerators
 from shoal.kernels.use import launch_obstacle
 from shoal.launch import read_environment
 from shoal.memory.host import host_available_nbytes
-from shoal.processor import Format, has_instructions_for
+from shoal.processor import Format, has_instructions_for, num_cores
 from shoal.text import format_bytes, table
 
 
@@ -54,12 +53,11 @@ def check_machine(*, as_json: bool = False) -> bool:
 
 
 def _findings() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("shoal", shoal.__version__)
     yield Finding("python", f"{platform.python_version()} ({sys.executable})")
     yield Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
     yield from _devices()
-    yield Finding("processor", f"{platform.machine()}, {cores} cores for this process")
+    yield Finding("processor", f"{platform.machine()}, {num_cores()} cores for this process")
     both: tuple[Format, Format] = ("bf16", "fp16")
     formats = [name for name in both if has_instructions_for(name)]
     yield Finding("  instructions for", ", ".join(formats) or "neither bf16 nor fp16: both are emulated, and slow")

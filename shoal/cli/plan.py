@@ -5,7 +5,6 @@ trained for some steps on this machine, and the fastest is kept.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import typer
 
 from shoal.cli.usage import MODEL_HELP
 from shoal.errors import UsageError
+from shoal.processor import num_cores
 
 _MODEL = typer.Argument(help=MODEL_HELP)
 _Sequence = Annotated[int, typer.Option(min=1, help="Tokens of a row.")]
@@ -64,8 +64,7 @@ def plan(
             made = searching.judge(model, gpus, config=read, machine=machine, sequence=sequence, progress=show)
         else:
             asked = _searched(sequence, global_batch, base, space, trials)
-            processes = os.cpu_count() or 1
-            made = searching.plan(model, gpus, machine=machine, num_processes=processes, progress=show, **asked)
+            made = searching.plan(model, gpus, machine=machine, num_processes=num_cores(), progress=show, **asked)
     if explain is not None:
         print(searching.explain(made, explain))
     elif as_json:

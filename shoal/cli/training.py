@@ -6,7 +6,6 @@ Started once per rank, ``python -m shoal.cli.training JOB.json``, or called in t
 from __future__ import annotations
 
 import math
-import os
 import platform
 import signal
 import sys
@@ -62,6 +61,7 @@ from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.parallel.loss import count_tokens
 from shoal.pipeline.simulate import simulate
 from shoal.pipeline.timeline import svg
+from shoal.processor import num_cores
 from shoal.text import format_bytes, format_count, format_duration
 
 _VALIDATION_FRACTION = 0.05
@@ -487,7 +487,7 @@ class _Run:
                 "torch": torch.__version__,
                 "python": platform.python_version(),
                 "shoal": shoal.__version__,
-                "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+                "system": f"{platform.system()} {platform.machine()}, {num_cores()} cores",
             },
             ledger=self.ledger.rows(),
             allocator=f"{reading.source}: {format_bytes(reading.allocated)} now, {format_bytes(reading.peak)} at most",

@@ -17,6 +17,7 @@ from shoal.compat.absent import not_built
 from shoal.compat.environment import local_size
 from shoal.errors import UsageError
 from shoal.host_heap import resident_nbytes
+from shoal.processor import num_cores
 
 SUPPORTED_ACCELERATOR_LIST = ["cuda", "cpu"]
 _CPU_ONLY_BACKEND, _CUDA_BACKEND = "gloo", "nccl"
@@ -95,7 +96,7 @@ class DeepSpeedAccelerator:
             ranks = local_size()
             if ranks is not None:
                 return ranks
-            return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            return num_cores()
         return torch.accelerator.device_count()
 
     def is_available(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +28,7 @@ from shoal.optim.schedules import build_schedule
 from shoal.optim.sums_values import SumsValues
 from shoal.optim.variants import FP32States
 from shoal.optim.whole import WholeTensorOptimizer
+from shoal.processor import num_cores
 from shoal.running.direct import DirectStep
 from shoal.running.import_state import import_state
 from shoal.running.runtime import ShardedModel
@@ -278,8 +278,7 @@ def _host_threads(share: float, num_ranks_here: int) -> int:
 
     Not torch's own number: launchers set that to 1 where a process has a GPU.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(share * cores / num_ranks_here))
+    return max(1, int(share * num_cores() / num_ranks_here))
 
 
 def make_schedule(given: Any, settings: Config, optimizer: torch.optim.Optimizer | None) -> Any:

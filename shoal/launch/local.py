@@ -35,6 +35,7 @@ from shoal.launch.environment import read_environment
 from shoal.launch.failure import EndedRank, describe, errors_of, stderr_of
 from shoal.launch.hang import HangWatch
 from shoal.launch.output import RankOutput
+from shoal.processor import num_cores
 
 DEFAULT_PORT = 29500  # where node 0 listens for the others
 CHILD = Path(__file__).with_name("child.py")
@@ -239,8 +240,7 @@ def _threads(job: LocalJob) -> dict[str, str]:
         return {}
     if job.cores is not None:
         return {"OMP_NUM_THREADS": str(job.cores.num_threads)}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // job.num_ranks))}
+    return {"OMP_NUM_THREADS": str(max(1, num_cores() // job.num_ranks))}
 
 
 def _init_seconds(program: Sequence[str]) -> float:

@@ -1,4 +1,4 @@
-"""The line on 16-bit formats that a processor has no instructions for."""
+"""The processor: its cores, and the line on 16-bit formats that it has no instructions for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import shoal
 from shoal import processor
 from shoal.config import load
-from shoal.processor import Format, emulation_notes, has_instructions_for
+from shoal.processor import Format, emulation_notes, has_instructions_for, num_cores
 from tests.unit.cli.test_config_doctor import run
 
 X86 = "processor\t: 0\nmodel name\t: A Processor\nflags\t\t: fpu avx2 {}\n\nprocessor\t: 1\nflags\t\t: fpu\n"
@@ -83,3 +83,11 @@ def test_doctor_and_the_start_of_a_run_say_it(
     assert len([line for line in caplog.messages if line.startswith(BF16)]) == 1
     path.write_text('{"train_batch_size": 1, "fp16": {"enabled": true}}')
     assert "instructions" not in run(capsys, path)[1]
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {1, 5, 9}, raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    assert num_cores() == 3
+    monkeypatch.delattr("os.sched_getaffinity")
+    assert num_cores() == 16

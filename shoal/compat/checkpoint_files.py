@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.torch_file import write_values
+from shoal.checkpoint.formats.torch_file_writing import write_values
 from shoal.checkpoint.storage import LocalStorage, Storage
 from shoal.compat.distribution import alias_version
 from shoal.engine.engine import Engine

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shoal.checkpoint.formats.target import new_folder
-from shoal.checkpoint.formats.torch_file import write_values
+from shoal.checkpoint.formats.torch_file_writing import write_values
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.portable import Source
 from shoal.checkpoint.storage import LocalStorage, Sink

@@ -21,7 +21,8 @@ import torch
 from shoal.checkpoint.blocks import TensorEntry, plan_file, write_plan
 from shoal.checkpoint.formats.huggingface import cast_dtypes
 from shoal.checkpoint.formats.target import new_file
-from shoal.checkpoint.formats.torch_file import load, write_tensors
+from shoal.checkpoint.formats.torch_file import load
+from shoal.checkpoint.formats.torch_file_writing import write_tensors
 from shoal.checkpoint.formats.untrusted_files import UntrustedFolder, check_name
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.portable import Source, TensorInfo, WeightsSource

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shoal.checkpoint.formats.torch_file import ClassInstance
+from shoal.checkpoint.formats.torch_file_writing import ClassInstance
 from shoal.checkpoint.portable import About
 from shoal.errors import CheckpointError
 

@@ -48,7 +48,7 @@ from shoal.checkpoint.commit import Commit, Retention
 from shoal.checkpoint.directory import LATEST_UNIVERSAL
 from shoal.checkpoint.formats import detect, open_source
 from shoal.checkpoint.formats.target import split
-from shoal.checkpoint.formats.torch_file import DeferredTensor
+from shoal.checkpoint.formats.torch_file_writing import DeferredTensor
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.native import ShoalSource, write_shoal
 from shoal.checkpoint.portable import Source, TensorInfo, join

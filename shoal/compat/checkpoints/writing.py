@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.formats.target import new_folder
-from shoal.checkpoint.formats.torch_file import ClassInstance, DeferredTensor, TorchFile
+from shoal.checkpoint.formats.torch_file_writing import ClassInstance, DeferredTensor, TorchFile
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.portable import Source, TensorInfo
 from shoal.checkpoint.storage import Storage

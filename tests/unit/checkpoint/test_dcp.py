@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from shoal.checkpoint.formats import safe_unpickling
 from shoal.checkpoint.formats.dcp import _EXPECTED, DcpSource, read_metadata
 from shoal.checkpoint.formats.dcp_writing import write_dcp
-from shoal.checkpoint.formats.torch_file import write_values
+from shoal.checkpoint.formats.torch_file_writing import write_values
 from shoal.checkpoint.formats.untrusted_files import UntrustedFolder
 from shoal.checkpoint.manifest import MODEL
 from shoal.errors import CheckpointError

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shoal.checkpoint.formats.plain import PlainSource, write_plain
-from shoal.checkpoint.formats.torch_file import write_tensors, write_values
+from shoal.checkpoint.formats.torch_file_writing import write_tensors, write_values
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.portable import TensorInfo
 from shoal.errors import CheckpointError

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from torch import multiprocessing
 
 from shoal.simulation.memory import CachingAllocator, MemoryBlock
 
@@ -13,8 +14,12 @@ pytestmark = pytest.mark.device
 
 
 def test_the_allocator_allocates_and_reserves_as_torch_does() -> None:
+    """In a process of its own: what other tests left in a segment would be allocated first."""
+    multiprocessing.spawn(compare, (), nprocs=1)  # type: ignore[no-untyped-call]
+
+
+def compare(_: int) -> None:
     rng = random.Random(0)
-    torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     allocator = CachingAllocator()
     live: list[tuple[torch.Tensor, MemoryBlock]] = []

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
@@ -19,7 +20,6 @@ import shoal
 from shoal.comm.local_device import backends
 from shoal.comm.shm import is_supported
 from shoal.compat.about import TESTED
-from shoal.compat.accelerator import get_accelerator
 from shoal.device import num_accelerators
 from shoal.kernels.use import launch_obstacle
 from shoal.launch import read_environment
@@ -78,12 +78,14 @@ def _findings() -> Iterator[Finding]:
 
 
 def _devices() -> Iterator[Finding]:
-    if not torch.accelerator.is_available():
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
         yield Finding("devices", "no GPU: ranks compute on the CPU")
         return
-    accelerator = get_accelerator()
+    module: Any = torch.get_device_module(kind)
     for index in range(torch.accelerator.device_count()):
-        yield Finding(accelerator.device_name(index), format_bytes(accelerator.total_memory(index)))
+        each = module.get_device_properties(index)
+        yield Finding(f"{kind.type}:{index}", f"{each.name}, {format_bytes(each.total_memory)}")
     visible = read_environment().visible_devices
     if visible is not None:
         yield Finding("  CUDA_VISIBLE_DEVICES", ",".join(visible) or "none")

@@ -174,7 +174,8 @@ class DeepSpeedAccelerator:
     def total_memory(self, device_index: int | None = None) -> int:
         if self._is_cpu:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return int(self._module.get_device_properties(device_index or self.current_device()).total_memory)
+        index = self.current_device() if device_index is None else device_index
+        return int(self._module.get_device_properties(index).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
         if self._is_cpu:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,6 +139,22 @@ def test_without_a_file_the_machine_is_checked(
     code, out = run(capsys)
     assert code == 1
     assert "problem: 127.0.0.1: ranks meet there." in out
+
+
+def test_gpus_are_named_as_their_driver_does_and_what_keeps_kernels_from_running_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [SimpleNamespace(name=f"NVIDIA H{each}00", total_memory=each << 35) for each in (1, 2)]
+    for name, value in (("is_available", True), ("device_count", 2), ("current_accelerator", torch.device("cuda"))):
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+    module = SimpleNamespace(get_device_properties=lambda index: gpus[index])
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr("shoal.cli.machine.num_accelerators", lambda: 2)
+    monkeypatch.setattr("shoal.cli.machine.launch_obstacle", lambda: "no C compiler")
+    _, out = run(capsys)
+    said = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.strip()}
+    assert said["cuda:0"] == "NVIDIA H100, 32 GiB" and said["cuda:1"] == "NVIDIA H200, 64 GiB"
+    assert "no C compiler" in said["kernels"]
 
 
 def test_the_json_schema_is_printed_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:

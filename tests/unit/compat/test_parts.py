@@ -14,6 +14,7 @@ import torch
 
 from shoal.comm.threads import run_ranks
 from shoal.compat import finder
+from shoal.compat.accelerator import DeepSpeedAccelerator
 from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
 from shoal.optim.elementwise import check
 from shoal.sharding.partition import UnitRules, partition
@@ -331,6 +332,14 @@ def test_the_cpu_has_as_many_devices_as_local_size_says(monkeypatch: pytest.Monk
     assert accelerator.communication_backend_name() == "gloo" and accelerator.is_available()
     assert accelerator.memory_allocated() > 0 and accelerator.total_memory() > accelerator.available_memory() > 0
     assert accelerator.FloatTensor([1.0, 2.0]).dtype == torch.float32 and accelerator.Stream is None
+
+
+def test_the_first_gpu_has_its_own_memory_where_another_one_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(get_device_properties=lambda index: SimpleNamespace(total_memory=100 + index))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    accelerator = DeepSpeedAccelerator("cuda")
+    assert [accelerator.total_memory(index) for index in (0, 1, None)] == [100, 101, 103]
 
 
 def test_the_report_names_versions_clients_and_operators(capsys: pytest.CaptureFixture[str]) -> None:

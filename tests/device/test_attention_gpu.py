@@ -26,9 +26,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def numbers(device: torch.device | str, dtype: torch.dtype, key_heads: int, options: dict[str, Any]) -> Any:
+def numbers(
+    device: torch.device | str, dtype: torch.dtype, key_heads: int, options: dict[str, Any], value_size: int = SIZE
+) -> Any:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, heads, LENGTH, SIZE) for heads in (8, key_heads, key_heads, 8)]
+    sizes = (SIZE, SIZE, value_size, value_size)
+    shapes = [(2, *each) for each in zip((8, key_heads, key_heads, 8), [LENGTH] * 4, sizes, strict=True)]
     drawn = [torch.randn(shape, generator=generator).to(torch.bfloat16).to(device, dtype) for shape in shapes]
     *leaves, gradient = drawn
     for leaf in leaves:
@@ -46,3 +49,14 @@ def test_kernels_have_the_numbers_of_the_cpu(case: str, dtype: torch.dtype, boun
     wanted = numbers("cpu", torch.float64, key_heads, CASES[case])
     for mine, theirs in zip(numbers(found, dtype, key_heads, CASES[case]), wanted, strict=True):
         assert (mine.cpu().double() - theirs).norm() / theirs.norm() < bound
+
+
+@pytest.mark.parametrize("key_heads", [8, 2])
+@pytest.mark.parametrize("case", ["packed", "window"])
+def test_values_of_another_size_than_keys_have_the_numbers_of_the_cpu(case: str, key_heads: int) -> None:
+    """By the efficient kernel, which reads outputs in one layout only."""
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    wanted = numbers("cpu", torch.float64, key_heads, CASES[case], 16)
+    for mine, theirs in zip(numbers(found, torch.bfloat16, key_heads, CASES[case], 16), wanted, strict=True):
+        assert (mine.cpu().double() - theirs).norm() / theirs.norm() < 2e-2

@@ -104,7 +104,7 @@ class EfficientKernel:
         members = (_members(tensor, key) for tensor in (gradient, query, out, rounded))
         for of_out, some, part, some_lse in zip(*members, strict=True):
             grads = _aten._scaled_dot_product_efficient_attention_backward(
-                of_out, some, key, value, None, part, some_lse.contiguous(), zero, zero, 0.0,
+                of_out, some, key, value, None, _by_position(part), some_lse.contiguous(), zero, zero, 0.0,
                 [True, True, True, False], is_causal, scale=scale,
             )  # fmt: skip
             of_query.append(grads[0])
@@ -112,6 +112,15 @@ class EfficientKernel:
                 return grads[0], grads[1], grads[2]
             of_key, of_value = of_key + accumulated(grads[1]), of_value + accumulated(grads[2])
         return torch.stack(of_query, 2).flatten(1, 2), of_key, of_value
+
+
+def _by_position(out: Tensor) -> Tensor:
+    """[B, H, L, F], in memory by positions, each with its heads, as the kernel writes it.
+
+    Its backward of 16-bit tensors takes the stride of a position from the shape, and checks nothing.
+    """
+    is_so = out.stride(2) == out.shape[1] * out.shape[3] and out.stride(3) == 1
+    return out if is_so else out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _members(tensor: Tensor, key: Tensor) -> tuple[Tensor, ...]:

@@ -314,6 +314,32 @@ def test_the_kernel_follows_device_and_head_sizes() -> None:
     assert isinstance(kernel_for(torch.empty(1, 1, 2, 8, device="meta"), torch.empty(1, 1, 2, 8)), PlainKernel)
 
 
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_the_efficient_kernel_gets_outputs_by_position_as_it_reads_them(
+    key_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of a group, and outputs whose heads come first in memory, are copied; a slice of positions is not."""
+    found: list[torch.Tensor] = []
+
+    def backward(
+        _: Any, query: Any, key: Any, value: Any, _bias: Any, out: torch.Tensor, *_rest: Any, **_others: Any
+    ) -> Any:
+        found.append(out)
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value), None
+
+    operators = SimpleNamespace(_scaled_dot_product_efficient_attention_backward=backward)
+    monkeypatch.setattr("shoal.parallel.sequence.kernels._aten", operators)
+    query, key, value = torch.randn(2, 4, 6, 16), torch.randn(2, key_heads, 6, 16), torch.randn(2, key_heads, 6, 8)
+    by_position = torch.randn(2, 9, 4, 8).transpose(1, 2)[:, :, 1:7]
+    for out in (by_position.contiguous(), by_position):
+        found.clear()
+        saved = query, key, value, out, torch.randn(2, 4, 6)
+        EfficientKernel().backward(torch.randn(2, 4, 6, 8), saved, True, 1.0)
+        assert all(part.stride()[2:] == (key_heads * 8, 1) for part in found)
+        assert torch.equal(torch.stack(found, 2).flatten(1, 2), out)
+    assert (found[0].data_ptr() == by_position.data_ptr()) == (key_heads == 4)
+
+
 @pytest.mark.parametrize(
     ("major", "of_half", "of_bf16"), [(7, EfficientKernel, PlainKernel), (9, FlashKernel, FlashKernel)]
 )

@@ -44,6 +44,7 @@ from shoal.comm.failure import FailureReports, FirstError
 from shoal.comm.gloo import GlooCommunicator
 from shoal.comm.memory_group import GroupCall
 from shoal.comm.named_group import named_group
+from shoal.comm.parts import symmetric_memory_error
 from shoal.comm.protocol import (
     Backend,
     Call,
@@ -251,8 +252,8 @@ class NcclCommunicator(Backend):
         nodes, indices = zip(*self.gather_objects([node(), device.index], label=_OPENS), strict=True)
         problems: Sequence[str] = []
         if len(set(nodes)) > 1:
-            problems = [f"its ranks are on {len(set(nodes))} nodes"]
-        elif len(set(indices)) < self.size:
+            raise symmetric_memory_error(self.axis, f"its ranks are on {len(set(nodes))} nodes")
+        if len(set(indices)) < self.size:
             problems = [
                 f"its ranks name their devices {', '.join(map(str, indices))}, and torch needs different numbers"
             ]
@@ -265,11 +266,7 @@ class NcclCommunicator(Backend):
                     problem = f"on rank {self.rank} of the axis: {error}"
                 problems = self.gather_objects(problem, label=_OPENS)
         if any(problems):
-            raise CommError(
-                f"symmetric memory cannot be used on axis {self.axis!r}: {next(filter(None, problems))}.",
-                do='set "tensor_parallel": {"tp_overlap_comm": true}, or make the axis shorter.',
-                code="symmetric-memory",
-            )
+            raise symmetric_memory_error(self.axis, next(filter(None, problems)))
         self._has_symmetric_memory = True
         return True
 

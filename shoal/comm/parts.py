@@ -20,7 +20,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shoal.comm.protocol import Call, Communicator, Message, Step, Work
+from shoal.errors import CommError
 from shoal.streams import is_in_host_memory
+
+
+def symmetric_memory_error(axis: str, problem: str) -> CommError:
+    return CommError(
+        f"symmetric memory cannot be used on axis {axis!r}: {problem}.",
+        do='set "tensor_parallel": {"tp_overlap_comm": true}, or make the axis shorter.',
+        code="symmetric-memory",
+    )
 
 
 class PartsCommunicator(Communicator):

@@ -104,6 +104,7 @@ class World:
         self.recorder = Recorder(heartbeat=self.heartbeat)
         self.shared: dict[str, Any] | None = None  # by ranks that are threads
         self.stages: FakeStages | None = None  # of a dry run of all pipeline stages
+        self.ranks_per_node: int | None = None  # of a dry run's machine
         self._transport = transport
         self._communicators: dict[tuple[str, tuple[int, ...], object, int | None], Communicator] = {}
         self._compared: dict[Communicator, Communicator] = {}
@@ -149,6 +150,20 @@ class World:
         if self.compares_calls and not result.backend.compares_calls:
             return self._compared.setdefault(result, ComparedCommunicator(result))
         return result
+
+    def hosts(self, comm: Communicator, ranks: Sequence[int], own: str, *, label: str) -> list[str]:
+        """What names the host of each rank, along an axis; in a dry run the node of its machine.
+
+        Args:
+            comm, ranks: of the axis.
+            own: of this rank's host.
+
+        Communicates: ``own``, between the hosts.
+        """
+        gathered = list(comm.gather_objects(own, label=label))
+        if self.ranks_per_node is None:
+            return gathered
+        return [f"node-{rank // self.ranks_per_node}" for rank in ranks]
 
     def process_group(self, axis: str, mesh: Mesh) -> dist.ProcessGroup:
         """torch's process group of the ranks along ``axis``; the same object for the same ranks.

@@ -209,7 +209,7 @@ def _start(
         optimizer, model_parameters = keep_parameters(
             optimizer, model_parameters, lambda p: id(p) in here if is_cut else id(p) not in of_others
         )
-    hosts = list(axes.world.gather_objects(socket.gethostname(), label="hosts"))
+    hosts = world.hosts(axes.world, range(world.size), socket.gethostname(), label="hosts")
     specs, axes = with_experts(model, specs, axes, settings, hosts, plan.activations.experts)
     is_part = pp is not None
     has_parts = any(spec.is_divided for spec in specs.values())

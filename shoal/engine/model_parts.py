@@ -334,7 +334,8 @@ def split(
         overlap = not config.compile.enabled and wire is None and is_accelerator(device)
     if asked.tp_sequence_parallel and overlap and wire is None and not isinstance(comm, PartsCommunicator):
         # A part is sent to each rank by itself: between nodes one collective for all of them sends less.
-        is_near = len(set(comm.gather_objects(node(), label="nodes"))) == 1
+        world = current_world()
+        is_near = len(set(world.hosts(comm, mesh.ranks_along("tp", world.rank), node(), label="nodes"))) == 1
         comm = PartsCommunicator(comm) if is_near else comm
     parallel = parallelize(
         model,

@@ -126,7 +126,7 @@ class SimulatedAccelerator:
 
     @property
     def host_nbytes(self) -> int | None:
-        return None if self.times is None else self.times.host_nbytes
+        return None if self.times is None else self.times.machine.host_nbytes
 
     @property
     def is_timed_gpu(self) -> bool:
@@ -214,6 +214,10 @@ class SimulatedAccelerator:
             self._order = shared.setdefault("issue order", IssueOrder())
         issues = None if self._order is None else Issues(self._order, self._issued, stream, ranks, backend.rank)
         return SimulatedCommunicator(backend, self, stream, ranks, issues)
+
+    def num_nodes(self, ranks: Sequence[int]) -> int:
+        """Of a dry run's machine that have these ranks; 1 where no machine is simulated."""
+        return 1 if self.times is None else len({rank // self.times.machine.gpus_per_node for rank in ranks})
 
     def connect(self, communicator: SimulatedCommunicator, op: str) -> None:
         """A communicator is used for ``op``: NCCL allocates the buffers that its ranks need for that."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from shoal.comm.fake import FakeStageCommunicator
+from shoal.comm.parts import symmetric_memory_error
 from shoal.comm.protocol import Backend, Call, Work
 from shoal.simulation.clocks import SimulatedEvent, SimulatedStream
 from shoal.simulation.issue_order import Issues
@@ -40,6 +41,8 @@ class StreamsOfCollectives(Protocol):
     def paused(self) -> AbstractContextManager[None]: ...
 
     def connect(self, communicator: SimulatedCommunicator, op: str) -> None: ...
+
+    def num_nodes(self, ranks: Sequence[int]) -> int: ...
 
     def run(
         self,
@@ -120,6 +123,12 @@ class SimulatedCommunicator(Backend):
 
     def new_pool(self, device: torch.device, *, is_symmetric: bool) -> MemoryPool:
         return self._accelerator.pool()
+
+    def open_symmetric_memory(self, device: torch.device) -> bool:
+        """False: parts are sent. Raises: CommError: the ranks are on several nodes, as with NCCL."""
+        if (num_nodes := self._accelerator.num_nodes(self.ranks)) > 1:
+            raise symmetric_memory_error(self.axis, f"its ranks are on {num_nodes} nodes")
+        return False
 
     def issue(self, call: Call) -> Work:
         result = call.result

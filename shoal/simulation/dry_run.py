@@ -378,6 +378,8 @@ def _check_not_nested() -> None:
 
 @contextmanager
 def _simulated_rank(world: World, machine: GpuNode, is_fused: bool) -> Iterator[DryRun]:
+    world.ranks_per_node = machine.gpus_per_node
+    world.local_rank = world.rank % machine.gpus_per_node
     times = StreamTimes(machine.compiled() if is_fused else machine, world.size)
     memory = DeviceMemory(machine.gpu_nbytes, machine.context_nbytes, is_cpu=machine.is_cpu)
     accelerator = SimulatedAccelerator(times, memory, is_fused=is_fused)

@@ -49,7 +49,6 @@ class StreamTimes:
     def __init__(self, machine: GpuNode, num_ranks: int) -> None:
         self.machine = machine
         self.operations: list[TimedOperation] = []
-        self.host_nbytes = machine.host_nbytes * -(-num_ranks // machine.gpus_per_node)
         self._ranks_per_node = min(num_ranks, machine.gpus_per_node)
         self._busy: dict[str, list[tuple[float, float]]] = {}
         self._queued: dict[SimulatedStream, tuple[list[int], list[TimedOperation]]] = {}  # with their numbers

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.compiler import uncompiled
-from shoal.errors import ConfigError, OutOfMemoryError, UsageError
+from shoal.errors import CommError, ConfigError, OutOfMemoryError, UsageError
 from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.simulation.clocks import SimulatedStream
@@ -544,6 +544,61 @@ def test_products_over_symmetric_memory_need_a_sequence_that_is_split_and_sent_a
     sections = {"tensor_parallel": {"tp_overlap_comm": "symmetric_memory"}, **sections}
     with shoal.dry_run(2), pytest.raises(ConfigError, match="symmetric_memory"):
         shoal.initialize(model=GPT(shape), config=config(1, parallel={"tp": 2, **parallel}, **sections))
+
+
+@pytest.mark.parametrize(("per_node", "verbs"), [(4, {"recv", "send"}), (2, {"all_gather"})])
+def test_tensor_parallel_ranks_of_several_nodes_send_one_collective_over_the_network(
+    per_node: int, verbs: set[str]
+) -> None:
+    shape = GPTConfig(vocab_size=64, sequence_length=16, num_layers=1, hidden_size=64, num_heads=4)
+    sections = {"tensor_parallel": {"tp_overlap_comm": True}}
+    with shoal.dry_run(4, machine=replace(H100, gpus_per_node=per_node)) as run:
+        made = config(1, parallel={"tp": 4, "tp_sequence_parallel": True}, optimizer=ADAM, **sections)
+        engine = shoal.initialize(model=GPT(shape), config=made)[0]
+        batch = torch.zeros(2, 16, dtype=torch.long)
+        with engine.world.recorder.recording() as entries:
+            take_steps(run, engine, batch, 1)
+        engine.destroy()
+    assert {entry.op for entry in entries if entry.label == "blocks.0.feed_forward.up in"} == verbs
+    assert bool(run.steps[0].links["the network"]) == (per_node == 2)
+
+
+def test_products_over_symmetric_memory_need_ranks_of_one_node() -> None:
+    shape = GPTConfig(vocab_size=64, sequence_length=16, num_layers=1, hidden_size=64, num_heads=4)
+    sections = {"tensor_parallel": {"tp_overlap_comm": "symmetric_memory"}}
+    made = config(1, parallel={"tp": 4, "tp_sequence_parallel": True}, optimizer=ADAM, **sections)
+    with shoal.dry_run(4, machine=replace(H100, gpus_per_node=4)):
+        shoal.initialize(model=GPT(shape), config=made)[0].destroy()
+    with (
+        shoal.dry_run(4, machine=replace(H100, gpus_per_node=2)),
+        pytest.raises(CommError, match="on axis 'tp': its ranks are on 2 nodes") as caught,
+    ):
+        shoal.initialize(model=GPT(shape), config=made)
+    assert caught.value.code == "symmetric-memory"
+
+
+@pytest.mark.parametrize(("per_node", "axes"), [(8, {"dp"}), (2, {"dp", "dp_shard:4x2/0", "dp_shard:4x2/1"})])
+def test_gradients_are_sent_in_two_levels_over_the_nodes_of_the_machine(per_node: int, axes: set[str]) -> None:
+    with shoal.dry_run(8, rank=5, machine=replace(H100, gpus_per_node=per_node)) as run:
+        assert run.world.local_rank == 5 % per_node
+        made = config(2, zero_optimization={"stage": 2, "zero_quantized_gradients": True}, optimizer=ADAM)
+        engine = shoal.initialize(model=Tower(), config=made)[0]
+        batch = torch.zeros(2, 64, dtype=torch.long)
+        with engine.world.recorder.recording() as entries:
+            take_steps(run, engine, batch, 1)
+        engine.destroy()
+    assert {entry.axis for entry in entries if entry.label.startswith("head")} == axes
+
+
+def test_the_ranks_of_a_node_share_its_host_memory() -> None:
+    made = config(2, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}}, optimizer=ADAM)
+    needed = []
+    for num_ranks in (8, 16):
+        node = replace(H100, host_nbytes=1 << 20)
+        with shoal.dry_run(num_ranks, machine=node), pytest.raises(OutOfMemoryError, match="1048576 bytes") as caught:
+            shoal.initialize(model=Tower(), config=made)
+        needed.append(int(caught.value.what.split("(")[1].split(" bytes")[0]))
+    assert needed[1] == needed[0] // 2  # a node has half of the shards
 
 
 class Accumulating(torch.optim.Optimizer):

@@ -62,7 +62,7 @@ class Simulation(Streams, Protocol):
 
     @property
     def host_nbytes(self) -> int | None:
-        """Host memory for all ranks; None: what there really is."""
+        """Host memory of this rank's node; None: what there really is."""
         ...
 
     @property

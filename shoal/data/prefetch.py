@@ -17,7 +17,7 @@ T = TypeVar("T")
 def ahead_on(device: torch.device | None, batches: Iterator[T]) -> Iterator[T]:
     """Batches with their tensors on ``device``; each is read and copied before the one ahead of it is handed out.
 
-    Tensors on the meta device, which have no values, stay there.
+    Tensors that are there already are handed out as they are; those on the meta device have no values and stay there.
 
     Args:
         device: None, or a CPU: batches are handed out as they are.
@@ -53,8 +53,12 @@ def _handed_out(batch: Any, copied: Any, _: Any) -> Any:
 
 
 def _pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return host_memory(tensor, is_pinned=True) if device.type == "cpu" else tensor.pin_memory()
+    if device.type == "cpu":  # a simulated accelerator
+        return host_memory(tensor, is_pinned=True)
+    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor, non_blocking=True)
+    if device.type != "cpu":
+        return tensor.to(device, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor, non_blocking=True)

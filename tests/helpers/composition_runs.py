@@ -347,7 +347,7 @@ class Trainer:
 def train(settings: dict[str, Any], run: Run, device: torch.device = CPU) -> list[tuple[torch.Tensor, Values]]:
     """The losses and main parameters of each rank; all ranks compute on ``device``."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, pytest.MonkeyPatch.context() as patch:
-        make_apart(patch, run.is_host_separate and device == CPU)
+        make_apart(patch, run.is_host_separate if device == CPU else None)
         if run.is_backward_apart:
             run_in_threads(patch)
         settings = copy.deepcopy(settings)

@@ -84,7 +84,7 @@ def train(settings: dict[str, Any], folder: str | None = None, steps: int = 3) -
     return losses, values
 
 
-def make_apart(monkeypatch: pytest.MonkeyPatch, is_apart: bool = True) -> None:
+def make_apart(monkeypatch: pytest.MonkeyPatch, is_apart: bool | None = True) -> None:
     """Gradients that autograd keeps are summed for the norm in another order, so neither side leaves them there."""
     settings = partial(ZeroSettings, is_host_separate=is_apart)
     monkeypatch.setattr("shoal.engine.settings.ZeroSettings", settings)

@@ -24,6 +24,8 @@ from shoal.parallel.recompute_blocks import find_blocks
 from shoal.running.hooks import tensors_in
 from shoal.streams import simulation
 
+_MODES_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+
 
 class CompiledModel:
     """What of ``module`` is compiled. Whatever Shoal has compiled by the config, ``undo`` makes as it was.
@@ -55,9 +57,12 @@ class CompiledModel:
     def compile_as_configured(self) -> str:
         """Compile what the section ``compile`` names. Returns: a line for start-up."""
         section = self._properties.config.compile
-        if simulation() is not None:
+        named = find_blocks(self._module) if section.regional else {}
+        blocks = list(named.values())
+        if (simulated := simulation()) is not None:
+            if simulated.host_nbytes is not None and not simulated.is_cpu and section.mode in _MODES_WITH_GRAPHS:
+                refuse_cuda_graphs(list(named) or [""], self._properties.config, self._properties.plan)
             return "compile: no effect in a simulation, which reads each operator; is_fused=True is the compiled time."
-        blocks = list(find_blocks(self._module).values()) if section.regional else []
         for module in blocks or [self._module]:
             if module._compiled_call_impl is None:
                 module.compile(mode=section.mode)

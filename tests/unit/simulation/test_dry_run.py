@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.compiler import uncompiled
-from shoal.errors import CommError, ConfigError, OutOfMemoryError, UsageError
+from shoal.errors import CommError, ConfigError, ModelError, OutOfMemoryError, UsageError
 from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.simulation.clocks import SimulatedStream
@@ -599,6 +599,19 @@ def test_the_ranks_of_a_node_share_its_host_memory() -> None:
             shoal.initialize(model=Tower(), config=made)
         needed.append(int(caught.value.what.split("(")[1].split(" bytes")[0]))
     assert needed[1] == needed[0] // 2  # a node has half of the shards
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize(("stage", "is_cpu"), [(2, False), (3, False), (3, True)])
+def test_cuda_graphs_are_refused_where_a_gpu_refuses_them(mode: str, stage: int, is_cpu: bool) -> None:
+    made = config(stage, compile={"enabled": True, "mode": mode}, optimizer=ADAM)
+    with shoal.dry_run(2, machine=replace(H100, is_cpu=is_cpu)):
+        if stage < 3 or is_cpu or mode == "max-autotune-no-cudagraphs":
+            shoal.initialize(model=Tower(), config=made)[0].destroy()
+            return
+        with pytest.raises(ModelError, match=r"3 modules are compiled with CUDA graphs.*: blocks\.0, ") as caught:
+            shoal.initialize(model=Tower(), config=made)
+    assert caught.value.code == "model-cuda-graphs"
 
 
 class Accumulating(torch.optim.Optimizer):

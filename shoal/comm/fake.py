@@ -119,7 +119,9 @@ class FakeTransport:
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None = None) -> Backend:
+    def open(
+        self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None = None, number: int = 0
+    ) -> Backend:
         ranks = next(group for group in groups if self._rank in group)
         return FakeCommunicator(axis, ranks.index(self._rank), len(ranks))
 
@@ -215,7 +217,7 @@ class FakeStageCommunicator(FakeCommunicator):
 
     Args:
         ranks: along the axis.
-        max_ctas: tells communicators of these ranks apart.
+        apart: tells communicators of these ranks apart.
     """
 
     def __init__(
@@ -225,10 +227,10 @@ class FakeStageCommunicator(FakeCommunicator):
         ranks: tuple[int, ...],
         num_ranks: int,
         stages: FakeStages,
-        max_ctas: int | None = None,
+        apart: object = None,
     ) -> None:
         super().__init__(axis, ranks.index(rank), len(ranks))
-        self._key = axis, ranks, max_ctas
+        self._key = axis, ranks, apart
         self._me = rank
         per_stage = num_ranks // len(stages.ranks)
         self._stands_for = [stages.ranks[one // per_stage] for one in ranks]
@@ -285,7 +287,9 @@ class FakeStageTransport(FakeTransport):
         self._num_ranks = num_ranks
         self._stages = stages
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None = None) -> Backend:
+    def open(
+        self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None = None, number: int = 0
+    ) -> Backend:
         ranks = next(group for group in groups if self._rank in group)
         if axis == "pp" and ranks != self._stages.ranks:
             raise UsageError(
@@ -295,5 +299,5 @@ class FakeStageTransport(FakeTransport):
                 code="dry-run-pipeline",
             )
         if len(set(ranks) & set(self._stages.ranks)) < 2:
-            return super().open(axis, groups, max_ctas)
-        return FakeStageCommunicator(axis, self._rank, ranks, self._num_ranks, self._stages, max_ctas)
+            return super().open(axis, groups, max_ctas, number)
+        return FakeStageCommunicator(axis, self._rank, ranks, self._num_ranks, self._stages, (max_ctas, number))

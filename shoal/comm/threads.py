@@ -220,7 +220,9 @@ class ThreadTransport:
         self._pending = Pending(self._first_error)
         self._opened: dict[tuple[str, tuple[int, ...]], int] = {}
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None = None) -> Backend:
+    def open(
+        self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None = None, number: int = 0
+    ) -> Backend:
         ranks = next(group for group in groups if self._rank in group)
         # An axis that was closed and is opened again starts with an empty group.
         generation = self._opened[axis, ranks] = self._opened.get((axis, ranks), -1) + 1

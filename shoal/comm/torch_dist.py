@@ -66,7 +66,7 @@ class ProcessTransport:
         self._gloo_pending = GlooPending(self._first_error)
         self._links = GlooLinks(PrefixStore("gloo", store), rank, timeout)
         self._gloo: list[GlooCommunicator] = []
-        self._nccl: dict[tuple[Sequence[tuple[int, ...]], int | None], dist.ProcessGroup] = {}
+        self._nccl: dict[tuple[Sequence[tuple[int, ...]], int | None, int], dist.ProcessGroup] = {}
         if watch_seconds is None and device.type != "cpu":
             watch_seconds = _WATCH_SECONDS
         self._watch = None
@@ -80,7 +80,9 @@ class ProcessTransport:
             self._local_peers = LocalPeers(PrefixStore("shm", store), rank, self._failures)
         self._num_opened = 0
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None = None) -> Backend:
+    def open(
+        self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None = None, number: int = 0
+    ) -> Backend:
         ranks = next(group for group in groups if self._rank in group)
         self._num_opened += 1
         name = f"{self._num_opened}/{axis}/{ranks[0]}"
@@ -93,7 +95,7 @@ class ProcessTransport:
         elif self._wants_shared_memory:
             vote(PrefixStore("shm", self.store), name, self._size, is_fit=False)
         has_nccl = self._device.type != "cpu" and max_ctas != 0
-        nccl = self._open_nccl(name, groups, ranks, max_ctas) if has_nccl else None
+        nccl = self._open_nccl(name, groups, ranks, max_ctas, number) if has_nccl else None
         if len(ranks) == 1:
             return FakeCommunicator(axis, 0, 1)
         is_mesh = not has_nccl and max_ctas not in (0, 1)
@@ -155,17 +157,17 @@ class ProcessTransport:
             pause = min(2 * pause, 0.25)
 
     def _open_nccl(
-        self, name: str, groups: Sequence[tuple[int, ...]], ranks: tuple[int, ...], max_ctas: int | None
+        self, name: str, groups: Sequence[tuple[int, ...]], ranks: tuple[int, ...], max_ctas: int | None, number: int
     ) -> dist.ProcessGroup:
         """The NCCL group of ``ranks``.
 
         A rank that is alone makes one too: NCCL may split all of them from one parent, in which every rank takes part.
         One without a bound serves axes that have one.
         """
-        group = self._nccl.get((groups, None)) or self._nccl.get((groups, max_ctas))
+        group = self._nccl.get((groups, None, number)) or self._nccl.get((groups, max_ctas, number))
         if group is None:
             self._meet(str(self._num_opened))
             timeout = timedelta(seconds=self._timeout)
             group = new_group(self.store, f"shoal/nccl/{name}", ranks, self._device, timeout, max_ctas)
-            self._nccl[groups, max_ctas] = group
+            self._nccl[groups, max_ctas, number] = group
         return group

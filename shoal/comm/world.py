@@ -49,7 +49,7 @@ from shoal.errors import ConfigError, RankFailedError, UsageError
 from shoal.hang import HangGuard
 from shoal.heartbeat import Heartbeat, await_call, heartbeat
 from shoal.mesh import Mesh
-from shoal.streams import simulation
+from shoal.streams import simulation, streams_of
 from shoal.text import listed_ranks
 
 TIMEOUT = timedelta(minutes=30)
@@ -61,7 +61,7 @@ logger = logging.getLogger("shoal")
 class Transport(Protocol):
     """Opens communicators to the other ranks: threads, processes over torch.distributed, or none (a dry run)."""
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None) -> Backend:
+    def open(self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None, number: int) -> Backend:
         """A communicator of this rank's group. Every rank of the world opens the same axes in the same order."""
         ...
 
@@ -106,7 +106,7 @@ class World:
         self.stages: FakeStages | None = None  # of a dry run of all pipeline stages
         self.ranks_per_node: int | None = None  # of a dry run's machine
         self._transport = transport
-        self._communicators: dict[tuple[str, tuple[int, ...], object, int | None], Communicator] = {}
+        self._communicators: dict[tuple[str, tuple[int, ...], object, int | None, int], Communicator] = {}
         self._compared: dict[Communicator, Communicator] = {}
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._on_closing: list[Callable[[], None]] = []
@@ -116,12 +116,14 @@ class World:
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, device={self.device}, backend={self.backend!r})"
 
-    def communicator(self, axis: str, mesh: Mesh, max_ctas: int | None = None) -> Communicator:
-        """The communicator of the ranks along ``axis``; the same object for the same ranks and ``max_ctas``.
+    def communicator(self, axis: str, mesh: Mesh, max_ctas: int | None = None, *, number: int = 0) -> Communicator:
+        """The communicator of the ranks along ``axis``; the same object for the same ranks and arguments.
 
         Args:
             max_ctas: the most channels that NCCL opens, each of which takes buffers and a multiprocessor: 1 is enough
                 for a few numbers at a time; 0: no group of NCCL, for memory of the host only; None: as NCCL wants.
+            number: of several communicators of the same ranks. On an accelerator each has a stream of its own, so that
+                what is issued on one waits for nothing on another; elsewhere all are one.
 
         Communicates: the first time, control messages over the whole world: every rank calls it in the same order.
         """
@@ -133,16 +135,17 @@ class World:
             )
         ranks = mesh.ranks_along(axis, self.rank)
         accelerator = simulation()
-        key = axis, ranks, accelerator, max_ctas
+        number = number if streams_of(self.device) is not None else 0
+        key = axis, ranks, accelerator, max_ctas, number
         result = self._communicators.get(key)
         if result is None:
             backend: Backend
             if mesh.size(axis) == 1 or self._transport is None:
                 backend = FakeCommunicator(axis, 0, 1)
             else:  # also where this rank alone is on no group of the axis: all ranks open it together
-                backend = self._transport.open(axis, mesh.groups(axis), max_ctas)
+                backend = self._transport.open(axis, mesh.groups(axis), max_ctas, number)
                 if accelerator is not None:
-                    backend = accelerator.communicator(backend, ranks, self.shared)
+                    backend = accelerator.communicator(backend, ranks, self.shared, number)
                 backend.max_ctas = max_ctas
                 if len(ranks) > 1:
                     backend.group = Group(f"{axis} of ranks {listed_ranks(ranks)}", ranks)

@@ -184,10 +184,11 @@ def _start(
     world.compares_calls = settings.debug.collective_check
     is_apart = plan.zero.num_outer_states > 0
 
-    def open_axis(axis: str, max_ctas: int | None = None) -> Communicator:
+    def open_axis(axis: str, max_ctas: int | None = None, number: int = 0) -> Communicator:
         groups = plan.mesh.groups
         bounds = [most for name, most in settings.parallel.max_ctas.items() if groups(name) == groups(axis)]
-        return world.communicator(axis, plan.mesh, min(bounds, default=None) if max_ctas is None else max_ctas)
+        most = min(bounds, default=None) if max_ctas is None else max_ctas
+        return world.communicator(axis, plan.mesh, most, number=number)
 
     axes = axes_of(plan.mesh, open_axis, plan.secondary_size, are_replicas_apart=is_apart)
     axes = _timed(axes, world, settings)

@@ -64,7 +64,7 @@ def axes_of(
     """The communicators of a mesh.
 
     Args:
-        open_axis: the communicator along an axis, with ``max_ctas`` of ``World.communicator``.
+        open_axis: the communicator along an axis, with ``max_ctas`` and ``number`` of ``World.communicator``.
         secondary_size: the ranks of a second sharding; None: there is none.
         are_replicas_apart: each replica takes steps of its own.
     """
@@ -81,6 +81,8 @@ def axes_of(
     for axis in ("dp_replicate", "tp", "sp", "cp", "pp", "ep"):
         if mesh.size(axis) > 1:
             comms[axis] = open_axis(axis)
+    if mesh.pp > 1:  # a send never waits for a receive of the other direction
+        comms["pp_gradients"] = open_axis("pp", number=1)
     for axis, other in (("tp_fold", mesh.etp), ("etp", mesh.tp_fold)):
         if mesh.size(axis) > 1:
             comms[axis] = comms["tp"] if other == 1 else open_axis(axis)
@@ -104,7 +106,7 @@ def axes_of(
         left,
         units="pipeline_stage" if mesh.pp > 1 else "world",
         names="pp" if mesh.pp > 1 else None,
-        of_activations=frozenset({"batch", "sp", "cp", "pp"}),
+        of_activations=frozenset({"batch", "sp", "cp", "pp", "pp_gradients"}),
         apart="dp_replicate" if are_replicas_apart else None,
     )
 

@@ -59,15 +59,17 @@ class PipelineEngine(Engine):
         self._num_pipeline_ranks = mesh.pp
         self._pipeline_rank = mesh.index("pp", self.world.rank)
         self._virtual_stages = module.num_stages // mesh.pp
-        self._schedules: dict[tuple[bool, int, bool], tuple[PipelineSchedule, tuple[Action, ...]]] = {}
+        self._schedules: dict[tuple[bool, int], tuple[PipelineSchedule, tuple[Action, ...]]] = {}
         self._compute = _EngineCompute(self)
         self._attention_check = self.part(AttentionCheck)
         for group in self.sharded.trained_groups:
             group.gradient.adds_in_place = True  # no script sees parameter.grad between micro-batches
         self._stage_ranks = self.schedule().stage_ranks
         has_inner_collectives = any(axis in self.axes.comms for axis in ("tp", "sp", "cp", "ep"))
+        comm = self.axes.get("pp") or self.world.communicator("pp", mesh)
         self._runner = PipelineRun(
-            self.axes.get("pp") or self.world.communicator("pp", mesh),
+            comm,
+            self.axes.get("pp_gradients") or comm,
             self._compute,
             self.device,
             stages=module.stages,
@@ -165,8 +167,6 @@ class PipelineEngine(Engine):
         accumulation, num_micro = self.accumulation, self.gradient_accumulation_steps()
         _, actions = self._schedule(num_micro, is_training=True)
         batches, failure = self._next_batches(data_iter, num_micro)
-        if self._runner.knows(batches):
-            _, actions = self._schedule(num_micro, is_training=True, has_batches=True)
         # A split backward would recompute twice, and run the backward of a compiled block twice, which computes all.
         self._runner.splits_backward = not (self._is_recomputed or any(map(is_compiled, self.module.modules())))
         reducer, boundary = self.sharded.reducer, accumulation.boundary
@@ -260,11 +260,9 @@ class PipelineEngine(Engine):
             loss = (sums[0] / sums[1].clamp(min=1.0)).float()
         return (loss, outputs) if return_logits else loss
 
-    def _schedule(
-        self, num_micro: int, *, is_training: bool, has_batches: bool = False
-    ) -> tuple[PipelineSchedule, tuple[Action, ...]]:
+    def _schedule(self, num_micro: int, *, is_training: bool) -> tuple[PipelineSchedule, tuple[Action, ...]]:
         """A schedule, and this rank's actions of it with those that communicate."""
-        lowered = self._schedules.get((is_training, num_micro, has_batches))
+        lowered = self._schedules.get((is_training, num_micro))
         if lowered is None:
             if is_training:
                 schedule = build_schedule(
@@ -273,8 +271,8 @@ class PipelineEngine(Engine):
             else:  # a file is for one number of micro-batches
                 schedule = forward_schedule(self._stage_ranks, num_micro)
             num_gathered = len(self.module.stages) if self._compute.keeps_gathered else None
-            orders = lower(schedule, max_active_stages=num_gathered, has_batches=has_batches)
-            lowered = self._schedules[is_training, num_micro, has_batches] = schedule, orders[self._pipeline_rank]
+            orders = lower(schedule, max_active_stages=num_gathered)
+            lowered = self._schedules[is_training, num_micro] = schedule, orders[self._pipeline_rank]
         return lowered
 
     def _mean_loss(self, status: GlobalStatus) -> float | None:

@@ -24,7 +24,7 @@ import torch
 
 from shoal.comm.fake import FakeStages
 from shoal.comm.formats import WireFormat
-from shoal.comm.protocol import Communicator, Message, Work
+from shoal.comm.protocol import Communicator, Work
 from shoal.comm.wire import RowBytes
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import Documents
@@ -212,6 +212,8 @@ class Channel:
 
     Args:
         comm: the ranks along ``pp``.
+        gradients: the same ranks. Gradients are sent over it. NCCL runs what a communicator is given one after the
+            other: with one for each direction no send waits behind a receive of the other direction.
         stages: of a dry run, whose messages have no values: what knows the structures; None: they are sent.
         wire: the format of activations that have a gradient, and of their gradients; None: as they are. Each row along
             the last dim is encoded by itself.
@@ -220,11 +222,12 @@ class Channel:
     def __init__(
         self,
         comm: Communicator,
+        gradients: Communicator,
         device: torch.device,
         stages: FakeStages | None = None,
         wire: WireFormat | None = None,
     ) -> None:
-        self._comm = comm
+        self._comm, self._gradients = comm, gradients
         self._wire = wire
         self._device = device
         self._stages = stages
@@ -234,7 +237,6 @@ class Channel:
     def reset(self) -> None:
         """Forget the sends of a run."""
         self.sent: deque[Work] = deque()
-        self._joined: list[Message] = []  # a send that the next receive is issued with
 
     def known(self, boundary: str, signature: int) -> MessageForm | None:
         """The structure of messages over a boundary, once it is known."""
@@ -291,50 +293,36 @@ class Channel:
         self._comm.check()
         return read
 
-    def send(
-        self, form: MessageForm, tensors: Sequence[torch.Tensor], peer: int, *, label: str, is_joined: bool = False
-    ) -> None:
-        """Send tensors in one message. ``drain()`` the last work of ``sent`` before they are overwritten.
+    def _comm_of(self, form: MessageForm) -> Communicator:
+        return self._gradients if form.tensors[0].is_gradient else self._comm
 
-        Args:
-            is_joined: a receive from ``peer``, whose structure is known, follows: issue both in one batch.
-        """
+    def send(self, form: MessageForm, tensors: Sequence[torch.Tensor], peer: int, *, label: str) -> None:
+        """Send tensors in one message. ``drain()`` the last work of ``sent`` before they are overwritten."""
         if not form.nbytes:
             return
+        comm = self._comm_of(form)
         form, codes = self._on_the_way(form)
         tensors = [
-            tensor if of is None else of.encode(tensor.detach().reshape(-1, tensor.shape[-1]), self._comm.empty)
+            tensor if of is None else of.encode(tensor.detach().reshape(-1, tensor.shape[-1]), comm.empty)
             for tensor, of in zip(tensors, codes, strict=True)
         ]
         if len(tensors) == 1:
             flat = tensors[0].detach().contiguous().view(-1)
         else:
             flat = pack_into(form, tensors, torch.empty(form.packed_nbytes, dtype=torch.uint8, device=self._device))
-        self._joined.append(Message("send", flat, peer, label))
-        if not is_joined:
-            self._issue()
-
-    def _issue(self, *more: Message) -> Work | None:
-        """Issue the send that waits for it, with ``more``."""
-        messages, self._joined = (*self._joined, *more), []
-        if not messages:
-            return None
-        work = self._comm.batch(messages)
-        if messages[0].verb == "send":
-            self.sent.append(work)
-        return work
+        self.sent.append(comm.send(flat, peer, label=label))
 
     def recv(self, form: MessageForm, peer: int, *, label: str) -> Incoming:
         """Begin to receive a message."""
         sent, codes = self._on_the_way(form)
         if not form.nbytes:
-            return Incoming(form, None, self._issue(), sent, codes, self._device)
+            return Incoming(form, None, None, sent, codes, self._device)
         if len(form.tensors) == 1:
             only = sent.tensors[0]
             buffer = torch.empty(prod(only.shape), dtype=only.dtype, device=self._device)
         else:
             buffer = torch.empty(sent.packed_nbytes, dtype=torch.uint8, device=self._device)
-        work = self._issue(Message("recv", buffer, peer, label))
+        work = self._comm_of(form).recv(buffer, peer, label=label)
         return Incoming(form, buffer, work, sent, codes, self._device)
 
     def _on_the_way(self, form: MessageForm) -> tuple[MessageForm, list[RowBytes | None]]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -103,6 +102,7 @@ class PipelineRun:
 
     Args:
         comm: the ranks along ``pp``.
+        gradients: the same ranks; gradients are sent over it.
         stages: of this rank.
         num_stages: of the whole model.
         rank_of: the coordinate on ``pp`` of the rank that has a stage.
@@ -115,6 +115,7 @@ class PipelineRun:
     def __init__(
         self,
         comm: Communicator,
+        gradients: Communicator,
         compute: StageCompute,
         device: torch.device,
         *,
@@ -128,14 +129,12 @@ class PipelineRun:
     ) -> None:
         self._comm = comm
         self._compute = compute
-        self._channel = Channel(comm, device, fake_stages, wire)
+        self._channel = Channel(comm, gradients, device, fake_stages, wire)
         self._device = device
         self._stages = frozenset(stages)
         self._num_stages = num_stages
         self._rank_of = rank_of
         self._is_dynamic = is_dynamic
-        self._seen: set[int] = set()  # signatures of micro-batches that all stages have trained with
-        self._has_batches = False
         self._goes_on = goes_on
         self._has_loss = self._keeps_outputs = False
         self.splits_backward = True  # False: I does the work of W too
@@ -158,24 +157,14 @@ class PipelineRun:
     def forget(self) -> None:
         """After a failure on any rank: structures of messages are sent anew. Every rank calls."""
         self._channel.forget()
-        self._seen.clear()
-
-    def knows(self, batches: Sequence[MicroBatch]) -> bool:
-        """True if training with ``batches`` sends no structure. All stages give the same answer."""
-        return not self._is_dynamic and self._seen.issuperset(batch.signature for batch in batches)
 
     @torch.enable_grad()
     def train(self, actions: Sequence[Action], batches: Sequence[MicroBatch]) -> Failure | None:
-        """Run a step's actions, with batches where no structure is sent.
+        """Run a step's actions.
 
         Returns: this rank's first error, which it has survived (``goes_on``); else None.
         """
-        self._has_batches = self.knows(batches)
-        try:
-            return self._run(actions, batches, is_training=True)
-        finally:
-            self._has_batches = False
-            self._seen.update(batch.signature for batch in batches)
+        return self._run(actions, batches, is_training=True)
 
     @torch.no_grad()
     def evaluate(
@@ -202,9 +191,9 @@ class PipelineRun:
         self._reset(batches)
         begin = time.perf_counter()
         try:
-            for action, following in zip_longest(actions, actions[1:]):
+            for action in actions:
                 self._started = time.perf_counter()
-                self._perform(action, following, is_training=is_training)
+                self._perform(action, is_training=is_training)
                 if self.timeline is not None:
                     end = time.perf_counter() - begin
                     self.timeline.append(TimedAction(action, self._started - begin, end))
@@ -218,13 +207,12 @@ class PipelineRun:
             self.losses, self.outputs, self.with_input_gradient = losses, outputs, stages
         return failure
 
-    def _perform(self, action: Action, following: Action | None, *, is_training: bool) -> None:
+    def _perform(self, action: Action, *, is_training: bool) -> None:
         stage, kind = action.stage, action.kind
         micro = -1 if action.micro is None else action.micro
         try:
             if kind in _TRANSFERS:
-                is_joined = self._has_batches and following is not None and self._answers(action, following)
-                self._transfer(action, micro, is_training=is_training, is_joined=is_joined)
+                self._transfer(action, micro, is_training=is_training)
             elif kind == "UNSHARD":
                 self._compute.unshard(stage)
             elif kind == "RESHARD":
@@ -250,21 +238,12 @@ class PipelineRun:
 
     # tensors between stages
 
-    def _peer(self, action: Action) -> int:
-        """The rank to which a send goes, or from which a receive comes."""
-        return self._rank_of(action.stage + (1 if action.kind in ("SEND_F", "RECV_B") else -1))
-
-    def _answers(self, send: Action, receive: Action) -> bool:
-        is_pair = send.kind.startswith("SEND") and receive.kind.startswith("RECV")
-        return is_pair and self._peer(send) == self._peer(receive)
-
-    def _transfer(self, action: Action, micro: int, *, is_training: bool, is_joined: bool) -> None:
-        """Args: is_joined: issue a send together with the receive that follows."""
+    def _transfer(self, action: Action, micro: int, *, is_training: bool) -> None:
         stage, kind, _ = action
         signature = self._batches[micro].signature
         is_forward = kind.endswith("F")
         other = stage + (1 if kind in ("SEND_F", "RECV_B") else -1)
-        peer = self._peer(action)
+        peer = self._rank_of(other)
         receiver = other if kind.startswith("SEND") else stage
         label = f"stage {receiver} {'F' if is_forward else 'B'}{micro}"
         # The structure of a gradient is that of what was sent forward over the same boundary.
@@ -286,12 +265,12 @@ class PipelineRun:
                     raise
                 self._failure = self._failure or Failure(f"{stage}SEND_F{micro}", error)
                 form, tensors = known, self._zeros(known)
-            self._channel.send(form, tensors, peer, label=label, is_joined=is_joined)
+            self._channel.send(form, tensors, peer, label=label)
         else:
             known = self._channel.known(forward, signature)
             assert known is not None
             gradients = self._to_send_backward(stage, micro, known)
-            self._channel.send(known.gradients, gradients, peer, label=label, is_joined=is_joined)
+            self._channel.send(known.gradients, gradients, peer, label=label)
         # A schedule lets a stage be a few micro-batches ahead of the next one, at most one for each stage.
         while len(self._channel.sent) > 2 * self._num_stages:
             self._channel.sent.popleft().drain()

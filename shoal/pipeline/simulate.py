@@ -151,7 +151,7 @@ def _waits_for_ever(schedule: PipelineSchedule) -> ConfigError:
     )
 
 
-def lower(schedule: PipelineSchedule, *, max_active_stages: int | None = None, has_batches: bool = False) -> Orders:
+def lower(schedule: PipelineSchedule, *, max_active_stages: int | None = None) -> Orders:
     """By rank, the actions of a schedule with those that its runtime adds.
 
     ``SEND_F`` and ``SEND_B`` follow the action whose output they send. A ``RECV_F`` or ``RECV_B`` is where the receiver
@@ -162,45 +162,29 @@ def lower(schedule: PipelineSchedule, *, max_active_stages: int | None = None, h
     Args:
         max_active_stages: add ``UNSHARD`` before and ``RESHARD`` after the use of a stage, so that a rank has the
             parameters of at most so many of its stages gathered: those that it needs next. None: neither action.
-        has_batches: a send and the receive that follows it, from the same rank, are issued together. So where a stage's
-            B and the F of the stage before (or F, and the B of the next one) end at the same time, their outputs are
-            exchanged: the receive follows the send. No rank can wait for ever: a batch has neighbours of the common
-            order, and what its rank computes before it needs none of them.
     Raises: ConfigError: the schedule waits for ever.
     """
     orders: list[list[Action]] = [[] for _ in schedule.actions]
     last = [_last_backwards(order) for order in schedule.actions]
     gathers = [_gathers(order, max_active_stages) for order in schedule.actions]
     done = [0] * schedule.num_ranks
-    arrived: dict[
-        Action, tuple[float, int, str]
-    ] = {}  # by receive: the end, the rank and the kind of what it is the output of
     timed = [(each.end, rank, each.action) for rank, order in enumerate(simulate(schedule).ranks) for each in order]
-    for end, rank, action in sorted(timed):
+    for _, rank, action in sorted(timed):
         mine, stage = orders[rank], action.stage
         to = stage + 1 if action.kind == "F" else stage - 1
         peer = schedule.stage_ranks[to] if action.kind != "W" and 0 <= to < schedule.num_stages else rank
-        # What arrives at the end of an action is not needed for it.
-        late = (
-            [mine.pop()]
-            if has_batches and mine and arrived.get(mine[-1]) == (end, peer, _OTHER.get(action.kind))
-            else []
-        )
         mine += gathers[rank][done[rank]]
         mine.append(action)
         if peer != rank:
             send, kind = _SEND["F" if action.kind == "F" else "B"]
-            receive = Action(to, kind, action.micro)
-            mine += [Action(stage, send, action.micro), *late]
-            orders[peer].append(receive)
-            arrived[receive] = end, rank, action.kind
+            mine.append(Action(stage, send, action.micro))
+            orders[peer].append(Action(to, kind, action.micro))
         if done[rank] in last[rank]:
             mine.append(Action(stage, "REDUCE_GRAD"))
         done[rank] += 1
     return tuple((*order, *gathers[rank][-1]) for rank, order in enumerate(orders))
 
 
-_OTHER = {"F": "B", "B": "F"}
 _SEND: dict[str, tuple[ActionKind, ActionKind]] = {"F": ("SEND_F", "RECV_F"), "B": ("SEND_B", "RECV_B")}
 
 

@@ -122,7 +122,7 @@ class SimulatedAccelerator:
         self._main = threading.get_ident()
         self._main_host = self.host
         self._host_threads: dict[str, SimulatedStream] = {}
-        self._connected: dict[tuple[int, ...], set[str]] = {}  # the operations of the communicators of these ranks
+        self._connected: dict[tuple[tuple[int, ...], int], set[str]] = {}  # operations of the communicators of ranks
 
     @property
     def host_nbytes(self) -> int | None:
@@ -199,21 +199,22 @@ class SimulatedAccelerator:
                 self.host.wait_clock(stream.clock)
 
     def communicator(
-        self, backend: Backend, ranks: tuple[int, ...], shared: dict[str, Any] | None
+        self, backend: Backend, ranks: tuple[int, ...], shared: dict[str, Any] | None, number: int
     ) -> SimulatedCommunicator:
         """``backend`` with collectives on a stream of its own.
 
         Args:
             ranks: those along its axis.
             shared: by ranks that are threads; None: the order in which ranks issue collectives is not checked.
+            number: see ``World.communicator``.
         """
         if isinstance(backend, FakeStageCommunicator) and self.times is not None:
-            return SimulatedStageCommunicator(backend, self, ranks, self.times, self._new_stream)
+            return SimulatedStageCommunicator(backend, self, ranks, self.times, self._new_stream, number)
         stream = self._new_stream(f"the stream of collectives on {backend.axis!r}")
         if shared is not None:
             self._order = shared.setdefault("issue order", IssueOrder())
-        issues = None if self._order is None else Issues(self._order, self._issued, stream, ranks, backend.rank)
-        return SimulatedCommunicator(backend, self, stream, ranks, issues)
+        issues = None if self._order is None else Issues(self._order, self._issued, stream, ranks, backend.rank, number)
+        return SimulatedCommunicator(backend, self, stream, ranks, issues, number)
 
     def num_nodes(self, ranks: Sequence[int]) -> int:
         """Of a dry run's machine that have these ranks; 1 where no machine is simulated."""
@@ -222,7 +223,7 @@ class SimulatedAccelerator:
     def connect(self, communicator: SimulatedCommunicator, op: str) -> None:
         """A communicator is used for ``op``: NCCL allocates the buffers that its ranks need for that."""
         ranks = communicator.ranks
-        ops = self._connected.setdefault(ranks, set())
+        ops = self._connected.setdefault((ranks, communicator.number), set())
         if self.times is None or self._memory_of_device is None or self.is_cpu or op in ops:
             return
         node, before = self.times.machine, set(ops)

@@ -110,9 +110,10 @@ class SimulatedCommunicator(Backend):
         stream: SimulatedStream,
         ranks: tuple[int, ...],
         issues: Issues | None = None,
+        number: int = 0,
     ) -> None:
         super().__init__(backend.axis, backend.rank, backend.size)
-        self.ranks = ranks
+        self.ranks, self.number = ranks, number
         self.carries_values = backend.carries_values
         self._issues = issues
         self._backend, self._accelerator, self._stream = backend, accelerator, stream
@@ -235,8 +236,10 @@ class SimulatedStageCommunicator(SimulatedCommunicator):
         ranks: tuple[int, ...],
         times: StreamTimes,
         new_stream: Callable[[str], SimulatedStream],
+        number: int,
     ) -> None:
-        super().__init__(backend, accelerator, new_stream(f"the stream of collectives on {backend.axis!r}"), ranks)
+        stream = new_stream(f"the stream of collectives on {backend.axis!r}")
+        super().__init__(backend, accelerator, stream, ranks, number=number)
         self._stages = backend
         self._times = times
         self._new_stream = new_stream

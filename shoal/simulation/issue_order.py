@@ -24,7 +24,8 @@ from shoal.simulation.clocks import SimulatedStream
 
 NodeKey = tuple[object, ...]
 Needed = tuple[NodeKey, Collection[int]]  # a collective and the ranks that must have issued it
-IssuedOn = dict[SimulatedStream, list[tuple[int, list[Needed], tuple[int, ...]]]]  # number in the stream, ..., ranks
+Shared = tuple[tuple[int, ...], int]  # ranks, and the number of their communicator: the streams that are one on NCCL
+IssuedOn = dict[SimulatedStream, list[tuple[int, list[Needed], Shared]]]  # number in the stream, ...
 
 
 @dataclass
@@ -156,12 +157,20 @@ class Issues:
     Args:
         issued: on all communicators of this rank.
         rank: along the axis.
+        number: see ``World.communicator``.
     """
 
     def __init__(
-        self, order: IssueOrder, issued: IssuedOn, stream: SimulatedStream, ranks: tuple[int, ...], rank: int
+        self,
+        order: IssueOrder,
+        issued: IssuedOn,
+        stream: SimulatedStream,
+        ranks: tuple[int, ...],
+        rank: int,
+        number: int = 0,
     ) -> None:
         self._order, self._issued, self._stream, self._ranks = order, issued, stream, ranks
+        self._shared = ranks, number
         self._rank = ranks[rank]
         self._axis = stream.name
         self._mine = issued.setdefault(stream, [])
@@ -176,10 +185,10 @@ class Issues:
         issued: list[Needed] = []
         for one in call.messages or (call,):
             pair, needed, what = self._taking_part(one)
-            kind = self._axis, self._ranks, *pair
+            kind = self._axis, *self._shared, *pair
             issued.append((self._order.issue(self._rank, kind, f"{what}, {self._axis}", after, place), needed))
         if is_on_stream:
-            self._mine.append((self._stream.clock[self._stream] + 1, issued, self._ranks))
+            self._mine.append((self._stream.clock[self._stream] + 1, issued, self._shared))
         return self._order.waiting(self._rank, issued, place)
 
     def _taking_part(self, call: Call) -> tuple[tuple[int, ...], Collection[int], str]:
@@ -198,8 +207,8 @@ class Issues:
         """The last collective, or batch, of each stream that ends before the next one here begins."""
         clock = self._stream.clock
         for stream, calls in self._issued.items():
-            for number, issued, ranks in reversed(calls):
-                # Communicators of the same ranks share a stream of NCCL.
-                if ranks == self._ranks or number <= clock.get(stream, 0):
+            for number, issued, shared in reversed(calls):
+                # Communicators of the same ranks and number share a stream of NCCL.
+                if shared == self._shared or number <= clock.get(stream, 0):
                     yield from (key for key, _ in issued)
                     break

@@ -7,8 +7,10 @@
     collectives      connections of each channel
     all              of its ring: from the rank before, to the rank after
     all_reduce       of its tree, too: also from the rank after, to the rank before
-    send, recv,      with each peer of the node, of as many channels as the next power of two has; over the network one
-    all_to_all       buffer for all peers, in each direction
+    send; recv       to one peer of the node; from one. A rank of a ring, or of one direction of a pipeline, has no more
+    all_to_all       to and from each peer of the node
+    all of these     of as many channels as the next power of two has; over the network one buffer for all peers, in
+                     each direction
 
 Channels connect when they are first used.
 
@@ -47,8 +49,10 @@ def communicator_nbytes(ops: Collection[str], ranks: Sequence[int], gpus_per_nod
         nbytes += ring * (2 if "all_reduce" in ops else 1)
     if direct := _DIRECT.intersection(ops):
         channels = 1 << (num_channels - 1).bit_length()
-        peers = in_node - 1 if "all_to_all" in direct else min(len(direct), in_node - 1)
-        nbytes += channels * peers * (_RECEIVING + _PAGE)
+        if "all_to_all" in direct:
+            nbytes += channels * (in_node - 1) * (_RECEIVING + _PAGE)
+        elif in_node > 1:
+            nbytes += channels * (_RECEIVING * ("recv" in direct) + _PAGE * ("send" in direct))
         if len(nodes) > 1:
             nbytes += 2 * channels * _NETWORK_SLOTS * _NETWORK_CHUNK
     return nbytes

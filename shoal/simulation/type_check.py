@@ -450,10 +450,12 @@ class TypedTransport:
         self._transport, self._types, self._rank = transport, types, rank
         self.report_failure, self.close = transport.report_failure, transport.close
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None = None) -> Backend:
+    def open(
+        self, axis: str, groups: Sequence[tuple[int, ...]], max_ctas: int | None = None, number: int = 0
+    ) -> Backend:
         ranks = next(group for group in groups if self._rank in group)
         self._types.groups.append(tuple(rank - ranks[0] for rank in ranks))
-        return TypedBackend(self._transport.open(axis, groups, max_ctas), self._types, ranks)
+        return TypedBackend(self._transport.open(axis, groups, max_ctas, number), self._types, ranks)
 
 
 _CURRENT: ContextVar[Types | None] = ContextVar("followed types", default=None)

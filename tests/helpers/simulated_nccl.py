@@ -189,9 +189,13 @@ def nccl_in_simulation() -> Iterator[None]:
     simulated = SimulatedAccelerator.communicator
 
     def communicator(
-        accelerator: SimulatedAccelerator, backend: Backend, ranks: tuple[int, ...], shared: dict[str, Any] | None
+        accelerator: SimulatedAccelerator,
+        backend: Backend,
+        ranks: tuple[int, ...],
+        shared: dict[str, Any] | None,
+        number: int,
     ) -> Backend:
-        comm = simulated(accelerator, backend, ranks, shared)
+        comm = simulated(accelerator, backend, ranks, shared, number)
         return comm if accelerator.times is not None else SimulatedNccl(comm, accelerator)
 
     with pytest.MonkeyPatch.context() as patch:

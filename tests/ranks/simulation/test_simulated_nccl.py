@@ -139,6 +139,21 @@ def test_only_messages_of_one_batch_cross_each_other() -> None:
     assert any("deadlock" in text and "a message 'hop' from rank 0 to rank 1" in text for text in found_by(run))
 
 
+def test_messages_of_two_communicators_cross_each_other() -> None:
+    def run(comm: Communicator) -> None:
+        world = current_world()
+        other = world.communicator("dp", Mesh.of(world.size), number=1)
+        assert other is world.communicator("dp", Mesh.of(world.size), number=1) is not comm
+        first, second = (comm, other) if comm.rank == 0 else (other, comm)
+        received = torch.zeros(4)
+        sends = first.send(torch.full((4,), 1.0 + comm.rank), 1 - comm.rank, label=f"of {comm.rank}")
+        second.recv(received, 1 - comm.rank, label=f"of {1 - comm.rank}").wait()
+        assert received.tolist() == [2.0 - comm.rank] * 4
+        sends.drain()
+
+    assert found_by(run) == []
+
+
 def test_what_is_issued_after_a_batch_waits_for_all_its_messages() -> None:
     def run(comm: Communicator) -> None:
         late, parts = torch.zeros(4), (torch.zeros(4), torch.zeros(4))

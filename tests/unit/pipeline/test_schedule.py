@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -147,95 +147,110 @@ def receive_of(send: Action) -> Action:
     return Action(to, "RECV_F" if send.kind == "SEND_F" else "RECV_B", send.micro)
 
 
-def peer_of(action: Action, schedule: PipelineSchedule) -> int:
-    return schedule.stage_ranks[action.stage + (1 if action.kind in ("SEND_F", "RECV_B") else -1)]
+def seconds_of(
+    orders: Sequence[Sequence[Action]],
+    schedule: PipelineSchedule,
+    send: float,
+    *,
+    num_communicators: int = 2,
+    backward: float = 2.0,
+    slow: Mapping[int, float] | None = None,
+) -> float:
+    """A step in which the transfers of a rank run next to what it computes, as on NCCL.
 
+    Those of one communicator run one after the other. A message moves when both ranks have begun it, in ``send``.
 
-def batches_of(order: Sequence[Action], schedule: PipelineSchedule) -> list[list[Action]]:
-    """The actions of a rank; a send and the receive from the same rank that follows it are one batch."""
-    batches: list[list[Action]] = []
-    for action in order:
-        before = batches[-1][0] if batches and len(batches[-1]) == 1 else None
-        if (
-            action.kind.startswith("RECV")
-            and before is not None
-            and before.kind.startswith("SEND")
-            and peer_of(before, schedule) == peer_of(action, schedule)
-        ):
-            batches[-1].append(action)
-        else:
-            batches.append([action])
-    return batches
-
-
-def seconds_of(orders: Sequence[Sequence[Action]], schedule: PipelineSchedule, send: float, *, batched: bool) -> float:
-    """A step in which a rank's transfers run one batch after the other, as on NCCL, next to what it computes.
-
-    A message moves when both ranks have begun their batches, in ``send``, and a batch ends with its last message.
+    Args:
+        slow: by rank, how much longer it computes.
     """
-    of_rank = [batches_of(order, schedule) if batched else [[each] for each in order] for order in orders]
-    lengths = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    lengths = {"F": 1.0, "B": backward, "I": backward - 1.0, "W": 1.0}
     at, host = [0] * len(orders), [0.0] * len(orders)  # the host queues all in order; the compute stream
-    queued: list[list[tuple[float, list[Action]]]] = [[] for _ in orders]  # batches that have not ended
-    free = [0.0] * len(orders)  # when the stream of transfers has ended what was queued
-    ended: dict[Action, float] = {}  # messages
-    there: dict[Action, float] = {}  # those whose batches have ended
+    queued: dict[tuple[int, str], list[tuple[float, Action]]] = {}  # by rank and communicator, what has not ended
+    free: dict[tuple[int, str], float] = {}  # when a communicator has ended what was queued
+    ended: dict[Action, float] = {}
     going_on = True
     while going_on:
         going_on = False
-        for rank, batches in enumerate(of_rank):
-            while at[rank] < len(batches):
-                batch = batches[at[rank]]
-                stage, kind, micro = batch[0]
+        for rank, order in enumerate(orders):
+            while at[rank] < len(order):
+                stage, kind, micro = action = order[at[rank]]
                 if kind in lengths:
-                    needed = {"F": Action(stage, "RECV_F", micro), "B": Action(stage, "RECV_B", micro)}
-                    receive = needed.get("B" if kind == "I" else kind)
-                    if receive in orders[rank]:
-                        if receive not in there:
-                            assert any(receive in each for each in batches[: at[rank]])
+                    receive = Action(stage, "RECV_F" if kind == "F" else "RECV_B", micro)
+                    if kind != "W" and receive in order:
+                        assert receive in order[: at[rank]]
+                        if receive not in ended:
                             break
-                        host[rank] = max(host[rank], there[receive])
-                    host[rank] += lengths[kind]
+                        host[rank] = max(host[rank], ended[receive])
+                    host[rank] += lengths[kind] * (slow or {}).get(rank, 1.0)
                 elif kind.startswith(("SEND", "RECV")):
-                    queued[rank].append((host[rank], batch))
+                    comm = kind[-1] if num_communicators == 2 else ""
+                    queued.setdefault((rank, comm), []).append((host[rank], action))
                 at[rank] += 1
                 going_on = True
-        begun = {
-            action: max(free[rank], batches[0][0]) for rank, batches in enumerate(queued) if batches
-            for action in batches[0][1]
-        }  # fmt: skip
+        begun = {each[0][1]: (key, max(free.get(key, 0.0), each[0][0])) for key, each in queued.items() if each}
         for send_action in [each for each in begun if each.kind.startswith("SEND")]:
             receive = receive_of(send_action)
-            if receive in begun and receive not in ended:
-                ended[send_action] = ended[receive] = max(begun[send_action], begun[receive]) + send
+            if receive in begun:
+                end = max(begun[send_action][1], begun[receive][1]) + send
+                for each in (send_action, receive):
+                    key = begun[each][0]
+                    queued[key].pop(0)
+                    free[key] = ended[each] = end
                 going_on = True
-        for rank, batches in enumerate(queued):
-            if batches and all(each in ended for each in batches[0][1]):
-                batch = batches.pop(0)[1]
-                free[rank] = max(ended[each] for each in batch)
-                there |= dict.fromkeys(batch, free[rank])
-                going_on = True
-    waiting = [str(batches[place][0]) for place, batches in zip(at, of_rank, strict=True) if place < len(batches)]
-    assert not waiting and not any(queued), (waiting, queued)
-    return max(*host, *free)
+    waiting = [str(order[place]) for place, order in zip(at, orders, strict=True) if place < len(order)]
+    assert not waiting and not any(queued.values()), f"these wait for ever: {waiting}"
+    return max(*host, *free.values(), 0.0)
 
 
 @pytest.mark.parametrize(("name", "depth"), KINDS)
-def test_batches_never_wait_for_each_other(name: str, depth: int) -> None:
-    for num_ranks, num_micro in ((2, 5), (3, 6), (4, 9), (4, 16)):
+def test_with_a_communicator_for_each_direction_no_rank_waits_for_ever_or_longer_than_with_one(
+    name: str, depth: int
+) -> None:
+    for num_ranks, num_micro in ((2, 5), (3, 6), (4, 9)):
         schedule = build_schedule(name, num_ranks, num_micro, virtual_stages=depth)
-        orders, alone = lower(schedule, has_batches=True), lower(schedule)
-        for mine, before in zip(orders, alone, strict=True):
-            assert Counter(mine) == Counter(before)
+        orders = lower(schedule)
         for send in (0.0, 0.2, 1.5):
-            with_batches = seconds_of(orders, schedule, send, batched=True)
-            assert with_batches <= seconds_of(alone, schedule, send, batched=False)
+            for slow in ({}, {0: 1.1}, {num_ranks - 1: 1.1}):
+                one = seconds_of(orders, schedule, send, num_communicators=1, slow=slow)
+                assert seconds_of(orders, schedule, send, slow=slow) <= one + 1e-9
+    evaluation = forward_schedule(schedule.stage_ranks, num_micro)
+    assert seconds_of(lower(evaluation), evaluation, 0.2) > 0
 
 
-def test_a_rank_of_1f1b_sends_and_receives_in_one_batch() -> None:
-    schedule = build_schedule("1f1b", 4, 8)
-    text = " ".join("+".join(map(str, batch)) for batch in batches_of(lower(schedule, has_batches=True)[1], schedule))
-    assert "1B1 1SEND_B1+1RECV_F4 1F4 1SEND_F4+1RECV_B2 1B2 1SEND_B2+1RECV_F5 1F5" in text
+def test_an_order_in_which_ranks_wait_for_each_other_is_seen() -> None:
+    """Rank 1 receives two outputs in the other order."""
+    schedule = build_schedule("1f1b", 2, 4)
+    first, second = lower(schedule)
+    one, other = Action(1, "RECV_F", 1), Action(1, "RECV_F", 2)
+    swapped = tuple({one: other, other: one}.get(action, action) for action in second)
+    with pytest.raises(AssertionError):
+        seconds_of((first, swapped), schedule, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_micro", "depth", "backward", "slow", "expected"),
+    [
+        ("1f1b", 2, 8, 1, 2.0, {}, (29.8, 28.8)),
+        ("interleaved_1f1b", 4, 16, 2, 2.0, {}, (128.2, 116.4)),
+        ("1f1b", 8, 32, 1, 3.0, {0: 1.1}, (181.4, 176.8)),
+        ("1f1b", 8, 32, 1, 3.0, {7: 1.1}, (171.6, 171.6)),
+    ],
+)
+def test_how_long_a_step_takes_with_one_communicator_and_with_two(
+    name: str,
+    num_ranks: int,
+    num_micro: int,
+    depth: int,
+    backward: float,
+    slow: dict[int, float],
+    expected: tuple[float, float],
+) -> None:
+    schedule = build_schedule(name, num_ranks, num_micro, virtual_stages=depth)
+    seconds = [
+        seconds_of(lower(schedule), schedule, 0.2, num_communicators=number, backward=backward, slow=slow)
+        for number in (1, 2)
+    ]
+    assert seconds == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("name", "depth"), KINDS)

@@ -19,7 +19,9 @@ TWO_NODES = tuple(range(16))
         ({"all_gather", "all_reduce"}, NODE, 2 * 24 * 12),
         ({"all_gather"}, TWO_NODES, 24 * 12 + 24 * 8 // 8),  # 24 channels leave a node, from 8 ranks
         ({"all_gather"}, (0, 8), 24 * 20),  # all of them leave the one rank
-        ({"send"}, (0, 1), 32 * 12),
+        ({"send"}, (0, 1), 32 * 2),
+        ({"send", "recv"}, NODE, 32 * 12),  # from one rank, to another one
+        ({"send", "recv"}, (0, 8), 2 * 32 * 2),  # one buffer of 2 MiB in each direction
         ({"all_gather"}, (3,), 0),
     ],
 )

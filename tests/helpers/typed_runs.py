@@ -13,7 +13,7 @@ from tests.helpers.compiling import CountsGraphs
 from tests.helpers.composition import AXES, Combination, Values, settings_of
 from tests.helpers.composition_runs import Trainer
 
-# What no dry run can do: compiled code is not seen, files, the choice of experts to move and the starts of documents have
+# What no dry run can do: compiled code is not seen, files, the choice of experts to move and starts of documents have
 # values, and parameters of fake tensors cannot be cast in place by ``model.to()``.
 _NEEDS_VALUES: dict[str, tuple[str, ...]] = {
     "compile": ("yes",),

@@ -74,6 +74,7 @@ WORLD_ATTRIBUTES = {
     "is_closed": "after `close()`",
     "shared": "a dict that ranks which are threads of one process share; None for processes",
     "stages": "in `shoal.dry_run_pipeline` what the stages share; else None",
+    "ranks_per_node": "in a dry run the GPUs of a node of its machine; else None",
 }
 
 

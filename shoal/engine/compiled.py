@@ -62,6 +62,7 @@ class CompiledModel:
         if (simulated := simulation()) is not None:
             if simulated.host_nbytes is not None and not simulated.is_cpu and section.mode in _MODES_WITH_GRAPHS:
                 refuse_cuda_graphs(list(named) or [""], self._properties.config, self._properties.plan)
+                simulated.note_cuda_graphs()
             return "compile: no effect in a simulation, which reads each operator; is_fused=True is the compiled time."
         for module in blocks or [self._module]:
             if module._compiled_call_impl is None:

@@ -21,7 +21,7 @@ from torch import nn
 from shoal.parallel.tensor.plan import join
 from shoal.pipeline.blocks import find_blocks
 from shoal.simulation.dry_run import StepTime
-from shoal.simulation.memory import ROUNDING, MemoryPeak
+from shoal.simulation.memory import ROUNDING, MemoryPeak, kept_by_graphs
 from shoal.simulation.times import HOST
 
 _LONGEST_PERIOD = 8  # blocks, such as dense and expert layers in turn
@@ -150,6 +150,12 @@ class RunGrid:
         reserved = allocated + round(mean(peak.reserved - peak.allocated for peak in peaks))
         largest = runs[self.largest]
         peak = MemoryPeak(allocated, reserved, by_kind, at[0], at[1], outside=largest.memory.outside)
+        if largest.memory.in_graphs:
+            moments: dict[object, dict[str, float]] = {}
+            for key, value in values.items():
+                if key[0] == "kind":
+                    moments.setdefault(key[1], {})[str(key[2])] = max(value, 0.0)
+            peak = replace(peak, in_graphs=kept_by_graphs(moments.values()))
         peak = replace(peak, is_beyond=capacity is not None and peak.device_nbytes > capacity)
         kinds, host_seconds = of("by_kind"), values["host_seconds",]
         # In few blocks a host that is slower falls less behind: it queues them while the GPU does what is around them.

@@ -180,6 +180,10 @@ class SimulatedAccelerator:
     def pool(self) -> SimulatedPool:
         return SimulatedPool(self._thread, self._memory_of_device)
 
+    def note_cuda_graphs(self) -> None:
+        if self._memory_of_device is not None:
+            self._memory_of_device.has_cuda_graphs = True
+
     def _before_edge(self) -> None:
         self.end_kernel()
         self.notice_deaths()

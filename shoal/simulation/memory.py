@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -43,7 +43,8 @@ class MemoryPeak:
     Attributes: ``allocated``, ``reserved``: bytes as ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved``
     give them; the two need not be of the same moment. ``by_kind``: of ``allocated``. ``operation``, ``place``: that
     allocated last before, and the line of Python that asked for it. ``is_beyond``: the device has less. ``outside``:
-    bytes that are not PyTorch's, by kind.
+    bytes that are not PyTorch's, by kind. ``in_graphs``: bytes that CUDA graphs keep from all else, see
+    ``kept_by_graphs``; they are in neither of the two.
     """
 
     allocated: int
@@ -53,18 +54,20 @@ class MemoryPeak:
     place: str
     is_beyond: bool = False
     outside: dict[str, int] = field(default_factory=dict)
+    in_graphs: int = 0
 
     @property
     def device_nbytes(self) -> int:
         """As ``nvidia-smi`` shows them for the process."""
-        return self.reserved + sum(self.outside.values())
+        return self.reserved + self.in_graphs + sum(self.outside.values())
 
     def report(self, capacity: int | None) -> str:
         """The peak as a table, the largest kind first. ``capacity``: bytes of the device, None: no limit."""
         ordered = sorted(self.by_kind.items(), key=lambda item: -item[1])
         rows = [[kind, format_bytes(nbytes)] for kind, nbytes in ordered if nbytes]
         rows += [["allocated", format_bytes(self.allocated)], ["reserved", format_bytes(self.reserved)]]
-        rows += [[kind, format_bytes(nbytes)] for kind, nbytes in self.outside.items() if nbytes]
+        others = {"kept by CUDA graphs": self.in_graphs, **self.outside}
+        rows += [[kind, format_bytes(nbytes)] for kind, nbytes in others.items() if nbytes]
         rows.append(["in all", format_bytes(self.device_nbytes)])
         lines = [table(rows, ["memory at the peak", "bytes"]), f"peak at: {self.operation or 'the begin of the step'}"]
         if self.place:
@@ -87,6 +90,7 @@ class DeviceMemory:
         is_cpu: it is the memory of a process that computes on the CPU.
 
     Attributes: ``outside``: bytes that are not PyTorch's, by kind. ``now``: the time for ``history``.
+    ``has_cuda_graphs``: activations are those of CUDA graphs.
     """
 
     def __init__(self, capacity: int | None = None, context_nbytes: int = 0, *, is_cpu: bool = False) -> None:
@@ -99,6 +103,7 @@ class DeviceMemory:
         self._before: list[Allocation] = []  # when the step began
         self._peaks: dict[tuple[str, str], tuple[int, int]] = {}  # by operation, place: allocated, events before
         self._reserved = 0
+        self.has_cuda_graphs = False
         self.now: Callable[[], float] = lambda: 0.0
         self.history: list[tuple[float, int, int]] = []  # seconds, bytes allocated and reserved, after each operation
 
@@ -190,7 +195,27 @@ class DeviceMemory:
             reached = number
             there = {kind: nbytes for kind, nbytes in by_kind.items() if nbytes}
             made[at] = MemoryPeak(allocated, self._reserved, there, *at, self.allocator.has_failed, dict(self.outside))
-        return made
+        in_graphs = kept_by_graphs(peak.by_kind for peak in made.values()) if self.has_cuda_graphs else 0
+        room = self.allocator.capacity
+        is_beyond = self.allocator.has_failed or (room is not None and self._reserved + in_graphs > room)
+        return {at: replace(peak, is_beyond=is_beyond, in_graphs=in_graphs) for at, peak in made.items()}
+
+
+def kept_by_graphs(moments: Iterable[Mapping[str, float]]) -> int:
+    """What CUDA graphs keep of the device's memory beyond the peak of a step: an upper estimate, in bytes.
+
+    PyTorch has what forward and backward allocate in one pool of all graphs, which gives it to nothing else while the
+    graphs exist (``torch/_inductor/cudagraph_trees.py``, ``cuda_graphs_thread_pool``). So activations take their most,
+    all else its most, at whatever moments these are. Not counted: copies of inputs, and recordings for other shapes.
+
+    Args:
+        moments: the bytes allocated at each, by kind.
+    """
+    most = [0.0, 0.0, 0.0]
+    for by_kind in moments:
+        in_all, of_graphs = sum(by_kind.values()), by_kind.get(ACTIVATION, 0)
+        most = [max(pair) for pair in zip(most, (of_graphs, in_all - of_graphs, in_all), strict=True)]
+    return round(most[0] + most[1] - most[2])
 
 
 # The allocator: where each tensor would lie, and what is reserved for it.

@@ -70,6 +70,16 @@ def test_a_step_is_that_of_all_blocks_and_micro_batches(num_layers: int, made: d
     assert len(few) < len(all_of_them)
 
 
+def test_what_cuda_graphs_keep_grows_with_the_blocks() -> None:
+    lamb = {"type": "Lamb", "params": {"lr": 1e-3}}  # its step has memory of its own, when activations are gone
+    made = config(0, 1, compile={"enabled": True, "mode": "reduce-overhead"}, optimizer=lamb, **UNITS)
+    short, whole = (dry_run_model(counted([], 9), made, 8, repeats=each) for each in (True, False))
+    check(short, whole)
+    assert whole.memory.in_graphs > 0
+    assert short.memory.in_graphs == pytest.approx(whole.memory.in_graphs, rel=0.05)
+    assert short.memory.device_nbytes == pytest.approx(whole.memory.device_nbytes, rel=0.01)
+
+
 @pytest.mark.parametrize(("num_layers", "accumulation"), [(8, 2), (2, 6)])
 def test_the_stages_of_a_pipeline_have_fewer_blocks_or_micro_batches(num_layers: int, accumulation: int) -> None:
     made = config(1, accumulation, parallel={"pp": 2}, pipeline={"partition": "parameters"}, **UNITS)

@@ -21,7 +21,7 @@ from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.simulation.clocks import SimulatedStream
 from shoal.simulation.dry_run import DryRun
 from shoal.simulation.machines import GpuNode, machine_of
-from shoal.simulation.memory import CachingAllocator, MemoryBlock, MemoryPeak
+from shoal.simulation.memory import CachingAllocator, MemoryBlock, MemoryPeak, kept_by_graphs
 from shoal.simulation.times import (
     COMMUNICATION,
     COMPUTE,
@@ -612,6 +612,33 @@ def test_cuda_graphs_are_refused_where_a_gpu_refuses_them(mode: str, stage: int,
         with pytest.raises(ModelError, match=r"3 modules are compiled with CUDA graphs.*: blocks\.0, ") as caught:
             shoal.initialize(model=Tower(), config=made)
     assert caught.value.code == "model-cuda-graphs"
+
+
+def test_cuda_graphs_keep_activations_from_all_else() -> None:
+    def step(mode: str, room: int) -> MemoryPeak:
+        lamb = {"type": "Lamb", "params": {"lr": 1e-3}}  # its step has memory of its own, when activations are gone
+        made = config(0, compile={"enabled": True, "mode": mode}, optimizer=lamb)
+        machine = replace(H100, gpu_nbytes=room, context_nbytes=0)
+        with shoal.dry_run(1, machine=machine) as run:
+            engine, *_ = shoal.initialize(model=Tower(), config=made)
+            tokens = torch.zeros(4, 32, dtype=torch.int64)
+            for _ in range(2):
+                with run.step():
+                    engine.backward(engine(tokens, tokens))
+                    engine.step()
+        return run.steps[-1].memory
+
+    plain, graphs = step("default", 1 << 30), step("reduce-overhead", 1 << 30)
+    assert plain.in_graphs == 0 < graphs.in_graphs
+    assert graphs.device_nbytes - plain.device_nbytes == graphs.in_graphs
+    assert "kept by CUDA graphs" in graphs.report(None)
+    assert not step("default", plain.device_nbytes).is_beyond
+    assert step("reduce-overhead", graphs.device_nbytes - 1).is_beyond
+
+
+def test_what_graphs_keep_is_the_most_of_each_beyond_the_peak() -> None:
+    moments = [{"activation": 8, "parameter": 4}, {"activation": 2, "parameter": 4, "gradient": 5}, {"parameter": 4}]
+    assert kept_by_graphs(moments) == 8 + 9 - 12
 
 
 class Accumulating(torch.optim.Optimizer):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from shoal.compiler import eager_operator
 from shoal.streams import host_memory
@@ -44,21 +45,46 @@ def behind(ticket: Tensor) -> Any:
 
 
 def run(
-    function: Callable[..., Tensor], tensors: Sequence[Tensor], parameters: Sequence[Tensor] = (), *, keeps: bool
+    function: Callable[..., Tensor],
+    tensors: Sequence[Tensor],
+    parameters: Sequence[Tensor] = (),
+    *,
+    out: Tensor,
+    keeps: bool,
 ) -> tuple[Tensor, Tensor]:
     """``function(*tensors)``, without autograd, and a ticket.
 
+    A compiler knows nothing of the graph, and may write other tensors into the memory of ``tensors`` and of the result
+    before backward: the graph is of copies, and keeps those that backward reads.
+
     Args:
         parameters: leaves that the function reads itself. Backward returns their gradients after those of ``tensors``.
+        out: empty, as the result was promised to the compiler.
         keeps: keep the graph for a backward pass.
+
+    Memory: a copy of each of ``tensors`` meanwhile; until backward what the function saves.
     """
     if not keeps:
-        return function(*tensors), torch.zeros(1, dtype=torch.int64)
+        return result_like(out, function(*tensors)), torch.zeros(1, dtype=torch.int64, device="cpu")
     # An operator runs below autograd, which would record nothing here.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
-        inputs = [tensor.detach().requires_grad_() for tensor in tensors]
+        start = torch.zeros((), device="cpu", requires_grad=True)
+        inputs: list[Tensor] = [_Entry.apply(start, tensor.detach().clone()) for tensor in tensors]
         output = function(*inputs)
-    return output.detach(), ticket_of((output, [*inputs, *parameters]))
+    edges = [get_gradient_edge(tensor) for tensor in inputs]
+    return out.copy_(output.detach()), ticket_of((get_gradient_edge(output), [*edges, *parameters]))
+
+
+class _Entry(torch.autograd.Function):
+    """Where a kept graph begins: a node that does not keep the tensor, as a leaf's would."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, tensor: Tensor) -> Tensor:
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 def result_like(wanted: Tensor, result: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from shoal.parallel.low_precision.recipes import RECIPES, Recipe
 from shoal.parallel.sequence.chunks import Documents
 from shoal.sharding import encoded_state
 from tests.helpers.backward_threads import run_in_threads
-from tests.helpers.compiling import CountsGraphs, compiling
+from tests.helpers.compiling import CountsGraphs, compiling, overwriting
 from tests.helpers.composition import Combination, Run, settings_of
 from tests.helpers.exact_format import Exact
 from tests.ranks.offload.test_offload import make_apart
@@ -354,7 +354,7 @@ def train(settings: dict[str, Any], run: Run, device: torch.device = CPU) -> lis
         for section in settings["zero_optimization"].values():
             if isinstance(section, dict) and section.get("device") == "nvme":
                 section["nvme_path"] = name
-        backend = CountsGraphs("aot_eager")
+        backend = CountsGraphs(overwriting)
         with compiling() if run.compiled != "no" else nullcontext():
             folder = Path(name) / "checkpoint"
 

@@ -137,8 +137,9 @@ def _experts_operator(
             return _run_experts(*given, score_before, overlap, may_drop, capacity, label)
 
     hidden, weights, *_ = tensors
-    out, ticket = kept_graph.run(compute, [hidden, weights], traced.parameters, keeps=keeps)
-    return kept_graph.result_like(hidden.new_empty(hidden.shape), out), ticket
+    expert_index = expert_index.clone()  # as kept_graph copies the others; what is read may keep it too
+    out = hidden.new_empty(hidden.shape)
+    return kept_graph.run(compute, [hidden, weights], traced.parameters, out=out, keeps=keeps)
 
 
 @_experts_operator.register_fake

@@ -162,8 +162,9 @@ def _attention_operator(
         options = AttentionOptions(is_causal, mask, found, window, softcap, None, None, scale, dropout_p, sinks)
         return _attention(query, key, value, options, context, label)
 
-    out, ticket = kept_graph.run(compute, tensors, keeps=keeps)
-    return kept_graph.result_like(_empty_output(tensors), out), ticket
+    if keeps and mask is not None:
+        mask = mask.clone()  # as kept_graph copies the others
+    return kept_graph.run(compute, tensors, out=_empty_output(tensors), keeps=keeps)
 
 
 @_attention_operator.register_fake

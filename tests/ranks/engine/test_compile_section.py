@@ -13,7 +13,7 @@ from torch import nn
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from tests.helpers import models
-from tests.helpers.compiling import CountsGraphs, compiling
+from tests.helpers.compiling import CountsGraphs, compiling, overwriting
 from tests.helpers.composition import AXES, settings_of
 from tests.helpers.composition_runs import Trainer, Values
 from tests.helpers.training import config, finish, largest_difference, run_steps, start, train_alone
@@ -119,7 +119,7 @@ def test_blocks_over_ranks_are_one_graph_and_end_to_the_bit_as_uncompiled(
     plain_axes = {name: next(iter(values)) for name, values in AXES.items()}
     settings, run = settings_of({**plain_axes, "ranks": "1", "stage": str(stage), **axes})
     run = replace(run, steps=2, blocks=5)
-    backend, compile_ = CountsGraphs("aot_eager"), torch.compile
+    backend, compile_ = CountsGraphs(overwriting), torch.compile
     how = {"backend": backend, "dynamic": False, "fullgraph": True}
     monkeypatch.setattr(torch, "compile", lambda function, *, mode: compile_(function, **how))
 

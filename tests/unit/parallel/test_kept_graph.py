@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 from shoal.parallel import kept_graph
 from shoal.parallel.sequence import context as contexts
-from tests.helpers.compiling import compiling
+from tests.helpers.compiling import compiling, overwriting
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def spread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_gradients_and_strides_are_those_of_uncompiled_attention(is_recomputed: bool) -> None:
     mine, theirs = heads(), heads()
-    function = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    function = torch.compile(attend, backend=overwriting, fullgraph=True)
     out = checkpoint(function, *mine, use_reentrant=False) if is_recomputed else function(*mine)
     expected = attend(*theirs)
     assert torch.equal(out, expected)
@@ -58,7 +58,7 @@ def test_gradients_and_strides_are_those_of_uncompiled_attention(is_recomputed: 
 
 def test_a_graph_is_kept_for_a_second_backward_and_no_longer_than_the_output() -> None:
     before, tensors = num_kept(), heads()
-    function = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    function = torch.compile(attend, backend=overwriting, fullgraph=True)
     out = function(*tensors)
     assert num_kept() == before + 1
     out.sum().backward(retain_graph=True)

@@ -17,7 +17,7 @@ from shoal.comm.world import current_world
 from shoal.models import GPT
 from shoal.parallel.expert.layer import MoE
 from shoal.parallel.expert.stacked import ExpertFeedForward
-from tests.helpers.compiling import CountsGraphs, compiling
+from tests.helpers.compiling import CountsGraphs, compiling, overwriting
 from tests.helpers.expert_layers import WIDTH, Layers
 from tests.helpers.training import batch, config, make, sgd, start_with
 from tests.ranks.parallel.expert.test_gpt import SHAPE
@@ -102,7 +102,7 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_are_one_graph_and_end_to_the_bit_as_uncompiled(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     factory, inputs, blocks, sections = CASES[case]
-    backend, compile_ = CountsGraphs("aot_eager"), torch.compile
+    backend, compile_ = CountsGraphs(overwriting), torch.compile
     how: dict[str, Any] = {"backend": backend, "dynamic": False, "fullgraph": True}
     monkeypatch.setattr(torch, "compile", lambda function, *, mode: compile_(function, **how))
 

@@ -69,13 +69,13 @@ def run(
     # An operator runs below autograd, which would record nothing here.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
         start = torch.zeros((), device="cpu", requires_grad=True)
-        inputs: list[Tensor] = [_Entry.apply(start, tensor.detach().clone()) for tensor in tensors]
+        inputs: list[Tensor] = [_KeptInput.apply(start, tensor.detach().clone()) for tensor in tensors]
         output = function(*inputs)
     edges = [get_gradient_edge(tensor) for tensor in inputs]
     return out.copy_(output.detach()), ticket_of((get_gradient_edge(output), [*edges, *parameters]))
 
 
-class _Entry(torch.autograd.Function):
+class _KeptInput(torch.autograd.Function):
     """Where a kept graph begins: a node that does not keep the tensor, as a leaf's would."""
 
     @staticmethod

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -204,6 +204,7 @@ _MIN_LOCKED = 1024 * 1024  # bytes: below, what rounding up costs is not worth a
 class _LockedMemory(mmap.mmap):
     """Pages of the process that are locked for an accelerator until the last tensor of them is gone."""
 
+    unused: ClassVar[list[_LockedMemory]] = []  # still locked
     address = 0  # 0: not locked
     device: torch.device
     pid: int
@@ -211,6 +212,7 @@ class _LockedMemory(mmap.mmap):
     @classmethod
     def allocate(cls, nbytes: int, device: torch.device) -> torch.Tensor:
         """Shape: [nbytes], uint8. Raises: RuntimeError, OSError: the system refuses."""
+        cls.unlock_unused()
         memory = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A fork would make the next write here go to a copy of the page, which the accelerator does not know.
         memory.madvise(mmap.MADV_DONTFORK)
@@ -224,12 +226,26 @@ class _LockedMemory(mmap.mmap):
         memory.address, memory.device, memory.pid = flat.data_ptr(), device, os.getpid()
         return flat
 
+    @classmethod
+    def unlock_unused(cls) -> None:
+        """Unlock the memory of tensors that are gone, unless this thread is capturing a CUDA graph: garbage may be
+        collected then, and to wait for the device would end the capture. The next call unlocks it.
+        """
+        for memory in list(cls.unused):
+            with torch.cuda.device(memory.device):
+                if torch.cuda.is_current_stream_capturing():
+                    return
+                torch.cuda.synchronize()  # copies may still be under way
+                with suppress(ValueError):  # another thread unlocks it
+                    cls.unused.remove(memory)
+                    if memory.pid == os.getpid():
+                        torch.cuda.cudart().cudaHostUnregister(memory.address)
+
     def __del__(self) -> None:
-        if not self.address or self.pid != os.getpid():
-            return
-        with suppress(Exception), torch.cuda.device(self.device):  # at the end of the process the driver is gone
-            torch.cuda.synchronize()  # copies may still be under way
-            torch.cuda.cudart().cudaHostUnregister(self.address)
+        if self.address and self.pid == os.getpid():
+            self.unused.append(self)
+            with suppress(Exception):  # at the end of the process the driver is gone
+                self.unlock_unused()
 
 
 @cache

@@ -128,6 +128,10 @@ class SimulatedEvent:
         stream.join(self._host().clock)
         self.clock = stream.clock.copy()
 
+    def query(self) -> bool:
+        """True: nothing of a simulation is still to run. The host's clock stays as it is."""
+        return True
+
     def synchronize(self) -> None:
         self._before()
         self._host().wait_clock(self.clock)

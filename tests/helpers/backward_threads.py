@@ -15,7 +15,7 @@ import torch
 
 from shoal.comm.world import current_world, has_scoped_world, use_world
 from shoal.parallel.sequence import context as sequence
-from shoal.streams import simulation
+from shoal.streams import carried, simulation
 
 
 def run_in_threads(patch: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,8 @@ def run_in_threads(patch: pytest.MonkeyPatch) -> None:
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=work)
+        on_device, _ = carried(work, "autograd")  # autograd puts its threads on their devices
+        thread = threading.Thread(target=on_device)
         thread.start()
         thread.join()
         if errors:

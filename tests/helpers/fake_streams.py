@@ -39,6 +39,9 @@ class FakeEvent:
         self.where = f"{stream.name} at {self._streams.num_events}"
         self._streams.log.append(f"event {self._streams.num_events} on {stream.name}")
 
+    def query(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
         self._streams.log.append(f"host waits for {self.where}")
 

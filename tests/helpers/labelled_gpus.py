@@ -151,7 +151,8 @@ class _LabelledOperators(TorchDispatchMode):
         if asked is not None:
             kwargs["device"] = HOST
         is_locked = bool(kwargs.pop("pin_memory", False))
-        target = _common_label(func, name, args, given)
+        targets = _labels_of_lists(func, name, args) if name.startswith("_foreach_") else []
+        target = targets[0] if targets else _common_label(func, name, args, given)
         if asked is not None and (asked != HOST or _thread.num_calls):
             target = asked
         elif asked is not None and not given:
@@ -162,9 +163,9 @@ class _LabelledOperators(TorchDispatchMode):
         with _random_numbers_of_gpu() if is_random else nullcontext():
             result = func(*args, **kwargs)
         known = {storage._cdata for each in given for storage in _storages(each)}
-        for made in _tensors_in(result):
+        for index, made in enumerate(_tensors_in(result)):
             if _is_labelled(made) and not any(storage._cdata in known for storage in _storages(made)):
-                _set_label(made, target)
+                _set_label(made, targets[index] if targets else target)
                 if is_locked:
                     _lock_pages(made)
         return result
@@ -172,7 +173,7 @@ class _LabelledOperators(TorchDispatchMode):
 
 def _common_label(func: Any, name: str, args: Any, given: list[torch.Tensor]) -> torch.device:
     """The device of an operator's results. Raises: RuntimeError: CUDA refuses these devices together."""
-    if name in _MIX_DEVICES:
+    if name.removeprefix("_foreach_") in _MIX_DEVICES:
         return _label(given[0]) if given else HOST
     checked = given
     if name in _INDEXED:  # an index in host memory is copied
@@ -183,12 +184,35 @@ def _common_label(func: Any, name: str, args: Any, given: list[torch.Tensor]) ->
     devices = {device for _, device in labels if device != _EITHER}
     if len(devices) <= 1:
         return devices.pop() if devices else (_EITHER if labels else HOST)
-    takes_numbers = torch.Tag.pointwise in func.tags or name in _TAKE_HOST_NUMBERS | _INDEXED
+    is_elementwise = torch.Tag.pointwise in func.tags or name.startswith("_foreach_")
+    takes_numbers = is_elementwise or name in _TAKE_HOST_NUMBERS | _INDEXED
     devices = {device for each, device in labels if device != _EITHER and (each.dim() or device != HOST)}
-    if len(devices) > 1 or not takes_numbers:
+    written = [args[index] for index, each in enumerate(func._schema.arguments[: len(args)]) if _is_written(each)]
+    is_moved = bool(devices) and any(_label(each) not in (_EITHER, *devices) for each in _tensors_in(written))
+    if len(devices) > 1 or not takes_numbers or is_moved:
         text = ", ".join(f"{tuple(each.shape)} on {device}" for each, device in labels)
         raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got {text}{_place()}")
-    return devices.pop()
+    return devices.pop() if devices else GPU  # a number of each
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _labels_of_lists(func: Any, name: str, args: Any) -> list[torch.device]:
+    """As ``_common_label``, of each element of lists: those of two devices are computed one after the other."""
+    lists = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], torch.Tensor)]
+    number = next((each for each in args[1:] if isinstance(each, torch.Tensor)), None)
+    if number is not None and "scalars" in (each.name for each in func._schema.arguments):  # numbers of the host
+        if _label(number).type == "cuda":
+            raise RuntimeError(f"Expected scalars to be on CPU, got {_label(number)}{_place()}")
+        number = None
+    elif number is not None and _label(number) == HOST and not name.startswith("_foreach_add"):
+        number = None  # is read as a number
+    of_each = [[*each, *([] if number is None else [number])] for each in zip(*lists, strict=True)]
+    if number is not None and number.dtype == lists[0][0].dtype and _label(number) != _label(lists[0][0]):
+        raise RuntimeError(f"scalar tensor is expected to be on the same device, but {func} got it on {HOST}{_place()}")
+    return [_common_label(func, name, (), each) for each in of_each]
 
 
 def _check(func: Any, name: str, args: Any, kwargs: Any, target: torch.device, generator: Any) -> None:
@@ -437,6 +461,13 @@ def _seed(seed: int) -> None:
     _state.random = made.manual_seed(seed + 1).get_state()
 
 
+def _of_other_device(function: Any) -> Any:
+    def called(kind: str = "cuda", *args: Any) -> Any:
+        return function({"cuda": "cpu", "cpu": "cuda"}.get(kind, kind), *args)
+
+    return called
+
+
 @contextmanager
 def labelled_gpus() -> Iterator[None]:
     """Inside the block torch has two GPUs, and this thread is on number 1."""
@@ -537,6 +568,9 @@ def _patch_cuda(patch: pytest.MonkeyPatch) -> None:
     }
     for name, value in functions.items():
         patch.setattr(torch.cuda, name, value, raising=False)
+    # C++ casts what is in the CPU's memory as autocast of the CPU says.
+    for name in ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
+        patch.setattr(torch, name, _of_other_device(getattr(torch, name)))
     patch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
     patch.setattr(torch.accelerator, "current_device_index", lambda: _thread.index)
     patch.setattr(torch.accelerator, "set_device_index", _set_index)

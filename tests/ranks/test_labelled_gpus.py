@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,10 +15,15 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.data import ahead_on
+from shoal.device import Device
 from shoal.engine.engine import Engine
+from shoal.engine.parts.fault_tolerance import FaultTolerance
+from shoal.engine.peer_state import ExportedState
 from shoal.parallel.recompute import Recompute, RecomputeSettings, recompute_blocks
 from tests.device import test_host_synchronization_gpu, test_recompute_gpu
 from tests.helpers import models
+from tests.helpers.composition import AXES, Combination, named, settings_of
+from tests.helpers.composition_runs import check_run
 from tests.helpers.labelled_gpus import GPU, HOST, labelled_gpus
 from tests.helpers.training import STAGES, batch, config, largest_difference, make
 
@@ -49,9 +55,16 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "page-locking": lambda gpu, _: gpu.pin_memory(),
     "a generator of the host": lambda gpu, _: torch.randn(3, generator=torch.Generator(), device=gpu.device),
     "a gradient on the host": lambda gpu, host: setattr(gpu, "grad", host),
+    "a number of the host for a sum": lambda gpu, _: torch._foreach_add_([gpu], torch.tensor(1.0), alpha=2),
+    "numbers of the GPU for a list": lambda gpu, _: torch._foreach_addcmul_([gpu], [gpu], [gpu], gpu[0, :1]),
+    "a result in a number of the host": lambda gpu, _: torch.tensor(1.0).add_(gpu.sum()),
 }
 TAKEN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "a number of the host": lambda gpu, _: gpu + torch.tensor(1.0),
+    "a number of the host for a list": lambda gpu, _: torch._foreach_mul([gpu, gpu], torch.tensor(2.0))[1],
+    "a list with a number of the host": lambda gpu, _: torch._foreach_add([gpu], [torch.tensor(2.0)])[0],
+    "lists of two devices": lambda gpu, host: torch._foreach_add([host, gpu], [host, gpu])[1],
+    "autocast": lambda gpu, _: under_autocast(gpu),
     "a copy": lambda gpu, host: gpu.copy_(host),
     "an index on the host": lambda gpu, _: gpu[torch.tensor([0])],
     "zeros like it": lambda gpu, _: gpu + torch.zeros_like(gpu) + gpu.new_zeros(3, 3),
@@ -64,6 +77,15 @@ TAKEN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def zeros_of_block() -> torch.Tensor:
     with torch.device("cuda"):
         return torch.zeros(3, 3)
+
+
+def under_autocast(gpu: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        product = gpu @ gpu
+    assert product.dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (gpu @ gpu).dtype == torch.float32
+    return product
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -162,3 +184,28 @@ def test_batches_that_are_on_the_gpu_already_are_handed_out_as_they_are() -> Non
     assert first is there
     assert moved.device == GPU
     assert moved.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_replica_sends_the_state_of_its_gpu_in_a_thread_on_that_device() -> None:
+    sent: list[torch.Tensor] = []
+    comm = SimpleNamespace(send=lambda message, *_, **__: sent.append(message))
+    replica = object.__new__(FaultTolerance)
+    replica._link = cast(Any, SimpleNamespace(comm=SimpleNamespace(blocking=comm)))
+    replica._device = Device(GPU)
+    replica._start_sending(ExportedState({}, [(torch.arange(3.0, device="cuda"),)]), [1])
+    replica.wait_sent()
+    assert sent[-1].view(torch.float32).tolist() == [0.0, 1.0, 2.0]
+
+
+# Autocast, backward in another thread, and an optimizer of PyTorch with lists of parameters.
+PAIRS: list[Combination] = [
+    {"stage": "2", "ranks": "2", "precision": "autocast", "recompute": "matmul", "state": "host", "between": "resume"},
+    {"stage": "3", "ranks": "2", "thread": "other", "state": "ratio", "precision": "fp16", "between": "evaluation"},
+    {"stage": "1", "ranks": "2", "thread": "other", "optimizer": "client", "clipping": "yes", "loss": "token"},
+]
+
+
+@pytest.mark.parametrize("combination", PAIRS, ids=named)
+def test_settings_together_end_on_a_gpu_where_one_process_ends(combination: Combination) -> None:
+    plain = {axis: next(iter(values)) for axis, values in AXES.items()}
+    check_run(*settings_of({**plain, **combination}), device=GPU)

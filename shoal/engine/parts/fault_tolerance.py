@@ -21,8 +21,9 @@ first step only receives the state, and it takes the steps of the next round.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -45,6 +46,7 @@ from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import PARTIAL, SHARD, Placement
 from shoal.sharding.storage import DeviceStorage
+from shoal.streams import carried
 from shoal.text import counted
 
 _CPU = torch.device("cpu")
@@ -78,6 +80,7 @@ class FaultTolerance(Part):
         self._samples = 0  # ``global_samples`` when the step began
         self._adopted: dict[str, Any] | None = None  # a member's loader at the end of the step, on a replica that joins
         self._sender: threading.Thread | None = None
+        self._sent: Callable[[], None]  # to be called after the sender's end
 
     @property
     def replicas(self) -> tuple[int, int]:
@@ -331,10 +334,13 @@ class FaultTolerance(Part):
         self._divide_anew(lost, has_changed=before != self._assigned)
         receivers = [members.index(serial) for serial, source in joining.items() if source == self._link.serial]
         if receivers and not self._link.is_broken:
-            exported = self._peer.export()
-            self._device.synchronize()  # another thread reads what the update has written
-            self._sender = threading.Thread(target=self._send, args=(exported, self._link.comm, receivers), daemon=True)
-            self._sender.start()
+            self._start_sending(self._peer.export(), receivers)
+
+    def _start_sending(self, exported: ExportedState, receivers: Sequence[int]) -> None:
+        self._device.synchronize()  # another thread reads what the update has written
+        send, self._sent = carried(partial(self._send, exported, self._link.comm, receivers), "shoal-state")
+        self._sender = threading.Thread(target=send, name="shoal-state", daemon=True)
+        self._sender.start()
 
     def _send(self, exported: ExportedState, comm: Communicator, receivers: Sequence[int]) -> None:
         try:
@@ -347,6 +353,7 @@ class FaultTolerance(Part):
         """Wait until this rank's state, which is about to change, has been sent."""
         if self._sender is not None:
             self._sender.join()
+            self._sent()
             self._sender = None
 
     # samples

@@ -4,7 +4,8 @@
     cpu         CPU, one head size for queries and values                       a block of the kernel's
     flash       CUDA, fp16 and bf16, a head size that divides by 8, up to 256   none
     efficient   CUDA, fp16, bf16 and fp32, head sizes that divide by 8          none
-                (on GPUs before Ampere no flash, and no bf16)
+                (on GPUs before Ampere no flash, and no bf16; on sm_86, sm_89 and
+                sm_120 no flash for head sizes from 200 to 224)
     plain       everything else, and a soft cap of the scores                   1,024 queries against the tile's keys
 
 K divides H: consecutive heads of queries share a head of keys, which no kernel copies. ``UnevenGroups`` is for heads of
@@ -263,8 +264,12 @@ def _kernel_of(query: Tensor, value: Tensor) -> AttentionKernel:
     if query.device.type == "cpu" and size == value_size:
         return CpuKernel()
     if query.device.type == "cuda" and size % 8 == 0 and value_size % 8 == 0:
-        is_old = (0, 0) < capability(query) < (8, 0)  # Volta and Turing
-        if query.dtype in (torch.float16, torch.bfloat16) and size == value_size <= 256 and not is_old:
+        generation = capability(query)
+        is_old = (0, 0) < generation < (8, 0)  # Volta and Turing
+        # There a block has too little shared memory for the backward of these sizes, and torch refuses it.
+        is_small = 192 < size <= 224 and ((8, 6) <= generation <= (8, 9) or (12, 0) <= generation <= (12, 1))
+        is_half = query.dtype in (torch.float16, torch.bfloat16)
+        if is_half and size == value_size <= 256 and not (is_old or is_small):
             return FlashKernel()
         if query.dtype in (torch.float16, torch.float32) or (query.dtype == torch.bfloat16 and not is_old):
             return EfficientKernel()

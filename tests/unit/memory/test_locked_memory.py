@@ -7,10 +7,12 @@ import logging
 import os
 import threading
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from shoal.comm.side_stream import CopyDone
 from shoal.device import _LockedMemory, host_empty
 from shoal.memory.host import aligned_empty
 from shoal.memory.stream_copies import StreamCopies
@@ -26,10 +28,12 @@ class Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int = 0) -> None:
         self.locked: dict[int, int] = {}
         self.log: list[str] = []
+        self.is_capturing = False
         self._error = error
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.log.append("synchronize"))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if not self._error:
@@ -55,6 +59,23 @@ def test_exactly_what_was_asked_for_is_locked_until_the_last_view_is_gone(monkey
     del view
     assert driver.log == ["synchronize", "unlock"]
     assert driver.locked == {}
+
+
+def test_memory_that_is_freed_while_a_graph_is_captured_is_unlocked_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    kept = host_empty(NUMEL, torch.float32, GPU)
+    memory = host_empty(NUMEL, torch.float32, GPU).fill_(3.0)
+    address = memory.data_ptr()
+    driver.is_capturing = True
+    del memory
+    assert driver.log == []
+    assert driver.locked == {kept.data_ptr(): 4 * NUMEL, address: 4 * NUMEL}
+    driver.is_capturing = False
+    other = host_empty(NUMEL, torch.float32, GPU)
+    assert driver.log == ["synchronize", "unlock"]
+    assert set(driver.locked) == {kept.data_ptr(), other.data_ptr()}
+    del kept
+    assert set(driver.locked) == {other.data_ptr()}
 
 
 def test_buffers_of_the_disk_tier_have_the_size_that_was_asked_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +142,16 @@ def test_a_thread_of_the_host_is_on_the_device_of_the_one_that_asks(monkeypatch:
     thread = HostThread("test")
     assert thread.submit(torch.accelerator.current_device_index).result() == 3
     thread.close()
+
+
+def test_the_host_sleeps_until_a_copy_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event's ``synchronize`` would keep a core busy for all that time."""
+    log: list[str] = []
+    answers = iter([False, False, True])
+    event = SimpleNamespace(query=lambda: next(answers), synchronize=lambda: log.append("ended"))
+    monkeypatch.setattr("shoal.comm.side_stream.time.sleep", lambda seconds: log.append(f"sleeps {0 < seconds < 2e-3}"))
+    CopyDone(event).block()
+    assert log == ["sleeps True", "sleeps True", "ended"]
 
 
 def test_where_pages_cannot_be_locked_the_memory_is_ordinary_and_a_line_says_so(

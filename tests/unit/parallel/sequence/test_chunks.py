@@ -350,3 +350,24 @@ def test_the_kernel_follows_the_generation_of_the_gpu(
     for dtype, kind in ((torch.float16, of_half), (torch.bfloat16, of_bf16), (torch.float32, EfficientKernel)):
         some: Any = SimpleNamespace(shape=(1, 1, 2, 64), dtype=dtype, device=torch.device("cuda"))
         assert type(kernel_for(some, some)) is kind
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "kind"),
+    [
+        ((8, 6), 192, FlashKernel),
+        ((8, 6), 200, EfficientKernel),
+        ((8, 9), 224, EfficientKernel),
+        ((12, 0), 208, EfficientKernel),
+        ((8, 9), 232, FlashKernel),
+        ((8, 0), 224, FlashKernel),
+        ((9, 0), 224, FlashKernel),
+        ((10, 0), 224, FlashKernel),
+    ],
+)
+def test_where_flash_has_no_backward_for_a_head_size_another_kernel_is_used(
+    capability: tuple[int, int], size: int, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.parallel.sequence.kernels.capability", lambda _: capability)
+    some: Any = SimpleNamespace(shape=(1, 1, 2, size), dtype=torch.bfloat16, device=torch.device("cuda"))
+    assert type(kernel_for(some, some)) is kind

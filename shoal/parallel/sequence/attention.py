@@ -102,7 +102,8 @@ def attention(
     options = AttentionOptions(
         is_causal, mask, documents, window, softcap, score_mod, block_mask, scale, dropout_p, sinks
     )
-    if not torch.compiler.is_dynamo_compiling() or context is not None or options.has_objects:
+    draws = dropout_p > 0 and may_be_spread()  # a compiler restores no random state for an operator that it recomputes
+    if not torch.compiler.is_dynamo_compiling() or context is not None or options.has_objects or draws:
         return _attention(query, key, value, options, context, label)
     query, key, value = _cast_for_autocast(query, key, value)
     if options.are_torchs and not may_be_spread():

@@ -73,3 +73,20 @@ def test_a_graph_is_kept_for_a_second_backward_and_no_longer_than_the_output() -
     with torch.no_grad():
         function(*tensors)
     assert num_kept() == before
+
+
+def test_a_recomputation_in_compiled_code_draws_the_same_dropout() -> None:
+    query, key, value = heads()
+
+    def attend_with_dropout(*tensors: Tensor) -> Tensor:
+        return shoal.attention(*tensors, dropout_p=0.5) * 2
+
+    @torch.compile(backend=overwriting)
+    def recomputed(*tensors: Tensor) -> Tensor:
+        out: Tensor = checkpoint(attend_with_dropout, *tensors, use_reentrant=False)
+        return out
+
+    out = recomputed(query, key, value)
+    out.sum().backward()
+    assert value.grad is not None
+    torch.testing.assert_close((value.grad * value).sum(), out.sum())  # it is linear in the values

@@ -128,12 +128,20 @@ class ShardedModel:
 
         Called at every way in. Autograd runs hooks of gradients in a stream of its own choice.
         """
-        self._compute.follow(self._gathered_buffers)
+        self._compute.follow(self._memory_in_use)
 
-    def _gathered_buffers(self) -> Iterator[torch.Tensor]:
+    def _memory_in_use(self) -> Iterator[torch.Tensor]:
+        """What one stream has allocated and another may free: gathered buffers, and gradients that are not in a sum."""
         for unit in self.sharded:
             if unit.state in (UnitState.GATHERING, UnitState.FULL):
                 yield from (group.buffer.full for group in unit.sharded)
+        for group in self.trained_groups:
+            if group.gradient.unsynced.has_memory:
+                yield group.gradient.unsynced.full
+        for parameter in self._trained:
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout is torch.strided:
+                yield gradient
 
     # forward
 

@@ -32,7 +32,7 @@ from shoal.simulation.accesses import (
     race,
     reused,
 )
-from shoal.simulation.clocks import Clock, SimulatedEvent, SimulatedStream
+from shoal.simulation.clocks import BackwardStreams, Clock, SimulatedEvent, SimulatedStream, running_node
 from shoal.simulation.collectives import SimulatedCommunicator, SimulatedStageCommunicator
 from shoal.simulation.fusion import Fusion, is_fusible
 from shoal.simulation.issue_order import IssuedOn, IssueOrder, Issues
@@ -55,7 +55,8 @@ _is_dead = torch.UntypedStorage._expired  # asked for every storage before every
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.host: SimulatedStream | None = None
-        self.entered: list[SimulatedStream] = []
+        self.entered: list[tuple[SimulatedStream, object]] = []  # each with the node of autograd that entered it
+        self.backward = BackwardStreams()
         self.num_pauses = 0
         self.kind = ACTIVATION  # of what is allocated
         self.pool: SimulatedPool | None = None  # in which it is
@@ -148,10 +149,15 @@ class SimulatedAccelerator:
         stream.join(self.host.clock)
 
     def _enter(self, stream: SimulatedStream | None) -> None:
+        if self.times is None:
+            self._thread.backward.note(self.current())
+            self.current()  # a node that runs is one of what is around the block
         if stream is None:
             self._thread.entered.pop()
         else:
-            self._thread.entered.append(stream)
+            self._thread.entered.append((stream, running_node()))
+        if self.times is None:
+            self._thread.backward.note(self.current())
 
     @property
     def host(self) -> SimulatedStream:
@@ -171,7 +177,8 @@ class SimulatedAccelerator:
         return SimulatedEvent(self._before_edge, lambda: self.host)
 
     def current(self) -> SimulatedStream:
-        return self._thread.entered[-1] if self._thread.entered else self.compute
+        stream, entered_in = self._thread.entered[-1] if self._thread.entered else (self.compute, None)
+        return stream if self.times is not None else self._thread.backward.current(stream, entered_in)
 
     def record_stream(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
         with self._lock:
@@ -185,6 +192,7 @@ class SimulatedAccelerator:
             self._memory_of_device.has_cuda_graphs = True
 
     def _before_edge(self) -> None:
+        self.current()  # what autograd orders comes first
         self.end_kernel()
         self.notice_deaths()
 

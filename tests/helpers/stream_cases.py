@@ -205,6 +205,37 @@ def stream_that_changes_while_units_are_gathered() -> None:
     engine.destroy()
 
 
+class Beside(nn.Module):
+    """Two of three units run on a stream of the model's own. Backward enters them around the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.middle = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        accelerator = accelerator_of_thread()
+        compute, side = accelerator.current(), accelerator.stream()
+        side.wait_stream(compute)
+        with side:
+            first = self.first(x)
+        middle = self.middle(x)
+        with side:
+            last = self.last(x)
+        compute.wait_stream(side)
+        for each in (first, last):
+            accelerator.record_stream(each, compute)
+        return (first + middle + last).square().mean()
+
+
+def gradients_of_a_stream_of_the_model(stage: int) -> None:
+    """A gradient that was allocated on one stream is moved to the sum on another."""
+    engine = start(Beside, config(stage, units={"names": ["first", "last", "middle"]}), sgd)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, HIDDEN)))
+        engine.step()
+    engine.destroy()
+
+
 class Growing(nn.Module):
     """A unit of larger matrices after one of smaller ones, and a matrix that is never used."""
 
@@ -496,6 +527,8 @@ CASES |= {
         )
         for stage in (1, 3)
     },
+    "gradients of a stream of the model, stage 0": partial(on_ranks, 2, partial(gradients_of_a_stream_of_the_model, 0)),
+    "gradients of a stream of the model, stage 2": partial(on_ranks, 2, partial(gradients_of_a_stream_of_the_model, 2)),
     "muon": partial(on_ranks, 2, partial(muon_with_buffers_that_grow, 1)),
     "on meta": partial(on_ranks, 2, partial(on_meta, 1)),
     **{

@@ -220,6 +220,51 @@ def test_a_scalar_that_only_the_host_uses_does_not_make_the_host_wait_for_the_de
     assert "aten.add_.Tensor on the host writes it before aten.copy_.default on the compute stream writes it" in found
 
 
+def test_backward_runs_on_the_streams_of_its_forward() -> None:
+    def use(accelerator: SimulatedAccelerator) -> None:
+        compute, side, other = accelerator.current(), accelerator.stream(), accelerator.stream()
+        mine, beside = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+        for parameter in (mine, beside):
+            parameter.register_post_accumulate_grad_hook(lambda _: ran_on.append(accelerator.current()))
+        side.wait_stream(compute)
+        with side:
+            product = beside * 2
+        compute.wait_stream(side)
+        product.register_hook(lambda _: ran_on.append(accelerator.current()))
+        loss = (mine * 3 * product).sum()
+        other.wait_stream(compute)
+        with other:
+            loss.backward()
+            assert accelerator.current() is other
+            assert mine.grad is not None and beside.grad is not None
+            (mine.grad + beside.grad).mul_(2)  # the caller's stream has waited for those of the leaves
+        names.extend(sorted(map(str, ran_on)))
+
+    ran_on: list[object] = []
+    names: list[str] = []
+    assert faults(use) == []
+    assert names == ["copy stream 0", "copy stream 0", "the compute stream"]
+
+
+def test_what_a_hook_of_a_leaf_queues_is_not_waited_for() -> None:
+    def use(accelerator: SimulatedAccelerator) -> None:
+        compute, side, memory = accelerator.current(), accelerator.stream(), torch.zeros(4)
+        first, second = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+
+        def add(_: torch.Tensor) -> None:
+            memory.add_(1)
+
+        for parameter in (first, second):
+            parameter.register_post_accumulate_grad_hook(add)
+        side.wait_stream(compute)
+        with side:
+            beside = first * 2
+        compute.wait_stream(side)
+        (beside + second * 3).sum().backward()
+
+    assert any("aten.add_" in found for found in faults(use))
+
+
 def test_a_stream_of_the_scripts_own_is_followed() -> None:
     def use(accelerator: SimulatedAccelerator) -> None:
         compute, tensor = ComputeStream(CPU), torch.zeros(4)

@@ -1,6 +1,6 @@
 """How right a dry run is: published training runs, dry-run, against the step time and memory that was measured.
 
-    python -m benchmarks.published_runs --published published.csv --dims model_dims.csv
+    python -m benchmarks.published_runs --published published.csv
 
 Each row with a shape becomes a model, a configuration and a machine (``published_rows``). An engine runs once for a
 row: what it queues is recorded as a tape (``published_tape``), in a folder, by a hash of the row's inputs, and is timed

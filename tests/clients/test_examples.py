@@ -74,7 +74,7 @@ def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_lora_example_learns_and_exports_the_adapter_and_a_merged_model(tmp_path: Path, small_llama: Path) -> None:
     text = str(EXAMPLES.parent / "docs" / "concepts")
-    first, last = first_and_last(printed("lora.py", str(small_llama), "--text", text, "--steps", "12", folder=tmp_path))
+    first, last = first_and_last(printed("lora.py", str(small_llama), "--text", text, "--steps", "16", folder=tmp_path))
     assert last < first - 0.05
     adapter = load_file(tmp_path / "lora-tuned" / "adapter" / "adapter_model.safetensors")
     assert len(adapter) == 16  # A and B of two linears in each of four layers

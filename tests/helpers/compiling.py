@@ -22,21 +22,25 @@ Backend = Callable[[torch.fx.GraphModule, list[Any]], Any]
 def overwriting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     """``aot_eager``, but at the end of a graph the memory of what it does not return is overwritten.
 
-    Inductor gives such memory to other tensors of the graph, whoever else has the tensor.
+    Inductor reuses such memory for other tensors of the graph, also where an operator has kept the tensor.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def compiled(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
-        def run(*given: Any) -> Any:
-            interpreter = torch.fx.Interpreter(graph, garbage_collect_values=False)
-            results = interpreter.run(*given)
-            tensors: dict[bool, list[torch.Tensor]] = {True: list(_tensors(results)), False: []}
-            for node, value in interpreter.env.items():
-                tensors[node.op in ("placeholder", "get_attr")] += _tensors(value)
+        # Not by torch.fx.Interpreter: it writes a state of the process that a rank which compiles meanwhile reads.
+        copied, nodes = torch.fx.Graph(), {}
+        returned = copied.graph_copy(graph.graph, nodes)
+        given = [new for old, new in nodes.items() if old.op in ("placeholder", "get_attr")]
+        copied.output((returned, given, [new for new in nodes.values() if new not in given]))
+        whole = torch.fx.GraphModule(graph, copied)
+
+        def run(*inputs: Any) -> Any:
+            results, given, made = whole(*inputs)
             kept, others = (
-                {tensor.untyped_storage().data_ptr(): tensor for tensor in each} for each in tensors.values()
+                {tensor.untyped_storage().data_ptr(): tensor for tensor in _tensors(each)}
+                for each in ((results, given), made)
             )
             for address in others.keys() - kept.keys():
                 values = others[address].detach()

@@ -60,7 +60,7 @@ class CompiledModel:
         named = find_blocks(self._module) if section.regional else {}
         blocks = list(named.values())
         if (simulated := simulation()) is not None:
-            if simulated.host_nbytes is not None and not simulated.is_cpu and section.mode in _MODES_WITH_GRAPHS:
+            if simulated.is_timed_gpu and section.mode in _MODES_WITH_GRAPHS:
                 refuse_cuda_graphs(list(named) or [""], self._properties.config, self._properties.plan)
                 simulated.note_cuda_graphs()
             return "compile: no effect in a simulation, which reads each operator; is_fused=True is the compiled time."

@@ -28,7 +28,7 @@ from shoal.shared_block import SharedBlock
 from shoal.simulation.accesses import place_of_call
 
 _VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias")  # whose schemas do not say so
-_INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
+INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 _CHECKS = frozenset({"aten::_linalg_check_errors"})  # the host reads the values, and may raise
 _DEVICE_CHECK = "aten::_assert_async"  # which raises later
 _OVERWRITES = ("copy_", "zero_", "fill_", "uniform_", "normal_", "_foreach_copy_", "_foreach_zero_")
@@ -94,7 +94,7 @@ def needs_values(operator: Any, effects: Effects, args: Sequence[Any], kwargs: M
     The tags of an operator do not tell where this depends on its arguments.
     """
     name = getattr(operator, "overloadpacket", operator).__name__
-    if name in _INDEXED:  # a mask as an index becomes the places where it is true
+    if name in INDEXED:  # a mask as an index becomes the places where it is true
         indices = args[1] if len(args) > 1 else kwargs["indices"]
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
     return kwargs.get("output_size") is None if name == "repeat_interleave" else effects.blocks_host

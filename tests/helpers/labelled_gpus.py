@@ -26,6 +26,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoal.kernels.use
+from shoal.simulation.modes import INDEXED, effects_of, needs_values, tensors_of
 from shoal.streams import TorchStreams
 
 GPU = torch.device("cuda", 1)
@@ -35,9 +36,7 @@ _EITHER = torch.device("meta")
 _Base: Any = torch._C.TensorBase
 
 _MIX_DEVICES = {"copy_", "_to_copy", "_foreach_copy_", "set_", "lift_fresh"}
-_INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 _TAKE_HOST_NUMBERS = {"where", "masked_fill", "masked_fill_", "fill_", "full_like", "index_fill", "index_fill_"}
-_READ_VALUES = {"_local_scalar_dense", "nonzero", "_unique2"}
 
 
 class _Thread(threading.local):
@@ -124,14 +123,6 @@ def _place() -> str:
     return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for each in values:
-            yield from _tensors_in(each)
-
-
 # operators
 
 
@@ -142,7 +133,7 @@ class _LabelledOperators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        given = list(_tensors_in([*args, *kwargs.values()]))
+        given = list(tensors_of([*args, *kwargs.values()]))
         asked = _resolved(kwargs.get("device"))
         is_elsewhere = asked is not None and asked.type not in ("cpu", "cuda")
         if func.namespace == "prim" or is_elsewhere or not all(map(_is_labelled, given)):
@@ -163,7 +154,7 @@ class _LabelledOperators(TorchDispatchMode):
         with _random_numbers_of_gpu() if is_random else nullcontext():
             result = func(*args, **kwargs)
         known = {storage._cdata for each in given for storage in _storages(each)}
-        for index, made in enumerate(_tensors_in(result)):
+        for index, made in enumerate(tensors_of(result)):
             if _is_labelled(made) and not any(storage._cdata in known for storage in _storages(made)):
                 _set_label(made, targets[index] if targets else target)
                 if is_locked:
@@ -176,8 +167,8 @@ def _common_label(func: Any, name: str, args: Any, given: list[torch.Tensor]) ->
     if name.removeprefix("_foreach_") in _MIX_DEVICES:
         return _label(given[0]) if given else HOST
     checked = given
-    if name in _INDEXED:  # an index in host memory is copied
-        indices = [index for index in _tensors_in(args[1]) if _label(index) == HOST or _label(args[0]) == HOST]
+    if name in INDEXED:  # an index in host memory is copied
+        indices = [index for index in tensors_of(args[1]) if _label(index) == HOST or _label(args[0]) == HOST]
         host_indices = {id(index) for index in indices if _label(index) == HOST}
         checked = [each for each in given if id(each) not in host_indices or each is args[0]]
     labels = [(each, _label(each)) for each in checked]
@@ -185,10 +176,10 @@ def _common_label(func: Any, name: str, args: Any, given: list[torch.Tensor]) ->
     if len(devices) <= 1:
         return devices.pop() if devices else (_EITHER if labels else HOST)
     is_elementwise = torch.Tag.pointwise in func.tags or name.startswith("_foreach_")
-    takes_numbers = is_elementwise or name in _TAKE_HOST_NUMBERS | _INDEXED
+    takes_numbers = is_elementwise or name in _TAKE_HOST_NUMBERS | INDEXED
     devices = {device for each, device in labels if device != _EITHER and (each.dim() or device != HOST)}
     written = [args[index] for index, each in enumerate(func._schema.arguments[: len(args)]) if _is_written(each)]
-    is_moved = bool(devices) and any(_label(each) not in (_EITHER, *devices) for each in _tensors_in(written))
+    is_moved = bool(devices) and any(_label(each) not in (_EITHER, *devices) for each in tensors_of(written))
     if len(devices) > 1 or not takes_numbers or is_moved:
         text = ", ".join(f"{tuple(each.shape)} on {device}" for each, device in labels)
         raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got {text}{_place()}")
@@ -226,8 +217,7 @@ def _check(func: Any, name: str, args: Any, kwargs: Any, target: torch.device, g
             raise RuntimeError(f"Expected a '{target.type}' device type for generator but found '{kind}'{_place()}")
     if _state.sync_mode in (0, "default"):
         return
-    is_mask = name in _INDEXED and any(each.dtype in (torch.bool, torch.uint8) for each in _tensors_in(args[1]))
-    if target.type == "cuda" and (name in _READ_VALUES or is_mask):
+    if target.type == "cuda" and needs_values(func, effects_of(func), args, kwargs):
         _host_waits(str(func))
     if name == "copy_" and {_label(args[0]).type, _label(args[1]).type} == {"cpu", "cuda"}:
         host = args[0] if _label(args[0]) == HOST else args[1]

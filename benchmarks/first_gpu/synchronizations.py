@@ -1,7 +1,7 @@
 """Forward and backward never make the host wait for the device, and step() does so once, for norm, flags and loss.
 
-`torch.cuda.set_sync_debug_mode("error")` raises at a call that waits. The one read of `shoal.running.status` is
-allowed, and counted. With states on the host an update waits for its gradient, on the thread of the updates.
+`torch.cuda.set_sync_debug_mode("error")` raises at a call that waits. The one read of what an exchange gave is allowed,
+and counted. With states on the host an update waits for its gradient, on the thread of the updates.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 import shoal
 from benchmarks.first_gpu.common import Finding, Setting, attempt, config, main, micro_step, model, tokens
-from shoal.running import status
+from shoal.comm import protocol
 
-step_status: Any = status  # whose one read is replaced
+reading: Any = protocol  # whose one read is replaced
 CASES = [*((stage, ()) for stage in range(4)), (2, ("optimizer",)), (3, ("optimizer",)), (3, ("param",))]
 
 
@@ -29,7 +29,7 @@ def _run(stage: int, places: tuple[str, ...], what: str, setting: Setting) -> Fi
     for _ in range(3):
         micro_step(engine, batch)
     reads = 0
-    read = step_status.read_vector
+    read = reading.read_vector
 
     def allowed(*args: Any, **kwargs: Any) -> list[float]:
         nonlocal reads
@@ -39,12 +39,12 @@ def _run(stage: int, places: tuple[str, ...], what: str, setting: Setting) -> Fi
         return values
 
     setting.synchronize()
-    step_status.read_vector = allowed
+    reading.read_vector = allowed
     try:
         with setting.synchronizations("error"):
             micro_step(engine, batch)
     finally:
-        step_status.read_vector = read
+        reading.read_vector = read
         setting.synchronize()
     engine.destroy()
     return Finding(what, reads == 1, f"{reads} synchronizations, all in step()", "1")

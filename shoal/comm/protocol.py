@@ -30,6 +30,7 @@ import torch
 from shoal.comm.recorder import Group, Recorder
 from shoal.comm.side_stream import CopyDone, SideStream
 from shoal.comm.wire import Wire, decoded_sum, encoded_gather, encoded_scatter
+from shoal.device import read_vector
 from shoal.errors import CommError, UsageError
 from shoal.streams import MemoryPool, host_memory, is_in_host_memory, keep_for_current_stream
 from shoal.text import listed_ranks
@@ -542,6 +543,12 @@ class Communicator:
         Raises: CommError: the first error.
         """
         self.backend.check()
+
+    def read(self, given: torch.Tensor, *, when_fake: float) -> list[float]:
+        """As ``read_vector``, of what a collective gave; its elements in order. Raises: as ``check``."""
+        values = read_vector(given.flatten(), when_fake=when_fake)
+        self.check()
+        return values
 
     def close(self) -> None:
         """Release groups, maps and threads. Idempotent."""

@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 import torch
 
 from shoal.comm.protocol import Communicator
-from shoal.device import read_vector
 from shoal.errors import CommError
 from shoal.sharding.unit import Unit
 
@@ -168,8 +167,7 @@ class Reducer:
             return
         sent = torch.tensor(order, dtype=torch.float32, device=self._device)
         mine = self._comm.exchange(sent, label="order of reductions").wait()
-        first = read_vector(mine[0], when_fake=-1.0)
-        self._comm.check()
+        first = self._comm.read(mine[0], when_fake=-1.0)
         if first[0] >= 0:
             self._order = [self.units[int(index)] for index in first]
 

@@ -10,7 +10,6 @@ from itertools import islice
 import torch
 
 from shoal.comm.protocol import Communicator
-from shoal.device import read_vector
 from shoal.errors import ModelError
 from shoal.running.reducer import Reducer
 from shoal.running.step import HasGrad
@@ -141,8 +140,7 @@ def _exchange(comm: Communicator, values: Sequence[float | torch.Tensor], device
             for value in values
         ]
     )
-    numbers = read_vector(comm.exchange(vector, label="step").wait().reshape(-1), when_fake=0.0)
-    comm.check()
+    numbers = comm.read(comm.exchange(vector, label="step").wait(), when_fake=0.0)
     width = len(values)
     return [numbers[row * width : (row + 1) * width] for row in range(comm.size)]
 

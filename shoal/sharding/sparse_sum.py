@@ -16,7 +16,7 @@ import torch
 
 from shoal.comm.protocol import Communicator, FinishedWork, Work
 from shoal.comm.wire import Wire
-from shoal.device import is_fake, read_vector
+from shoal.device import is_fake
 
 INDEX_NBYTES = 8
 
@@ -123,8 +123,7 @@ def exchange_counts(comm: Communicator, count: int, device: torch.device, *, lab
     mine = torch.tensor([count], dtype=torch.int64, device=device)
     if comm.size == 1:
         return [count]
-    counts = read_vector(comm.exchange(mine, label=label).wait().flatten(), when_fake=0.0)
-    comm.check()
+    counts = comm.read(comm.exchange(mine, label=label).wait(), when_fake=0.0)
     return [int(count) for count in counts]
 
 

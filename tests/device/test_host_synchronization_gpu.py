@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import shoal
+from shoal.comm import protocol
 from shoal.models.gpt import GPT, GPTConfig
-from shoal.running import status as step_status
 
 pytestmark = pytest.mark.device
 
@@ -45,14 +45,14 @@ def test_the_host_waits_once_a_step_and_never_in_forward_and_backward(
         engine.backward(engine(tokens, tokens))
         engine.step()
     reads: list[int] = []
-    read = step_status.read_vector
+    read = protocol.read_vector
 
     def allowed(*args: Any, **kwargs: Any) -> list[float]:
         reads.append(1)
         with sync_mode("default"):
             return read(*args, **kwargs)
 
-    monkeypatch.setattr(step_status, "read_vector", allowed)
+    monkeypatch.setattr(protocol, "read_vector", allowed)
     torch.cuda.synchronize()
     with sync_mode("error"):
         engine.backward(engine(tokens, tokens))

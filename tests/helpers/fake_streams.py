@@ -58,6 +58,7 @@ class FakeStreams:
         monkeypatch.setattr(torch, "Stream", self._stream)
         monkeypatch.setattr(torch, "Event", lambda *_: FakeEvent(self))
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: self.current)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
 
     @property
     def current(self) -> FakeStream:

@@ -221,9 +221,7 @@ def _exchanged(index: Tensor, mine: Tensor, held: ExpertsHeld, may_drop: bool, d
         return [[_even(chunk.numel(), num_experts)] * size for chunk in index.tensor_split(len(mine))]
     if not is_read:
         return None
-    numbers = read_vector(every.flatten(), when_fake=0.0)
-    if comm is not None:
-        comm.check()
+    numbers = read_vector(every, when_fake=0.0) if comm is None else comm.read(every, when_fake=0.0)
     values = [int(number) for number in numbers]
     if digest is not None and comm is not None and held.tensor.same is not None:
         _check_tables(values[:: len(vector)], held.tensor.tokens)
@@ -341,8 +339,7 @@ def compare_tables(expert_index: Tensor, comm: Communicator, label: str) -> None
     if expert_index.is_meta or is_fake(expert_index):
         return
     every = comm.exchange(table_digest(expert_index), label=f"{label} tables").wait()
-    digests = read_vector(every.flatten(), when_fake=0.0)
-    comm.check()
+    digests = comm.read(every, when_fake=0.0)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise _other_tables(f"ranks 0 and {other} along {comm.axis!r}", label)

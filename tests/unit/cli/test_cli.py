@@ -403,7 +403,7 @@ def test_training_lowers_the_loss_and_leaves_logs_and_a_report(tmp_path: Path) -
     page = (out / "report.html").read_text()
     assert "</svg>" in page and "<td>productive</td>" in page
     shown = CliRunner().invoke(app, ["goodput", str(out)])
-    assert shown.exit_code == 0 and re.match(r"goodput \d+\.\d%: 20 steps in [\d.]+ s, 1 start\n", shown.output), (
+    assert shown.exit_code == 0 and re.match(r"goodput \d+\.\d%: 20 steps in [\d.,]+ s, 1 start\n", shown.output), (
         shown.output
     )
     shown = CliRunner(env={"COLUMNS": "120"}).invoke(app, ["watch", "--once", str(out)])

@@ -246,8 +246,7 @@ def test_values_that_the_host_has_read_after_a_failure_are_not_used(
         return [float("nan")] * tensor.numel()
 
     device = torch.device("meta")
-    monkeypatch.setattr("shoal.running.status.read_vector", read)
-    monkeypatch.setattr("shoal.sharding.sparse_sum.read_vector", read)
+    monkeypatch.setattr("shoal.comm.protocol.read_vector", read)
     for use in (
         lambda: status._exchange(comm, [1.0, 2.0], device),
         lambda: exchange_counts(comm, 1, device, label="rows"),

@@ -11,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shoal.comm import protocol
 from shoal.comm.fake import SingleCommunicator
 from shoal.comm.threads import run_ranks
 from shoal.engine.model_parts import axes_of
 from shoal.mesh import Mesh
-from shoal.running import status as step_status
 from shoal.running.reducer import Reducer
 from shoal.running.status import synchronize_status
 from shoal.sharding.gradient_norm import sum_of_squares, sums_of_squares
@@ -102,8 +102,8 @@ def test_the_host_reads_values_once_a_step_and_never_in_forward_and_backward(
             engine.backward(engine(*inputs))
         read: list[int] = []
         with monkeypatch.context() as patched, Operations() as step:
-            plain = step_status.read_vector
-            patched.setattr(step_status, "read_vector", lambda *a, **k: (read.append(1), plain(*a, **k))[1])
+            plain = protocol.read_vector
+            patched.setattr(protocol, "read_vector", lambda *a, **k: (read.append(1), plain(*a, **k))[1])
             engine.step()
         engine.destroy()
         names = [[name for name, _ in log.seen if name in READS] for log in (passes, step)]

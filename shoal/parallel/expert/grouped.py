@@ -43,8 +43,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Te
         bias: [experts, out].
 
     Returns: [rows, out]. The gradient of an expert without rows is zero.
-    Order: the host reads ``counts``, unless torch's grouped kernel does it: bf16 on NVIDIA GPUs from Hopper on, with
-        widths that are multiples of 8.
+    Order: the host reads ``counts``, unless torch's grouped kernel does it: bf16 on NVIDIA's Hopper and data
+        centre Blackwell, with widths that are multiples of 8.
     """
     rows, weight, *rest = cast_for_autocast(rows, weight, *([] if bias is None else [bias]))
     bias = rest[0] if rest else None
@@ -58,7 +58,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Te
 
 def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
     """True if torch's grouped kernel takes these tensors: strides and addresses are multiples of 16 bytes."""
-    if _grouped_mm is None or capability(rows) < (9, 0) or not rows.dtype == weight.dtype == torch.bfloat16:
+    is_known = _grouped_mm is not None and capability(rows)[0] in (9, 10)  # on others torch's loop reads each offset
+    if not (is_known and rows.dtype == weight.dtype == torch.bfloat16):
         return False
     return len(rows) > 0 and not (rows.shape[1] % 8 or weight.shape[2] % 8 or weight.data_ptr() % 16)
 
@@ -88,10 +89,37 @@ def feed_forward(
     return out if down_bias is None else add_bias_of_experts(out, down_bias, counts)  # once, after the sum
 
 
+@untraced
 def add_bias_of_experts(rows: Tensor, bias: Tensor, counts: Sequence[int]) -> Tensor:
     """``rows`` [rows, out], sorted by expert, plus the bias of each one's expert [experts, out]."""
-    of_rows = torch.tensor(list(counts), device=rows.device)
-    return rows + bias.repeat_interleave(of_rows, 0, output_size=len(rows)).to(rows.dtype)
+    out: Tensor = _AddBias.apply(rows, bias, counts)
+    return out
+
+
+class _AddBias(torch.autograd.Function):
+    """autograd's own gradient of the bias is ``index_add_``: on a GPU atomic additions in the dtype of the bias, which
+    in bf16 stop at 256 equal rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, counts: Sequence[int]) -> Tensor:
+        ctx.counts, ctx.dtype = counts, bias.dtype
+        of_rows = torch.tensor(list(counts)).to(rows.device, non_blocking=True)
+        return rows + bias.repeat_interleave(of_rows, 0, output_size=len(rows)).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        of_bias = _sums_of_experts(gradient, ctx.counts, ctx.dtype) if ctx.needs_input_grad[1] else None
+        return gradient, of_bias, None
+
+
+def _sums_of_experts(rows: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The sum of each expert's rows, rounded once. Shape: [rows, out] -> [experts, out]."""
+    sums = rows.new_zeros(len(counts), rows.shape[1], dtype=dtype)
+    for expert, part in _ranges(counts):
+        torch.sum(rows[part], 0, dtype=dtype, out=sums[expert])
+    return sums
 
 
 class _OneByOne(torch.autograd.Function):
@@ -115,7 +143,7 @@ class _OneByOne(torch.autograd.Function):
         for_rows, for_weight, for_bias, _ = ctx.needs_input_grad
         of_rows = torch.empty_like(rows) if for_rows else None
         of_weight = torch.empty_like(weight) if for_weight else None
-        of_bias = gradient.new_zeros(len(weight), weight.shape[2]) if for_bias else None
+        of_bias = _sums_of_experts(gradient, ctx.counts, gradient.dtype) if for_bias else None
         if of_weight is not None:
             for expert, count in enumerate(ctx.counts):
                 if not count:
@@ -125,8 +153,6 @@ class _OneByOne(torch.autograd.Function):
                 torch.mm(gradient[part], weight[expert].t(), out=of_rows[part])
             if of_weight is not None:
                 torch.mm(rows[part].t(), gradient[part], out=of_weight[expert])
-            if of_bias is not None:
-                torch.sum(gradient[part], 0, out=of_bias[expert])
         return of_rows, of_weight, of_bias, None
 
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from shoal.parallel.expert import grouped
-from shoal.parallel.expert.grouped import grouped_linear
+from shoal.parallel.expert.grouped import add_bias_of_experts, grouped_linear
 from shoal.parallel.expert.route import RowCounts
 from shoal.parallel.low_precision.products import LowPrecisionProducts
 from shoal.parallel.low_precision.recipes import RECIPES
@@ -59,6 +59,25 @@ def test_outputs_and_gradients_are_those_of_a_linear_for_each_expert(
     torch.testing.assert_close(output, expected, rtol=rtol, atol=rtol)
     for found, right in zip(torch.autograd.grad(output, wanted, gradient), gradients, strict=True):
         torch.testing.assert_close(found, right, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_bias_that_is_added_later_is_rounded_once_and_has_no_atomic_additions(
+    dtype: torch.dtype,
+) -> None:
+    counts = RowCounts([1500, 0, 3, 700])
+    rows = torch.randn(sum(counts), OUT).bfloat16().requires_grad_()
+    bias = torch.randn(len(counts), OUT, dtype=dtype, requires_grad=True)
+    gradient = (torch.rand(sum(counts), OUT) + 0.5).bfloat16()
+    output = add_bias_of_experts(rows, bias, counts)
+    own = torch.cat([bias[expert].expand(count, OUT) for expert, count in enumerate(counts)])
+    assert torch.equal(output, rows + own.bfloat16())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        of_rows, of_bias = torch.autograd.grad(output, (rows, bias), gradient)
+    exact = torch.stack([part.double().sum(0) for part in gradient.split(list(counts))])
+    assert torch.equal(of_rows, gradient) and of_bias.dtype == dtype
+    torch.testing.assert_close(of_bias, exact.to(dtype), rtol=2e-6 if dtype == torch.float32 else 0.0, atol=0.0)
+    assert not {"aten::index_add_", "aten::index_add", "aten::scatter_add_"} & {e.key for e in profile.key_averages()}
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "nvfp4"])
@@ -172,8 +191,9 @@ def test_the_grouped_kernel_is_only_used_where_it_can_run(monkeypatch: pytest.Mo
     assert not grouped._has_kernel(rows[:, :12], weight[:, :12])
     assert not grouped._has_kernel(rows, weight[:, :, 1:])
     assert not grouped._has_kernel(rows[:0], weight)
-    monkeypatch.setattr(grouped, "capability", lambda tensor: (8, 0))
-    assert not grouped._has_kernel(rows, weight)
+    for other in ((8, 0), (12, 0)):
+        monkeypatch.setattr(grouped, "capability", lambda tensor, other=other: other)
+        assert not grouped._has_kernel(rows, weight)
 
 
 def test_experts_without_rows_have_zero_gradients_where_the_kernel_leaves_them_unset(

@@ -34,6 +34,7 @@ from shoal.parallel.sequence.kernels import (
     HeadGroups,
     PlainKernel,
     accumulated,
+    as_given,
     grouped,
     heads,
     kernel_for,
@@ -105,7 +106,6 @@ def attention(
     draws = dropout_p > 0 and may_be_spread()  # a compiler restores no random state for an operator that it recomputes
     if not torch.compiler.is_dynamo_compiling() or context is not None or options.has_objects or draws:
         return _attention(query, key, value, options, context, label)
-    query, key, value = _cast_for_autocast(query, key, value)
     if options.are_torchs and not may_be_spread():
         return _torchs(query, key, value, options)
     return in_graph(query, key, value, options, label)
@@ -128,12 +128,13 @@ def in_graph(
         positions, padding: as ``documents_of`` takes them.
         finds_window: the window is that of the model's last masks.
     """
+    query, key, value = _cast_for_autocast(query, key, value)  # compilers turn autocast off around their operators
     tensors = [query, key, value, *([] if options.sinks is None else [options.sinks])]
     keeps = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     window = -1 if finds_window else options.window
     out, _ = torch.ops.shoal.attention(
         tensors, options.mask, options.documents, positions, padding, options.is_causal, window, options.softcap,
-        options.scale, options.dropout_p, label, keeps,
+        options.scale, options.dropout_p, label, keeps, torch.empty(0, device="cpu"),
     )  # fmt: skip
     return out  # type: ignore[no-any-return]
 
@@ -152,7 +153,12 @@ def _attention_operator(
     dropout_p: float,
     label: str,
     keeps: bool,
+    apart: Tensor,
 ) -> tuple[Tensor, Tensor]:
+    """
+    Args:
+        apart: of no use but that no two calls have the same: a compiler would merge equal ones, and their graphs.
+    """
     context = current_sequence_context() or _ALONE
     found: Documents | Tensor | None = documents
     if context.comms and (positions is not None or padding is not None):
@@ -517,6 +523,7 @@ def capped_attention(query: Tensor, key: Tensor, value: Tensor, options: Attenti
     return _with_scores(query, key, value, options.scale, modify, options.sinks)
 
 
+@as_given
 def _with_scores(
     query: Tensor,
     key: Tensor,

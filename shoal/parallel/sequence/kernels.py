@@ -21,8 +21,9 @@ Source: online softmax and its backward: FlashAttention-2 (arXiv:2307.08691).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -130,6 +131,22 @@ def _members(tensor: Tensor, key: Tensor) -> tuple[Tensor, ...]:
     return members
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def as_given(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, of whose products the dtype is that of the factors: autocast would round the scores to 16 bits."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = next(each.device for each in args if isinstance(each, Tensor))
+        with torch.autocast(device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return call
+
+
 class PlainKernel:
     """Matrix products in fp32 (fp64 for fp64).
 
@@ -140,6 +157,7 @@ class PlainKernel:
     def __init__(self, softcap: float | None = None) -> None:
         self._softcap = softcap
 
+    @as_given
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Output:
         key, values = accumulated(key), accumulated(value)
         out = value.new_empty((*query.shape[:3], value.shape[3]))
@@ -154,6 +172,7 @@ class PlainKernel:
             out[:, :, some] = ungrouped(scores.sub_(sums).exp_() @ values, query.shape[1])
         return out, lse
 
+    @as_given
     def backward(self, gradient: Tensor, saved: Saved, is_causal: bool, scale: float) -> Gradients:
         query, key, value, out, lse = saved
         key, value = accumulated(key), accumulated(value)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 from shoal.parallel import kept_graph
 from shoal.parallel.sequence import context as contexts
+from shoal.parallel.sequence.huggingface import _in_graph
 from tests.helpers.compiling import compiling, overwriting
 
 
@@ -73,6 +74,33 @@ def test_a_graph_is_kept_for_a_second_backward_and_no_longer_than_the_output() -
     with torch.no_grad():
         function(*tensors)
     assert num_kept() == before
+
+
+def test_two_equal_calls_have_a_graph_each() -> None:
+    mine, theirs = heads(), heads()
+
+    def twice(*tensors: Tensor) -> Tensor:
+        return attend(*tensors).sin() + attend(*tensors).cos()
+
+    function = torch.compile(twice, backend=overwriting, fullgraph=True)
+    ours, expected = (torch.autograd.grad(each(*to).sum(), to) for each, to in ((function, mine), (twice, theirs)))
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_under_autocast_the_operator_of_transformers_computes_in_its_dtype() -> None:
+    query, key, value = heads()  # rotary embeddings may have made queries and keys fp32 again, of values 16 bits
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _in_graph(query, key, value.bfloat16(), None, True, {})[0] * 2
+
+    with torch.autocast("cpu", torch.bfloat16):
+        out = torch.compile(function, backend=overwriting, fullgraph=True)(query, key, value)
+        expected = attend(query, key, value).transpose(1, 2)
+    assert torch.equal(out, expected)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert query.grad is not None and query.grad.dtype == torch.float32
 
 
 def test_a_recomputation_in_compiled_code_draws_the_same_dropout() -> None:

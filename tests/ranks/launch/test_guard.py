@@ -39,7 +39,7 @@ def write(folder: Path, stuck: Mapping[int, str], first: str = "") -> Path:
         first: what the script begins with.
     """
     code = f"Path({str(folder)!r}, 'stuck').touch(); eval({dict(stuck)!r}[rank])"
-    text = SCRIPT.format(folder=str(folder), stuck=code, in_evaluation="pass")
+    text = SCRIPT.format(folder=str(folder), stuck=code, in_evaluation="pass", limit=1.5)
     script = folder / "script.py"
     script.write_text(first + text.replace("rank == 1:", f"rank in {list(stuck)}:"))
     return script

@@ -255,7 +255,8 @@ class SavedTensors:
         call = self._store.begin()
 
         def pack(tensor: torch.Tensor) -> Packed:
-            saved = self._save(tensor, call)
+            # With its graph, which the calls' other tensors hold too, it would never be freed if no backward pass does it.
+            saved = self._save(tensor if tensor.is_leaf else tensor.detach(), call)
             call.tensors.append(saved)
             return call, saved
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from functools import partial
 from typing import Any
 
@@ -199,6 +200,17 @@ class Hasty(nn.Module):
         with torch.no_grad():
             x += 1
         return y
+
+
+@pytest.mark.parametrize("copies", [None, SlowCopies()], ids=["in place", "copied"])
+def test_a_forward_without_a_backward_leaves_nothing(copies: SlowCopies | None) -> None:
+    model, x = copy.deepcopy(MODEL), torch.zeros(1, 64, dtype=torch.long)
+    kept = HostActivations(model, copies_of=lambda _: copies)
+    loss = model(x, x)
+    assert sum(kept.saved_bytes_by_tier().values()) > 0
+    del loss
+    gc.collect()
+    assert kept.saved_bytes_by_tier() == {}
 
 
 def test_an_activation_that_is_changed_in_place_is_an_error() -> None:

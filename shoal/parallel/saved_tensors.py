@@ -255,7 +255,7 @@ class SavedTensors:
         call = self._store.begin()
 
         def pack(tensor: torch.Tensor) -> Packed:
-            # With its graph, which the calls' other tensors hold too, it would never be freed if no backward pass does it.
+            # With its graph, which the call holds by other tensors too, it is only freed by a backward pass.
             saved = self._save(tensor if tensor.is_leaf else tensor.detach(), call)
             call.tensors.append(saved)
             return call, saved

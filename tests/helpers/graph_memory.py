@@ -11,14 +11,14 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-Graph = Callable[..., Sequence[Any]]
+Code = str  # of a graph: ranks that are threads may compile the same one twice, and run either
 
 
 class GraphMemory(threading.local):
@@ -87,7 +87,7 @@ class _Output:
 class _Recording:
     def __init__(self, parent: _Recording | None) -> None:
         self.parent = parent
-        self.children: dict[Graph, list[_Recording]] = {}
+        self.children: dict[Code, list[_Recording]] = {}
         self.addresses: dict[int, int] = {}  # of static inputs, and of those that earlier graphs have returned
         self.dead: list[_Output] = []  # returned by earlier graphs, when it was recorded
         self.outputs: list[_Output | None] = []
@@ -101,31 +101,33 @@ class _Recording:
 
 class _Tree:
     def __init__(self) -> None:
-        self._roots: dict[Graph, list[_Recording]] = {}
+        self._roots: dict[Code, list[_Recording]] = {}
         self._current: _Recording | None = None
         self._is_recording = False
         self._mark = 0
 
-    def run(self, graph: Graph, inputs: list[Any], static: Sequence[int], mark: int) -> tuple[Sequence[Any], str]:
+    def run(
+        self, graph: torch.fx.GraphModule, inputs: list[Any], static: Sequence[int], mark: int
+    ) -> tuple[Sequence[Any], str]:
         assert mark != 0, "no step was marked"
         if self._is_recording:
             self._try_to_end(mark)
-        found = self._find(graph, inputs)
+        found = self._find(graph.code, inputs)
         if found is None and not self._is_recording:
             self._try_to_end(mark)
-            found = self._find(graph, inputs)
+            found = self._find(graph.code, inputs)
         self._mark, self._is_recording = mark, found is None
         values = graph(*inputs)
         if found is not None:
             self._current = found
             pairs = zip(found.outputs, values, strict=True)
             return [value if output is None else output.made(value) for output, value in pairs], "replayed"
-        return self._record(graph, inputs, static, values), "recorded"
+        return self._record(graph.code, inputs, static, values), "recorded"
 
-    def _children(self, graph: Graph) -> list[_Recording]:
+    def _children(self, graph: Code) -> list[_Recording]:
         return (self._roots if self._current is None else self._current.children).setdefault(graph, [])
 
-    def _find(self, graph: Graph, inputs: list[Any]) -> _Recording | None:
+    def _find(self, graph: Code, inputs: list[Any]) -> _Recording | None:
         for child in self._children(graph):
             is_same = all(inputs[index].data_ptr() == address for index, address in child.addresses.items())
             if is_same and not any(output.is_alive for output in child.dead):
@@ -141,7 +143,7 @@ class _Tree:
                 output.overwrite()
             self._current = None
 
-    def _record(self, graph: Graph, inputs: list[Any], static: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
+    def _record(self, graph: Code, inputs: list[Any], static: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
         made = _Recording(self._current)
         self._children(graph).append(made)
         earlier = list(made.path())

@@ -26,6 +26,7 @@ from shoal.errors import CommError, UsageError
 from shoal.pipeline.messages import Channel, Incoming, MessageForm, flatten, unflatten
 from shoal.pipeline.schedule import Action
 from shoal.pipeline.timeline import TimedAction
+from shoal.streams import is_accelerator
 
 
 class StageCompute(Protocol):
@@ -133,6 +134,10 @@ class PipelineRun:
         self._device = device
         self._stages = frozenset(stages)
         self._num_stages = num_stages
+        # The sends whose tensors are kept. On an accelerator one ends when the receiver comes to its RECV,
+        # soon: both have one place in the common order of transfers. Elsewhere it ends when the receiver waits for it:
+        # a schedule lets a stage be ahead of the next one, at most one micro-batch for each stage.
+        self._most_sent = 4 if is_accelerator(device) else 2 * num_stages
         self._rank_of = rank_of
         self._is_dynamic = is_dynamic
         self._goes_on = goes_on
@@ -271,8 +276,7 @@ class PipelineRun:
             assert known is not None
             gradients = self._to_send_backward(stage, micro, known)
             self._channel.send(known.gradients, gradients, peer, label=label)
-        # A schedule lets a stage be a few micro-batches ahead of the next one, at most one for each stage.
-        while len(self._channel.sent) > 2 * self._num_stages:
+        while len(self._channel.sent) > self._most_sent:
             self._channel.sent.popleft().drain()
 
     def _to_send_forward(

@@ -15,6 +15,7 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.errors import CommError, ModelError, UsageError
+from shoal.pipeline.messages import Channel
 from shoal.pipeline.module import PipelineModule
 from shoal.simulation.collective_times import Links
 from shoal.simulation.dry_run import DryRun, PipelineDryRun
@@ -156,6 +157,18 @@ def test_bytes_and_memory_are_those_of_a_real_run(stage: int) -> None:
         received.pop("send")  # nothing is received
         assert {op: nbytes for op, nbytes in run.steps[-1].received.items() if nbytes} == received
         assert received["recv"] == NUM_MICRO * rows * width * 4
+
+
+def test_on_gpus_four_sent_messages_are_kept_however_many_stages_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    send, kept = Channel.send, []
+
+    def count(self: Channel, *args: Any, **options: Any) -> None:
+        send(self, *args, **options)
+        kept.append(len(self.sent))
+
+    monkeypatch.setattr(Channel, "send", count)
+    shoal.dry_run_pipeline(trains(config(2, "interleaved_1f1b", 4)), 2, 2)
+    assert max(kept) == 4 + 1
 
 
 def test_slow_links_are_waited_for() -> None:

@@ -52,7 +52,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, if it is in host memory, or a copy there. Order: the copy blocks the host until it is there."""
     if is_in_host_memory(tensor):
         return tensor
-    return host_memory(torch.empty(tensor.shape, dtype=tensor.dtype), is_pinned=False).copy_(tensor)
+    return host_memory(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), is_pinned=False).copy_(tensor)
 
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:
@@ -179,12 +179,12 @@ def host_empty(numel: int, dtype: torch.dtype, device: torch.device, *, is_pinne
     Where the system refuses to page-lock so much, one line says so and the memory is an ordinary one.
     """
     if not is_pinned or device.type != "cuda":
-        return host_memory(torch.empty(numel, dtype=dtype), is_pinned=is_pinned)
+        return host_memory(torch.empty(numel, dtype=dtype, device="cpu"), is_pinned=is_pinned)
     try:
         return locked_empty(numel * dtype.itemsize, device).view(dtype)
     except (RuntimeError, OSError) as error:
         _warn_unpinned((str(error).strip() or type(error).__name__).splitlines()[0])
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
 
 def locked_empty(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
@@ -195,7 +195,7 @@ def locked_empty(nbytes: int, device: torch.device | None = None) -> torch.Tenso
     # torch's allocator rounds up to a power of two, and keeps what is freed for later.
     if nbytes >= _MIN_LOCKED and nbytes & (nbytes - 1) and (device is not None or torch.cuda.is_available()):
         return _LockedMemory.allocate(nbytes, device or torch.device("cuda", torch.cuda.current_device()))
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 _MIN_LOCKED = 1024 * 1024  # bytes: below, what rounding up costs is not worth a call of the driver
@@ -221,7 +221,9 @@ class _LockedMemory(mmap.mmap):
             code = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), nbytes, 1))
         if code:
             with suppress(Exception):
-                torch.zeros(1, device=device)  # the next kernel reports the error again, and clears it
+                torch.zeros(
+                    1, dtype=torch.float32, device=device
+                )  # the next kernel reports the error again, and clears it
             raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with error {code}")
         memory.address, memory.device, memory.pid = flat.data_ptr(), device, os.getpid()
         return flat

@@ -313,7 +313,7 @@ class EngineParameters(ParameterOwner):
             return self.full_parameter(parameter)
         home = self._find(parameter)
         owned, comm = self._state(home, key), home.group.buffer.comm
-        has_state = torch.tensor([float(owned is not None)], device=home.group.main.device)
+        has_state = torch.tensor([float(owned is not None)], dtype=torch.float32, device=home.group.main.device)
         if not comm.exchange(has_state, label="state").wait().any():
             return None
         return self._full(home, owned.float() if owned is not None else None)

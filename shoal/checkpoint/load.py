@@ -245,7 +245,7 @@ class Load:
         for shard in self._shards.model():
             for kind in kinds:
                 if manifest.find(kind, shard.name) is not None:
-                    nothing = torch.empty(shard.numel, device="meta")
+                    nothing = torch.empty(shard.numel, dtype=torch.float32, device="meta")
                     yield LocalShard(kind, shard.spec, shard.begin, (nothing,))
 
     def check(self, chosen: Chosen, reader: StateReader) -> None:
@@ -308,7 +308,7 @@ class Load:
         if not records:
             return 0
         # Numbers below 2^32 of any number of ranks have exact sums in float64.
-        vector = torch.tensor(found, dtype=torch.float64).flatten().to(self._shards.sharded.device)
+        vector = torch.tensor(found, dtype=torch.float64, device="cpu").flatten().to(self._shards.sharded.device)
         self._comm.all_reduce(vector, label="checkpoint: sums").wait()
         num_compared, differ = 0, []
         for record, (total, weighted, numel) in zip(records, vector.view(-1, 3).long().tolist(), strict=True):

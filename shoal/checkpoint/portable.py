@@ -90,7 +90,7 @@ def join(info: TensorInfo, slices: Iterable[tuple[SlicePlace, torch.Tensor]]) ->
 
     Memory: the tensor, and what the generator holds.
     """
-    whole = torch.empty(info.shape, dtype=info.dtype)
+    whole = torch.empty(info.shape, dtype=info.dtype, device="cpu")
     for place, values in slices:
         view_of(whole, place).copy_(values)
     return whole

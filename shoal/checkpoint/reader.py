@@ -207,7 +207,7 @@ class CheckpointReader:
         if record is None:
             where = f"checkpoint {self.folder} in {self.storage.url}"
             raise damaged(f"the checkpoint has no tensor {name!r} of kind {kind!r}.", where)
-        flat = torch.empty(record.numel, dtype=dtype_of(record.dtype))
+        flat = torch.empty(record.numel, dtype=dtype_of(record.dtype), device="cpu")
         self.run(self.plan([LocalShard(kind, ParameterSpec.whole(name, record.shape), 0, (flat,))]))
         return flat.view(record.shape)
 

@@ -273,7 +273,7 @@ class Save:
         if self.is_done:
             return
         is_ready = self._thread is None or not self._thread.is_alive()
-        sent = torch.tensor([float(is_ready)], device=self._device)
+        sent = torch.tensor([float(is_ready)], dtype=torch.float32, device=self._device)
         ready = self._comm.exchange(sent, label="checkpoint").wait()
         if bool(ready.bool().all()):
             self._advance()

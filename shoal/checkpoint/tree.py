@@ -124,7 +124,7 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     if mark == "array":
         return tensor(value["name"]).numpy()
     if mark == "scalar":
-        number = torch.tensor(decode(value["value"], tensor), dtype=dtype_of(value["dtype"]))
+        number = torch.tensor(decode(value["value"], tensor), dtype=dtype_of(value["dtype"]), device="cpu")
         return number.reshape(value.get("shape", ()))
     if mark == "float":
         return float(value["value"])

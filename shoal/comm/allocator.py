@@ -85,7 +85,7 @@ class SharedAllocator:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor with a storage of its own in a file."""
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         nbytes = -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         file, offset = self._acquire(nbytes)
         block = file.memory[offset : offset + numel * dtype.itemsize]

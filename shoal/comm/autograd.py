@@ -49,7 +49,7 @@ class TracedLabel:
     def __init__(self, comm: Communicator, text: str) -> None:
         self.comm, self.text = comm, text
         number = next(_numbers)
-        self.number = torch.tensor(number, device="cpu")
+        self.number = torch.tensor(number, dtype=torch.int64, device="cpu")
         _labels[number] = self
 
     def __str__(self) -> str:

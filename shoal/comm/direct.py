@@ -183,9 +183,11 @@ class DirectCommunicator(Backend):
     def _all_to_all(self, call: Call) -> Work:
         parts = split_parts(call.result, call.out_splits, self.size)
         if call.source_splits is None:
-            counts: Work = FinishedWork(torch.full((self.size, self.size), call.sent.numel() // self.size))
+            counts: Work = FinishedWork(
+                torch.full((self.size, self.size), call.sent.numel() // self.size, dtype=torch.int64, device="cpu")
+            )
         else:
-            sizes = torch.tensor(call.source_splits, dtype=torch.int64)
+            sizes = torch.tensor(call.source_splits, dtype=torch.int64, device="cpu")
             counts = self._exchange(exchange_of(sizes, self.size, call.label))
 
         def copy(sources: list[torch.Tensor]) -> None:
@@ -241,7 +243,7 @@ class DirectCommunicator(Backend):
     }
 
     def barrier(self, *, label: str) -> None:
-        empty = torch.empty(0)
+        empty = torch.empty(0, dtype=torch.float32, device="cpu")
         self._post(Call("barrier", label, empty), empty, empty, lambda sources: None).wait()
 
     def drain(self) -> None:

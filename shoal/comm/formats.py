@@ -156,7 +156,7 @@ class BlockFormat(ABC):
         self, rows: torch.Tensor, error: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor
     ) -> None:
         # One for all pieces: fresh memory costs as much as a pass.
-        scratch = torch.empty(self._most_of(rows), device=rows.device)
+        scratch = torch.empty(self._most_of(rows), dtype=torch.float32, device=rows.device)
         for piece in self._pieces(rows):
             values = piece.of(rows).float()
             if error is not None:
@@ -381,7 +381,7 @@ def _in_blocks(values: torch.Tensor, width: int) -> torch.Tensor:
 @cache
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
     """The orthogonal Hadamard matrix, whose inverse is itself. Shape: [size, size], a power of two."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return (matrix / math.sqrt(size)).to(device)

@@ -265,7 +265,7 @@ class GlooCommunicator(Backend):
     def _all_to_all(self, call: Call) -> Work:
         parts = split_parts(call.result, call.out_splits, self.size)
         sources = split_parts(call.sent, call.source_splits, self.size)
-        counts = torch.tensor([part.numel() for part in sources], dtype=torch.int64).view(self.size, 1)
+        counts = torch.tensor([part.numel() for part in sources], dtype=torch.int64, device="cpu").view(self.size, 1)
         what = call.result if call.out_splits is None else call.result[:0]
         work = self._begin("all_to_all", call, what, inline=lambda peer: counts[peer].view(torch.uint8))
 
@@ -448,12 +448,12 @@ class GlooCommunicator(Backend):
             work = GlooWork(self, text, self._num_sends[call.peer, is_sender], call.result, is_send=True)
         if not self._is_mesh:
             self._connect(peers)
-        mine = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
+        mine = torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
         encoded = text.encode()[:_TEXT_BYTES]
         mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         for peer in peers:
             if not is_sender:
-                theirs = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+                theirs = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
                 work.headers.append((self._receive(work, theirs, peer, work.tag(0)), theirs))
             if is_sender is not False:
                 header = mine

@@ -256,7 +256,7 @@ class _Receive(dist.Work):
         self._tensors = tensors
         self._works: list[tuple[Work, torch.Tensor]] = []
         for tensor in tensors:
-            flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+            flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
             self._works.append((group.communicator.recv(flat, peer, label=f"torch send {tag}"), tensor))
         group._receives.add(self)
 
@@ -319,7 +319,7 @@ def device_mesh(
 
     The dimensions have the order of ``axes``, and their names.
     """
-    ranks = torch.tensor(_grid(mesh, axes, rank), dtype=torch.int)
+    ranks = torch.tensor(_grid(mesh, axes, rank), dtype=torch.int, device="cpu")
     # As DeviceMesh.from_group, which asks torch.distributed for the rank.
     made = _RankedMesh(device_type, ranks, mesh_dim_names=tuple(axes), _init_backend=False, _rank=rank)
     made._dim_group_names = [group.group_name for group in groups]

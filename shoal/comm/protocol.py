@@ -244,7 +244,7 @@ class Backend:
         return gather_json(value, lambda vector: self.issue(exchange_of(vector, self.size, label)).wait())
 
     def barrier(self, *, label: str) -> None:
-        self.issue(exchange_of(torch.zeros(1, dtype=torch.uint8), self.size, label)).wait()
+        self.issue(exchange_of(torch.zeros(1, dtype=torch.uint8, device="cpu"), self.size, label)).wait()
 
     def drain(self) -> None:
         """Block until no peer reads any source of a collective that this rank has waited for."""
@@ -499,8 +499,8 @@ class Communicator:
         Communicates: as :meth:`exchange`, 8 bytes a number.
         Order: blocks the host until every rank has called; it does not wait for the device.
         """
-        vector = host_memory(torch.tensor(list(numbers), dtype=torch.float64), is_pinned=False)
-        result = host_memory(torch.empty(self.size, len(numbers), dtype=torch.float64), is_pinned=False)
+        vector = host_memory(torch.tensor(list(numbers), dtype=torch.float64, device="cpu"), is_pinned=False)
+        result = host_memory(torch.empty(self.size, len(numbers), dtype=torch.float64, device="cpu"), is_pinned=False)
         rows = self.issue(exchange_of(vector, self.size, label)._replace(result=result)).wait()
         return rows.tolist() if self.backend.carries_values else [list(numbers)] * self.size
 
@@ -707,8 +707,8 @@ def gather_json(value: Any, exchange: Callable[[torch.Tensor], torch.Tensor]) ->
             f"a {type(value).__name__} cannot be sent to other ranks: {error}",
             do="send only what JSON holds: numbers, strings, lists, and dicts with string keys.",
         ) from error
-    lengths = exchange(torch.tensor([len(text)], dtype=torch.int64)).flatten().tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    lengths = exchange(torch.tensor([len(text)], dtype=torch.int64, device="cpu")).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = exchange(padded)
     return [json.loads(rows[rank, :length].numpy().tobytes().decode()) for rank, length in enumerate(map(int, lengths))]

@@ -311,7 +311,7 @@ class SharedMemoryGroup:
         words = self._words[peer]
         numel = words[at + 7]
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         file = self._local_peers.file(self._ranks[peer], words[at + 3], words[at + 4], words[at + 5])
         return torch.frombuffer(file, dtype=dtype, count=numel, offset=words[at + 6])
 

@@ -58,7 +58,7 @@ class RankOrderedSum:
                 return out
             total = self._scratch.get(sum_dtype)
             if total is None:
-                total = self._scratch[sum_dtype] = torch.empty(BLOCK_NUMEL, dtype=sum_dtype)
+                total = self._scratch[sum_dtype] = torch.empty(BLOCK_NUMEL, dtype=sum_dtype, device="cpu")
             for start in range(0, numel, BLOCK_NUMEL):
                 end = min(start + BLOCK_NUMEL, numel)
                 block = [part[start:end] for part in parts]

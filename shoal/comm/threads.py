@@ -118,7 +118,7 @@ class ThreadGroup:
         self._name = name
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def readable(self, source: torch.Tensor) -> torch.Tensor:
         return source

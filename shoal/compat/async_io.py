@@ -34,7 +34,9 @@ class PinHandle:
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
         """A 1-D tensor of ``num_elem`` elements of the example's dtype; zeros. It is kept until it is freed."""
-        tensor = torch.zeros(num_elem, dtype=example_tensor.dtype, pin_memory=torch.accelerator.is_available())
+        tensor = torch.zeros(
+            num_elem, dtype=example_tensor.dtype, pin_memory=torch.accelerator.is_available(), device="cpu"
+        )
         self._tensors[tensor.data_ptr()] = tensor
         return tensor
 

@@ -265,11 +265,11 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     """This rank's part of one optimizer state, 1-D; None of a frozen parameter, and before the first step."""
     part = zero.safe_get_local_optimizer_state(param, optim_state_key)
     is_elsewhere = part is None and zero.safe_get_local_fp32_param(param) is None
-    return torch.empty(0) if is_elsewhere else part
+    return torch.empty(0, dtype=torch.float32, device="cpu") if is_elsewhere else part
 
 
 def _or_nothing(part: torch.Tensor | None) -> torch.Tensor:
-    return torch.empty(0) if part is None else part
+    return torch.empty(0, dtype=torch.float32, device="cpu") if part is None else part
 
 
 def safe_update_full_grad_vectorized(

@@ -158,7 +158,7 @@ class DistributedAttention(nn.Module):
         )
         own = heads.key_of_query(self._comm.rank)
         if [own.count(head) for head in set(own)] != [len(own) // len(set(own))] * len(set(own)):
-            index = torch.tensor(own, device=key.device)
+            index = torch.tensor(own, dtype=torch.int64, device="cpu").to(key.device, non_blocking=True)
             key, value = key.index_select(self.scatter_idx, index), value.index_select(self.scatter_idx, index)
         out = self.local_attn(query, key, value, *args, **kwargs)
         return exchange.to_positions(out, heads.queries, "DistributedAttention: positions")

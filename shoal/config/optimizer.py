@@ -236,7 +236,7 @@ def _trial(section: Kind, factory: Any, params: Mapping[str, Any]) -> str:
 
     from shoal.compiler import make_optimizer
 
-    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    parameters = [torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))]
     with _IGNORING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -61,4 +61,4 @@ def _pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return tensor.to(device, non_blocking=True)
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor, non_blocking=True)

@@ -221,7 +221,10 @@ class TokenStream(Dataset[Any]):
     def collate(self, samples: Sequence[PackedSample]) -> PackedBatch | tuple[Tensor, Tensor]:
         """Samples as one batch."""
         shape = (len(samples), self.sequence_length)
-        tokens, targets = torch.full(shape, self._padding), torch.full(shape, NO_TARGET)
+        tokens, targets = (
+            torch.full(shape, self._padding, dtype=torch.int64, device="cpu"),
+            torch.full(shape, NO_TARGET, dtype=torch.int64, device="cpu"),
+        )
         for row, sample in enumerate(samples):
             tokens[row, : len(sample.tokens)] = torch.from_numpy(sample.tokens)
             targets[row, : len(sample.targets)] = torch.from_numpy(sample.targets)
@@ -240,7 +243,7 @@ class TokenStream(Dataset[Any]):
         if not self._with_documents:
             return tokens, targets
         padded = [[*row, self.sequence_length - sum(row)] for row in lengths]
-        positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in padded])
+        positions = torch.stack([torch.cat([torch.arange(length, device="cpu") for length in row]) for row in padded])
         return PackedBatch(tokens, targets, positions, Documents.of_lengths(padded))
 
     def batch(self, positions: ArrayLike) -> PackedBatch | tuple[Tensor, Tensor]:

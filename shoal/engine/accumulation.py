@@ -207,8 +207,9 @@ class Accumulation:
         if num_tokens is not None:
             if not self._tokens:
                 self._token_unit = self._choose_token_unit()
-            count = torch.as_tensor(num_tokens, dtype=torch.float64, device=loss.device).detach().reshape(())
-            self._tokens.append(count)
+            given = num_tokens.detach().reshape(()) if isinstance(num_tokens, torch.Tensor) else num_tokens
+            # A number of the host becomes the argument of a kernel: copying it would block the host.
+            self._tokens.append(torch.zeros((), dtype=torch.float64, device=loss.device).add(given))
         self.losses.append(loss.detach())
         self.scaled_by.add(by)
         if num_tokens is not None:
@@ -344,7 +345,7 @@ class Accumulation:
     def load_own_state(self, saved: Mapping[str, Any], device: torch.device) -> None:
         """Restore what ``own_state`` returned, to continue the step."""
         self.has_backward = True
-        self.losses = [torch.tensor(loss, device=device) for loss in saved["losses"]]
+        self.losses = [torch.tensor(loss, dtype=torch.float32, device=device) for loss in saved["losses"]]
         self.scaled_by = set(saved["styles"])
         self._tokens = [torch.tensor(n, dtype=torch.float64, device=device) for n in saved.get("tokens", ())]
         self._token_unit = float(saved.get("token_unit", 1.0))

@@ -426,7 +426,7 @@ class Engine(PartShortcuts):
         with self._failing("clip_grad_norm_"):
             status = self._reduce_for_step("clip_grad_norm_()")
         self.accumulation.clip_norm = min(self.accumulation.clip_norm, float(max_norm))
-        return torch.tensor(status.norm * self.accumulation.gradient_scale(), device=self.device)
+        return torch.tensor(status.norm * self.accumulation.gradient_scale(), dtype=torch.float32, device=self.device)
 
     def _update(self, status: GlobalStatus, norm: float) -> None:
         gradient_scale = self.accumulation.gradient_scale()

@@ -55,7 +55,7 @@ def can_move(groups: Iterable[ParameterGroup], comm: Communicator) -> bool:
             is_flat &= all(value.numel() in (1, part.param.numel()) for value in tensors.values())
             kinds = sorted((key, str(getattr(value, "dtype", "encoded"))) for key, value in tensors.items())
             forms.append((part.start, part.stop, kinds, sorted((key, repr(value)) for key, value in scalars.items())))
-    mine = torch.tensor([float(is_flat), float(zlib.crc32(repr(forms).encode()))], dtype=torch.float64)
+    mine = torch.tensor([float(is_flat), float(zlib.crc32(repr(forms).encode()))], dtype=torch.float64, device="cpu")
     of_all = comm.exchange(mine, label="experts' states").wait().tolist()
     return all(flat == 1.0 and code == of_all[0][1] for flat, code in of_all)
 

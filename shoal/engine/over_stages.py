@@ -105,6 +105,6 @@ def joined_values(
             if sent.numel():
                 ranks.blocking.broadcast(sent.view(-1), source, label=name)
             if not is_kept:
-                sent = torch.empty(0)  # the name alone: it is not sent again
+                sent = torch.empty(0, dtype=torch.float32, device="cpu")  # the name alone: it is not sent again
             joined[name] = values[name] if source == ranks.rank else sent.to("cpu")
     return joined if is_kept else {}

@@ -37,7 +37,7 @@ class ExportedState:
     def send(self, comm: Communicator, peer: int) -> None:
         """Communicates: to ``peer``, the bytes of all values. Blocks until they are received."""
         header = torch.frombuffer(bytearray(json.dumps(self.numbers).encode()), dtype=torch.uint8)
-        for message in (torch.tensor([header.numel()]), header):
+        for message in (torch.tensor([header.numel()], dtype=torch.int64, device="cpu"), header):
             comm.blocking.send(message, peer, label=_LABEL)
         for parts in self.values:
             flat = torch.cat([part.detach().reshape(-1).cpu() for part in parts])
@@ -87,14 +87,14 @@ class PeerState:
 
         Memory: on the host, one value at a time. Communicates: inside of this replica, as a load of a checkpoint.
         """
-        length = torch.empty(1, dtype=torch.int64)
+        length = torch.empty(1, dtype=torch.int64, device="cpu")
         comm.blocking.recv(length, peer, label=_LABEL)
-        header = torch.empty(int(length), dtype=torch.uint8)
+        header = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         comm.blocking.recv(header, peer, label=_LABEL)
         numbers = json.loads(header.numpy().tobytes())
 
         def value(numel: int, dtype: str) -> torch.Tensor:
-            received = torch.empty(numel, dtype=tree.dtype_of(dtype))
+            received = torch.empty(numel, dtype=tree.dtype_of(dtype), device="cpu")
             comm.blocking.recv(received.view(torch.uint8), peer, label=_LABEL)
             return received
 

@@ -191,7 +191,7 @@ class PipelineEngine(Engine):
         accumulation.end_micro_batch(is_boundary=True, num_micro=num_micro)
         accumulation.counters.micro_steps += num_micro - 1
         self._report_step()
-        return torch.full((), accumulation.mean_loss or 0.0, device=self.device)
+        return torch.full((), accumulation.mean_loss or 0.0, dtype=torch.float32, device=self.device)
 
     def _call_before_step(self) -> None:
         """Call the functions of ``before_step``. Raises: what one of them raised, on every rank."""

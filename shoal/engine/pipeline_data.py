@@ -113,7 +113,7 @@ def _sent(
         return None
     is_source = comm.rank == source
     header = host_memory(
-        torch.tensor(list(text) if is_source else [0] * int(nbytes), dtype=torch.uint8), is_pinned=False
+        torch.tensor(list(text) if is_source else [0] * int(nbytes), dtype=torch.uint8, device="cpu"), is_pinned=False
     )
     comm.broadcast(header, source, label="form of micro-batches").wait()
     form = MessageForm.from_json(header.numpy().tobytes())
@@ -131,7 +131,7 @@ def exchange_rows(mine: list[float], comm: Communicator, *, label: str) -> list[
     Communicates: an exchange of 8 bytes a number, between hosts.
     Order: blocks the host until all ranks have come here, and not for what the device has still to do.
     """
-    numbers = host_memory(torch.tensor(mine, dtype=torch.float64), is_pinned=False)
+    numbers = host_memory(torch.tensor(mine, dtype=torch.float64, device="cpu"), is_pinned=False)
     answers = comm.exchange(numbers, label=label).wait()
     flat = read_vector(answers.view(-1), when_fake=0.0)
     if is_fake(answers):

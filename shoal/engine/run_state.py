@@ -310,7 +310,7 @@ def _generators(device: Device) -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         **device.generator_states(),
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
         "numpy": {
             "kind": kind,
             "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),

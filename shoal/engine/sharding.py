@@ -205,7 +205,7 @@ class Sharding:
         if not self.access.has_gradient(parameter):
             return None
         part = self.access.local_gradient(parameter)
-        return torch.empty(0, device=parameter.device) if part is None else part
+        return torch.empty(0, dtype=torch.float32, device=parameter.device) if part is None else part
 
     def ledger(self, saved: Counter[Tier], offloaded: Collection[str]) -> Ledger:
         """Bytes by kind, tier and unit.

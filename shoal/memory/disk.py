@@ -290,7 +290,7 @@ class UnwrittenDisk(DiskTier):
         self.traffic = Traffic()
 
     def memory(self, nbytes: int, *, is_pinned: bool) -> torch.Tensor:
-        return host_memory(torch.empty(nbytes, dtype=torch.uint8), is_pinned=is_pinned)
+        return host_memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), is_pinned=is_pinned)
 
     def reserve(self, nbytes: int, *, num_ranks: int = 1) -> None:
         pass

@@ -105,11 +105,11 @@ def aligned_empty(nbytes: int, *, is_pinned: bool = False, is_inherited: bool = 
 
     Raises: OutOfMemoryError: the system refuses that much.
     """
-    empty = torch.empty(0, dtype=torch.uint8)
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
     if not nbytes:
         return empty
     if is_fake(empty):
-        return host_memory(torch.empty(nbytes, dtype=torch.uint8), is_pinned=is_pinned)
+        return host_memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), is_pinned=is_pinned)
     if is_pinned and torch.accelerator.is_available():
         try:
             return _pinned(nbytes)

@@ -392,7 +392,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
             do="copy it into a contiguous staging buffer on the host.",
         )
     flat: Any = tensor.detach().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 # The errors of the disk: what failed, which file, which bytes, how much room there is.

@@ -61,7 +61,7 @@ class DiskStorage(OffloadedStorage):
 
     def _in_memory(self) -> torch.Tensor:
         if self._buffer.memory is None:  # this rank owns nothing
-            return torch.empty(0, dtype=self._dtype)
+            return torch.empty(0, dtype=self._dtype, device="cpu")
         return self._buffer.memory[: self._nbytes].view(self._dtype)
 
     def start_fetch(self, ranges: ByteRanges | None = None) -> None:

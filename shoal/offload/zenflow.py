@@ -140,7 +140,10 @@ class ZenFlow(CpuOptimizer):
     def _make_state(self, part: ParameterRange) -> None:
         state, zeros = self._optimizer.state[part.param], partial(torch.zeros_like, part.param.detach())
         if "exp_avg" not in state:
-            state |= {"step": torch.zeros(()), **{name: zeros() for name in _MOMENTS}}
+            state |= {
+                "step": torch.zeros((), dtype=torch.float32, device="cpu"),
+                **{name: zeros() for name in _MOMENTS},
+            }
         if "zenflow_sum" not in state:
             # Where a parameter's first gradient comes after a choice, none of it is important until the next one.
             state |= {"zenflow_selected": zeros(dtype=torch.bool), "zenflow_sum": zeros()}
@@ -162,7 +165,7 @@ class ZenFlow(CpuOptimizer):
 
         def run() -> torch.Tensor:
             gradient = transfer.values()
-            sizes = host_memory(torch.zeros(len(specs), 4, dtype=torch.float64), is_pinned=False)
+            sizes = host_memory(torch.zeros(len(specs), 4, dtype=torch.float64, device="cpu"), is_pinned=False)
             with torch.no_grad():
                 for part, total, mask, is_first in targets:
                     values = gradient[part.start : part.stop]
@@ -195,7 +198,7 @@ class ZenFlow(CpuOptimizer):
             total, number = state["zenflow_sum"], state["zenflow_rest"] + 1
             if is_late:
                 if (spare := flow.spare.get(part.param)) is None:
-                    spare = host_memory(torch.zeros(total.numel()), is_pinned=False)
+                    spare = host_memory(torch.zeros(total.numel(), dtype=torch.float32, device="cpu"), is_pinned=False)
                 state["zenflow_sum"], flow.spare[part.param] = spare, total
             state |= {"zenflow_count": 0, "zenflow_rest": number}
             updates.append(RangeUpdate(part, self._rule(part, state, number), state, total, 1 / count))
@@ -296,7 +299,7 @@ class ZenFlow(CpuOptimizer):
         """Where the mask is true; and padding, which a checkpoint does not have, so that vectors keep their length."""
         if is_fake(mask):
             numel = int(self._section.topk_ratio * mask.numel())  # parameters of one dim, which are whole, are small
-            return host_memory(torch.zeros(numel, dtype=torch.int64), is_pinned=False)
+            return host_memory(torch.zeros(numel, dtype=torch.int64, device="cpu"), is_pinned=False)
         whole = torch.ones_like(mask)
         for each in part.segments:
             whole[each.start : each.stop] = mask[each.start : each.stop]

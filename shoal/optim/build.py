@@ -229,7 +229,9 @@ def _fused(
         return {}
     try:
         for device in {param.device for param in params}:
-            make_optimizer(factory, [torch.nn.Parameter(torch.zeros(1, device=device))], fused=True)
+            make_optimizer(
+                factory, [torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device))], fused=True
+            )
     except (RuntimeError, TypeError, ValueError):
         return {}
     return {"fused": True}

@@ -43,7 +43,7 @@ def in_important_columns(
     Communicates: one all_reduce of 8 bytes a column. Order: blocks the host.
     """
     sizes = [num_columns(spec) for spec in specs]
-    norms = host_memory(torch.zeros(sum(sizes), dtype=torch.float64), is_pinned=False)
+    norms = host_memory(torch.zeros(sum(sizes), dtype=torch.float64, device="cpu"), is_pinned=False)
     by_slot = norms.split(sizes)
     for part in ranges:
         for each in part.segments:
@@ -56,7 +56,7 @@ def in_important_columns(
     chosen = [_largest(of_slot, max(1, int(ratio * len(of_slot)))) for of_slot in by_slot]
     masks = []
     for part in ranges:
-        mask = host_memory(torch.ones(part.stop - part.start, dtype=torch.bool), is_pinned=False)
+        mask = host_memory(torch.ones(part.stop - part.start, dtype=torch.bool, device="cpu"), is_pinned=False)
         for each in part.segments:
             if size := sizes[each.slot]:
                 first, stop = each.offset % size, each.offset % size + each.stop - each.start
@@ -83,7 +83,7 @@ def sizes_of(total: torch.Tensor, gradient: torch.Tensor, mask: torch.Tensor) ->
     """Sum of absolute values, and number, of elements of ``total`` outside of the mask, and of ``gradient`` in it."""
     rest, own = total[~mask].abs(), gradient[mask].abs()
     sizes = (rest.sum(dtype=torch.float64), rest.numel(), own.sum(dtype=torch.float64), own.numel())
-    return torch.tensor([float(size) for size in sizes], dtype=torch.float64)
+    return torch.tensor([float(size) for size in sizes], dtype=torch.float64, device="cpu")
 
 
 def have_grown(sizes: torch.Tensor, share: float, comm: Communicator, device: torch.device) -> bool:

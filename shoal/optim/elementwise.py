@@ -239,10 +239,16 @@ def _try(
 ) -> str | None:
     random = torch.Generator().manual_seed(0)
     rows, columns = shape[0], torch.Size(shape[1:]).numel()
-    start = torch.randn(shape, generator=random).to(device)
+    start = torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").to(device)
     # rows and columns differ in size, so that an optimizer that mixes elements gives other numbers
-    sizes = (torch.logspace(-2, 1, rows).unsqueeze(1) * torch.linspace(0.5, 2, columns)).view(shape)
-    grads = [(torch.randn(shape, generator=random) * sizes).to(device) for _ in range(num_steps)]
+    sizes = (
+        torch.logspace(-2, 1, rows, dtype=torch.float32, device="cpu").unsqueeze(1)
+        * torch.linspace(0.5, 2, columns, dtype=torch.float32, device="cpu")
+    ).view(shape)
+    grads = [
+        (torch.randn(shape, generator=random, dtype=torch.float32, device="cpu") * sizes).to(device)
+        for _ in range(num_steps)
+    ]
     text = "a matrix" if shape == PROBE_SHAPE else f"a tensor of shape {shape}"
 
     def run(slices: Sequence[slice] | None, *, in_turn: bool = False) -> torch.Tensor:

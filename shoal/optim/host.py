@@ -138,7 +138,7 @@ class HostThreads:
     def _tensor(self, name: str, numel: int) -> torch.Tensor:
         tensors: dict[str, torch.Tensor] = self._local.__dict__
         if name not in tensors or tensors[name].numel() < numel:
-            tensors[name] = torch.empty(numel)
+            tensors[name] = torch.empty(numel, dtype=torch.float32, device="cpu")
             self.scratch_nbytes += tensors[name].nbytes
         return tensors[name]
 
@@ -279,7 +279,7 @@ class HostStep:
     def _own_scratch(self, numel: int, needs_scratch: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         count = 2 if needs_scratch else 1
         if len(self._scratch) < count or self._scratch[0].numel() < numel:
-            self._scratch = [torch.empty(numel) for _ in range(count)]
+            self._scratch = [torch.empty(numel, dtype=torch.float32, device="cpu") for _ in range(count)]
         return self._scratch[0], self._scratch[1] if needs_scratch else None
 
 
@@ -330,10 +330,12 @@ def choose_path(kind: RuleName, gradient: torch.dtype, parameter: torch.dtype | 
         paths = ["threads", "blocks", "plain"] if num_threads > 1 else ["blocks", "plain"]
     hyper: dict[str, Any] = dict.fromkeys(NUMBERS[kind], 1e-3) | {"betas": (0.9, 0.99)}
     rule = Rule.of(kind, hyper, 2)
-    tensors = [torch.full((TRIAL_NUMEL,), 1e-3) for _ in range(1 + len(rule.state_names))]
+    tensors = [
+        torch.full((TRIAL_NUMEL,), 1e-3, dtype=torch.float32, device="cpu") for _ in range(1 + len(rule.state_names))
+    ]
     main, states = tensors[0], dict(zip(rule.state_names, tensors[1:], strict=True))
-    grads = torch.full((TRIAL_NUMEL,), 1e-3, dtype=gradient)
-    params = None if parameter is None else torch.zeros(TRIAL_NUMEL, dtype=parameter)
+    grads = torch.full((TRIAL_NUMEL,), 1e-3, dtype=gradient, device="cpu")
+    params = None if parameter is None else torch.zeros(TRIAL_NUMEL, dtype=parameter, device="cpu")
     steps: dict[UpdatePath, HostStep] = {path: HostStep(path, num_threads=num_threads) for path in paths}
     times: dict[UpdatePath, list[float]] = {path: [] for path in paths}
     try:

@@ -130,7 +130,9 @@ class Rule:
             settings |= {"foreach": self.foreach, "fused": False}
             settings |= {"decoupled_weight_decay": self.kind == "AdamW"} if call is adam else {}
         # A fused kernel reads the count on its device; the other functions read it on the host.
-        count = torch.full((), self.step if self.fused else self.step - 1, device=device if self.fused else None)
+        count = torch.full(
+            (), self.step if self.fused else self.step - 1, dtype=torch.float32, device=device if self.fused else "cpu"
+        )
         return partial(self._run, call, settings, count)
 
     def _run(

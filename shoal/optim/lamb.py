@@ -95,7 +95,9 @@ class Lamb(WholeTensorOptimizer):
         squares = []
         for flat in flats:
             by_index = {part.parameter: part for part in flat.parts}
-            zero = torch.zeros(2, device=flat.weight.device)  # of a parameter that is not updated in this step
+            zero = torch.zeros(
+                2, dtype=torch.float32, device=flat.weight.device
+            )  # of a parameter that is not updated in this step
             nodes = [
                 node
                 for index in range(len(flat.shapes))
@@ -112,7 +114,7 @@ class Lamb(WholeTensorOptimizer):
         plan = self._plans.get(table.key)
         if plan is None:
             plan = self._plans[table.key] = plan_sums([table.of(rank) for rank in range(comm.size)], numels, device)
-        own, zero = table.of(comm.rank), torch.zeros(2, device=home)
+        own, zero = table.of(comm.rank), torch.zeros(2, dtype=torch.float32, device=home)
         nodes, number = [], 0
         for flat in flats:
             by_index = {part.parameter: part for part in flat.parts}

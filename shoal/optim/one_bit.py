@@ -236,7 +236,7 @@ def _check(name: str, lr: float | torch.Tensor, betas: tuple[float, float], eps:
 
 def _state_of(state: dict[str, Any], param: torch.nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
     if not state:
-        state["step"] = torch.zeros((), device=param.device if group.get("fused") else "cpu")
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if group.get("fused") else "cpu")
         state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(param.detach()) for _ in range(2))
     return state
 

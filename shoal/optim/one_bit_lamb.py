@@ -104,7 +104,9 @@ class OneBitLamb(SumsValues, Lamb):
     def _numbers(self, state: dict[str, torch.Tensor], key: str, count: int) -> torch.Tensor:
         """State of one number for each parameter. Shape: [parameters]."""
         if key not in state:
-            state[key] = torch.full((1, count), self.by_parameter[key], device=state["exp_avg"].device)
+            state[key] = torch.full(
+                (1, count), self.by_parameter[key], dtype=torch.float32, device=state["exp_avg"].device
+            )
         return state[key][0]
 
     def _update(self, flats: Sequence[RangeViews], comm: Communicator | None, tp: Communicator | None) -> None:

@@ -97,6 +97,8 @@ def _state_of(
     """The optimizer's state of a range, made as torch makes it: where Adam is not fused, the count is on the host."""
     state: dict[str, torch.Tensor] = optimizer.state[main]
     if not state:
-        state["step"] = torch.zeros((), device=main.device if group["fused"] or group["capturable"] else "cpu")
+        state["step"] = torch.zeros(
+            (), dtype=torch.float32, device=main.device if group["fused"] or group["capturable"] else "cpu"
+        )
         state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(main.detach()) for _ in range(2))
     return state

@@ -162,8 +162,13 @@ def plan_sums(parts: Sequence[Sequence[tuple[int, int]]], numels: Sequence[int],
                     raise ValueError(f"no rank owns elements from {(index + 1) << level} on of a parameter of {numel}")
                 values[level + 1, index // 2] = value
         if left:
-            rounds.append((torch.tensor(left, device=device), torch.tensor(right, device=device)))
+            rounds.append(
+                (
+                    torch.tensor(left, dtype=torch.int64, device=device),
+                    torch.tensor(right, dtype=torch.int64, device=device),
+                )
+            )
     roots = [
         values.get((height(numel), 0), zero) if numel else zero for values, numel in zip(nodes, numels, strict=True)
     ]
-    return SumTree(width, tuple(rounds), torch.tensor(roots, device=device))
+    return SumTree(width, tuple(rounds), torch.tensor(roots, dtype=torch.int64, device=device))

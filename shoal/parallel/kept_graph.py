@@ -68,7 +68,7 @@ def run(
         return result_like(out, function(*tensors)), torch.zeros(1, dtype=torch.int64, device="cpu")
     # An operator runs below autograd, which would record nothing here.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
-        start = torch.zeros((), device="cpu", requires_grad=True)
+        start = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         inputs: list[Tensor] = [_KeptInput.apply(start, tensor.detach().clone()) for tensor in tensors]
         output = function(*inputs)
     edges = [get_gradient_edge(tensor) for tensor in inputs]

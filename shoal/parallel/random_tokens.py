@@ -47,7 +47,7 @@ class Draw:
         generator = torch.Generator(device)
         for sample in range(self.micro_batch * batch, self.micro_batch * batch + rows):
             generator.manual_seed(_mixed(self.seed, self.step, layer, sample))
-            numbers.append(torch.rand(length, generator=generator, device=device))
+            numbers.append(torch.rand(length, generator=generator, dtype=torch.float32, device=device))
         return torch.stack(numbers).topk(self.kept, dim=1, sorted=False).indices.sort(dim=1).values
 
 

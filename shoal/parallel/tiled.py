@@ -342,7 +342,7 @@ def _parameters_read(
         return []
     tiles = [each.detach().narrow(dim, 0, min(1, each.shape[dim])) for each in tiles_of]
     passed = [each.detach() if isinstance(each, Tensor) else each for each in arguments]
-    node = torch.ones((), requires_grad=True).clone().grad_fn
+    node = torch.ones((), requires_grad=True, dtype=torch.float32, device="cpu").clone().grad_fn
     assert node is not None
     first = node._sequence_nr()
     with _Replay(tiles_of[0]).enter():

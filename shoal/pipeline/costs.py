@@ -328,7 +328,11 @@ def _measure_call(
 def _with_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on the device; random where it has no values."""
     is_absent = tensor.is_meta or (tensor.numel() > 1 and not any(tensor.stride()))  # on meta, or sharded
-    value = tensor.detach().to(device, copy=True) if not is_absent else torch.zeros(tensor.shape, dtype=tensor.dtype)
+    value = (
+        tensor.detach().to(device, copy=True)
+        if not is_absent
+        else torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    )
     value = value.to(device)
     if is_absent and value.is_floating_point():
         value.normal_(std=0.02)

@@ -81,7 +81,7 @@ def has_parameter_shape(key: str, value: Any, parameter: nn.Parameter) -> bool:
 def _made(optimizer: torch.optim.Optimizer, key: str, value: Any) -> Any:
     """A state of one number; one that the constructor made on the meta device (fused Adagrad's step) gets its value."""
     if isinstance(value, torch.Tensor) and value.is_meta:
-        return torch.full((), _first_value(optimizer, 0, key), dtype=value.dtype)
+        return torch.full((), _first_value(optimizer, 0, key), dtype=value.dtype, device="cpu")
     return value
 
 
@@ -90,5 +90,5 @@ def _first_value(optimizer: torch.optim.Optimizer, group: int, key: str) -> floa
     kind = next((base for base in type(optimizer).__mro__ if base in KNOWN), type(optimizer))
     settings = settings_of(kind, optimizer.param_groups[group])
     with unset_fake_temporarily():  # in a dry run, too, this is a value
-        probe = nn.Parameter(torch.zeros(1))
+        probe = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
         return float(kind([probe], **settings).state[probe][key])

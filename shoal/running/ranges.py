@@ -196,14 +196,18 @@ class OptimizerRanges:
         steps = [float(scalars[index].get("step", 0)) for index in members]
         step = max(float(scalars[index].get("step", 0)) for index in slots)
         keys = {key: dtype for index in slots for key, dtype in dtypes[index].items()}
-        self._fill_range(part, {**scalars[slots[0]], "step": torch.tensor(step)}, keys)
+        self._fill_range(
+            part, {**scalars[slots[0]], "step": torch.tensor(step, dtype=torch.float32, device="cpu")}, keys
+        )
         if len(part.segments) > 1 or part.segments[0].stop - part.segments[0].start < part.stop - part.start:
             # A range of one parameter counts in "step" alone.
-            self.optimizer.state[part.param]["steps"] = torch.tensor([steps], dtype=torch.float32)
+            self.optimizer.state[part.param]["steps"] = torch.tensor([steps], dtype=torch.float32, device="cpu")
         for key, first in self.by_parameter.items():
             if any(key in scalars[index] for index in members):
                 values = [float(scalars[index].get(key, first)) for index in members]
-                self.optimizer.state[part.param][key] = torch.tensor([values], device=part.param.device)
+                self.optimizer.state[part.param][key] = torch.tensor(
+                    [values], dtype=torch.float32, device=part.param.device
+                )
 
     @property
     def by_parameter(self) -> Mapping[str, float]:

@@ -39,7 +39,7 @@ class ChunkedTransfer:
 
     def free(self) -> None:
         """Free the buffer; the next copy allocates another."""
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def shard(self, value: torch.Tensor, source: int, shard: torch.Tensor) -> None:
         """Fill ``shard`` with this rank's range of rank ``source``'s value. Communicates: broadcasts."""

@@ -71,7 +71,7 @@ def _to_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def _of_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    values = torch.empty(codes.shape, device=codes.device)
+    values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     Float8().dequantize(codes, codes.new_ones(len(codes), dtype=torch.float32), values)
     return values
 

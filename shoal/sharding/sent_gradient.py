@@ -159,7 +159,11 @@ class SentGradient:
         self.forget()
         if self.errors:
             numel = self._buffer.owned_numel
-            self.saved = {key: torch.zeros(numel, device=self._buffer.device) for key in ERRORS if key in keys}
+            self.saved = {
+                key: torch.zeros(numel, dtype=torch.float32, device=self._buffer.device)
+                for key in ERRORS
+                if key in keys
+            }
 
     def restore(self) -> None:
         """Set the errors to what ``saved`` has, perhaps of another layout. Every rank calls.

@@ -338,6 +338,7 @@ def _from_python(maker: Any, *, has_values: bool) -> Any:
                 return args[0].to(kwargs.get("device") or _shown(args[0]), kwargs.get("dtype") or args[0].dtype)
             if device.type != "cuda":
                 return maker(*args, **kwargs)
+            _host_waits("values of the host to a GPU")
             values = maker(*args, **{**kwargs, "device": HOST}).detach()
             return _set_label(values, device).requires_grad_(kwargs.get("requires_grad", False))
         finally:

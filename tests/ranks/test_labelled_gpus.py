@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.data import ahead_on
 from shoal.device import Device
+from shoal.engine.accumulation import Accumulation
 from shoal.engine.engine import Engine
 from shoal.engine.parts.fault_tolerance import FaultTolerance
 from shoal.engine.peer_state import ExportedState
@@ -116,15 +118,28 @@ def test_a_new_thread_is_on_device_0() -> None:
     assert "is on device 0, and aten.zeros.default on cuda:1" in errors[0]
 
 
-def trained(stage: int, *, steps: int, first: int = 0, folder: Path | None = None, **settings: Any) -> Values:
+def trained(
+    stage: int,
+    *,
+    steps: int,
+    first: int = 0,
+    folder: Path | None = None,
+    model: torch.nn.Module | None = None,
+    **settings: Any,
+) -> Values:
     """Parameters after some steps. The checkpoint in ``folder`` is loaded, or saved where ``first`` is 0."""
     adam = {"type": "AdamW", "params": {"lr": 1e-2}}
-    engine = shoal.initialize(model=make(models.Plain), config=config(stage, optimizer=adam, **settings))[0]
+    if model is None:
+        with torch.device("cpu"):
+            model = make(models.Plain)
+    engine = shoal.initialize(model=model, config=config(stage, **{"optimizer": adam, **settings}))[0]
     device = current_world().device
     if first:
         engine.load_checkpoint(folder)
     for step in range(first, first + steps):
-        engine.backward(engine(*(tensor.to(device) for tensor in batch(step, 0, 1))))
+        with torch.device("cpu"):  # also where the script has another default
+            tensors = batch(step, 0, 1)
+        engine.backward(engine(*(tensor.to(device) for tensor in tensors)))
         engine.step()
         if step == 1 and folder is not None and not first:
             engine.save_checkpoint(folder)
@@ -159,11 +174,76 @@ def test_ranks_on_a_gpu_train_and_resume_at_another_stage(
     assert largest_difference(again, straight) <= 4e-2
 
 
+@pytest.mark.parametrize(
+    ("stage", "places", "is_async"), [(0, (), True), (2, ("optimizer",), False), (3, ("param", "optimizer"), True)]
+)
+def test_the_scripts_default_device_changes_nothing(
+    stage: int, places: tuple[str, ...], is_async: bool, tmp_path: Path
+) -> None:
+    """Of ``torch.set_default_device("cuda")``: what Shoal makes in host memory stays there."""
+    zero = {f"offload_{place}": {"device": "cpu"} for place in places}
+
+    def on_gpu() -> Values:
+        values = trained(stage, steps=4, folder=tmp_path, zero_optimization=zero, checkpoint={"async_save": is_async})
+        again = trained(stage, steps=2, first=2, folder=tmp_path, zero_optimization=zero)
+        assert not largest_difference(again, values)
+        return values
+
+    def with_default() -> Values:
+        torch.set_default_device(GPU)
+        try:
+            return on_gpu()
+        finally:
+            torch.set_default_device(None)
+
+    results = [run_ranks(2, run, device=GPU)[0] for run in (with_default, on_gpu)]
+    assert not largest_difference(*results)
+
+
+OF_DTYPE: dict[str, dict[str, Any]] = {
+    "state in blocks": {"precision": {"state_dtype": "fp8"}},
+    "errors of a format": {"wire": {"reduce": "int8", "error_feedback": True}},
+    "updates on the host": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    "sums of whole parameters": {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}},
+    "counts": {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 2}}},
+}
+
+
+@pytest.mark.parametrize("name", OF_DTYPE)
+def test_the_scripts_default_dtype_changes_nothing(name: str) -> None:
+    """Of ``torch.set_default_dtype(torch.bfloat16)``, which a script calls before it builds its model."""
+    model = make(models.Plain)
+
+    def run() -> Values:
+        return trained(0 if name == "counts" else 2, steps=4, model=copy.deepcopy(model), **OF_DTYPE[name])
+
+    expected = run_ranks(2, run, device=GPU)[0]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        values = run_ranks(2, run, device=GPU)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not largest_difference(values, expected)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_host_waits_once_a_step(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     test_host_synchronization_gpu.test_the_host_waits_once_a_step_and_never_in_forward_and_backward(
         stage, "fp16", monkeypatch
     )
+
+
+@pytest.mark.parametrize("kind", ["a number", "a tensor of the host", "a tensor of the GPU"])
+def test_the_host_does_not_wait_for_a_number_of_tokens(kind: str) -> None:
+    accumulation = Accumulation(micro_batch=1, num_micro=1, num_ranks=1, counts_tokens=True)
+    loss, given = torch.ones((), device="cuda"), torch.tensor([5])
+    tokens = {"a number": 5, "a tensor of the host": given, "a tensor of the GPU": given.to("cuda")}[kind]
+    with test_host_synchronization_gpu.sync_mode("error"):
+        scaled = accumulation.scaled(loss, "engine", num_tokens=tokens)
+    assert float(scaled) == 5.0
+    total = accumulation.count_tokens(GPU)
+    assert total is not None
+    assert (float(total), total.dtype) == (5.0, torch.float64)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3])

@@ -133,6 +133,39 @@ def test_no_call_runs_data_or_a_shell() -> None:
     assert found == []
 
 
+# Makers of tensors that ask for the script's default device, and those that ask for its default dtype.
+ON_DEFAULT_DEVICE = {"arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn"} | {
+    "as_tensor",
+    "randperm",
+    "tensor",
+    "zeros",
+}
+IN_DEFAULT_DTYPE = ON_DEFAULT_DEVICE - {"arange", "as_tensor", "randint", "randperm"}
+# Parameters and buffers of modules follow the defaults, and so do the inputs of the script's model.
+FOLLOW_DEFAULTS = (
+    "shoal/cli/",
+    "shoal/models/",
+    "shoal/observe/flops_profiler.py",
+    "shoal/parallel/expert/bias.py",
+    "shoal/parallel/expert/stacked.py",
+    "shoal/parallel/loss.py",
+    "shoal/planner/",
+)
+
+
+def test_tensors_do_not_depend_on_the_scripts_default_device_and_dtype() -> None:
+    found = []
+    for place, tree in trees():
+        for node in ast.walk(tree) if not place.startswith(FOLLOW_DEFAULTS) else ():
+            maker = dotted(node.func).removeprefix("torch.") if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call) and f"torch.{maker}" == dotted(node.func):
+                given = {keyword.arg for keyword in node.keywords}
+                needed = {"device"} if maker in ON_DEFAULT_DEVICE else set()
+                needed |= {"dtype"} if maker in IN_DEFAULT_DTYPE else set()
+                found += [f"{place}:{node.lineno} torch.{maker} without {name}" for name in needed - given]
+    assert found == []
+
+
 def test_only_device_and_comm_name_cuda() -> None:
     assert places_of("torch.cuda", allowed=("shoal/device.py", "shoal/comm/")) == []
 

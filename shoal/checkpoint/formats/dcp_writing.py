@@ -77,7 +77,9 @@ def _tree(source: Source) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
     for name, scalars in source.about.scalars.items():
         for key, value in scalars.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            state.setdefault(name, {})[key] = torch.tensor(float(value)) if is_number else value
+            state.setdefault(name, {})[key] = (
+                torch.tensor(float(value), dtype=torch.float32, device="cpu") if is_number else value
+            )
     groups = [
         {**group, "params": [name for name, at in source.about.group_of.items() if at == index]}
         for index, group in enumerate(source.about.groups)

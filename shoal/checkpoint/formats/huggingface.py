@@ -138,7 +138,7 @@ def read_range(file: Reader, stored: StoredTensor, begin: int, end: int, where: 
 
     Raises: CheckpointError: the file cannot be read.
     """
-    values = torch.empty(end - begin, dtype=stored.dtype)
+    values = torch.empty(end - begin, dtype=stored.dtype, device="cpu")
     if end > begin:
         view = values.view(torch.uint8).numpy().data
         try:

@@ -124,20 +124,20 @@ class DequantizedWeights:
         if not isinstance(stored, QuantizedTensor):
             return self._weights.read_range(name, begin, end)
         if begin == end:
-            return torch.empty(0)
+            return torch.empty(0, dtype=torch.float32, device="cpu")
         return self._read_mxfp4(stored, begin, end) if stored.block is None else self._read_fp8(stored, begin, end)
 
     def _read_fp8(self, stored: QuantizedTensor, begin: int, end: int) -> torch.Tensor:
         assert stored.block is not None
         (height, width), (num_rows, num_columns) = stored.block, stored.shape[-2:]
         first, last = begin // num_columns, -(-end // num_columns)
-        rows = torch.arange(first, last)
+        rows = torch.arange(first, last, device="cpu")
         in_grid = rows // num_rows * -(-num_rows // height) + rows % num_rows // height  # the row of its scales
         grid_first, grid_width = int(in_grid[0]), -(-num_columns // width)
         scales = self._weights.read_range(stored.scales, grid_first * grid_width, (int(in_grid[-1]) + 1) * grid_width)
         scales = _as_fp32(scales).view(-1, grid_width)
         values = self._weights.read_range(stored.values, first * num_columns, last * num_columns).view(-1, num_columns)
-        out = torch.empty(values.shape)
+        out = torch.empty(values.shape, dtype=torch.float32, device="cpu")
         step = max(1, _CHUNK_NUMEL // num_columns)
         for at in range(0, len(values), step):
             chunk = slice(at, at + step)
@@ -147,7 +147,7 @@ class DequantizedWeights:
 
     def _read_mxfp4(self, stored: QuantizedTensor, begin: int, end: int) -> torch.Tensor:
         size = stored.numel // stored.shape[0]
-        out = torch.empty(end - begin)
+        out = torch.empty(end - begin, dtype=torch.float32, device="cpu")
         for expert in range(begin // size, -(-end // size)):
             at = expert * size
             start, stop = max(begin, at), min(end, at + size)
@@ -164,7 +164,7 @@ class DequantizedWeights:
         codes = read(stored.values, expert * size // 2, (expert + 1) * size // 2).view(num_rows, -1)
         scales = _as_fp32(read(stored.scales, expert * size // 32, (expert + 1) * size // 32)).view(num_rows, -1, 1)
         pairs = _pairs()
-        out = torch.empty(num_columns, num_rows)
+        out = torch.empty(num_columns, num_rows, dtype=torch.float32, device="cpu")
         step = max(1, _CHUNK_NUMEL // num_columns)
         for at in range(0, num_rows, step):
             chunk = slice(at, at + step)
@@ -228,8 +228,8 @@ def _as_fp32(scales: torch.Tensor) -> torch.Tensor:
 
 def _pairs() -> torch.Tensor:
     """[256, 2]: by byte, its two values of e2m1."""
-    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-    codes = torch.arange(256)
+    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32, device="cpu")
+    codes = torch.arange(256, device="cpu")
     return torch.stack([values[codes & 15], values[codes >> 4]], dim=1)
 
 

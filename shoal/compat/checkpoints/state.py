@@ -373,7 +373,7 @@ def damaged(what: str, where: str) -> CheckpointError:
 
 def _as_counted(step: Any) -> torch.Tensor:
     """The step as PyTorch's optimizers hold it; DeepSpeed's own hold an integer."""
-    return torch.tensor(float(step))
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
 def _is_number(value: Any) -> bool:

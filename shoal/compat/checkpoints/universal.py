@@ -138,7 +138,7 @@ def _read(path: Path, info: TensorInfo, row: int | None) -> torch.Tensor:
         return join(info, [(whole(info.shape), value.detach().reshape(info.shape))])
     there = Rectangle((0,) * value.dim(), tuple(value.shape))
     missing = Rectangle((len(value), *there.start[1:]), (info.shape[0] - len(value), *there.shape[1:]))
-    return join(info, [(there, value.detach()), (missing, torch.zeros(()))])
+    return join(info, [(there, value.detach()), (missing, torch.zeros((), dtype=torch.float32, device="cpu"))])
 
 
 def read_universal(
@@ -320,7 +320,10 @@ class _UniversalFiles(DeepSpeedFiles):
         return groups
 
     def _numbers_of(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value if self._is_own else torch.tensor(float(value)) for key, value in numbers.items()}
+        return {
+            key: value if self._is_own else torch.tensor(float(value), dtype=torch.float32, device="cpu")
+            for key, value in numbers.items()
+        }
 
     def _entry(self, kind: str, name: str) -> dict[str, Any]:
         """Of a parameter that never had a gradient the state is zeros, as DeepSpeed's is."""
@@ -328,7 +331,11 @@ class _UniversalFiles(DeepSpeedFiles):
         is_stored = name in self._source.tensors(kind)
 
         def read() -> torch.Tensor:
-            return self._source.read(kind, name).float() if is_stored else torch.zeros(shape)
+            return (
+                self._source.read(kind, name).float()
+                if is_stored
+                else torch.zeros(shape, dtype=torch.float32, device="cpu")
+            )
 
         is_row = any(pattern.fullmatch(name) for pattern in self._is_row)
         return {"cat_dim": int(is_row), "param": DeferredTensor(TensorInfo(torch.float32, shape), read)}

@@ -235,7 +235,7 @@ class DeepSpeedFiles:
             if name in self._experts:
                 continue
             is_parameter = name in about.parameters
-            tensor: Any = torch.empty(0, dtype=self._dtype_of(info))
+            tensor: Any = torch.empty(0, dtype=self._dtype_of(info), device="cpu")
             if not is_parameter or not is_spread:
                 tensor = self._deferred(name, is_parameter)
             module |= dict.fromkeys((name, *about.aliases.get(name, ())), tensor)
@@ -393,7 +393,7 @@ class DeepSpeedFiles:
 
 def _append_zeros(append: Callable[[torch.Tensor], None], numel: int, dtype: torch.dtype) -> None:
     for start in range(0, numel, _CHUNK):
-        append(torch.zeros(min(_CHUNK, numel - start), dtype=dtype))
+        append(torch.zeros(min(_CHUNK, numel - start), dtype=dtype, device="cpu"))
 
 
 def _address(start: int, numel: int) -> ClassInstance:

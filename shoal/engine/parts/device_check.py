@@ -58,7 +58,8 @@ class DeviceCheck(Part):
         width, dtype = _WIDTH.get(kind, _CPU_WIDTH), torch.float32 if kind == "cpu" else torch.bfloat16
         generator = torch.Generator().manual_seed(0)
         self._left, self._right = (
-            torch.randint(-1, 2, shape, generator=generator).to(dtype) for shape in ((width, _DEPTH), (_DEPTH, width))
+            torch.randint(-1, 2, shape, generator=generator, device="cpu").to(dtype)
+            for shape in ((width, _DEPTH), (_DEPTH, width))
         )
         self._column_sums = self._left.double().sum(0) @ self._right.double()  # of the product: [width], whole numbers
         self._copied_nbytes = _COPY_NBYTES.get(kind, _CPU_COPY_NBYTES)

@@ -73,7 +73,7 @@ class ReplicaCheck(Part):
                     names[comm].append(name)
                     sums[comm].append(total)
         device = self._properties.device.torch_device
-        rank = torch.tensor(self._properties.rank, device=device)
+        rank = torch.tensor(self._properties.rank, dtype=torch.int64, device=device)
         for comm in sorted(names, key=lambda comm: comm.axis):
             mine = torch.stack([rank, *(total.to(device) for total in sums[comm])])
             ranks, *columns = comm.exchange(mine, label="replicas").wait().T.tolist()

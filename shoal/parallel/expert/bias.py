@@ -23,7 +23,7 @@ BIAS_NAMES = ("expert_bias", "e_score_correction_bias")  # Shoal's layers; trans
 
 def add_bias(gate: nn.Module, num_experts: int) -> torch.Tensor:
     """Give ``gate`` a bias of zeros as a buffer, which stays in fp32 where parameters are 16-bit. Shape: [experts]."""
-    bias = torch.zeros(num_experts)
+    bias = torch.zeros(num_experts, dtype=torch.float32)
     gate.register_buffer(BIAS_NAMES[0], bias)
     named = getattr(gate, "_keep_in_fp32_modules_strict", None) or ()
     vars(gate)["_keep_in_fp32_modules_strict"] = {*named, BIAS_NAMES[0]}

@@ -104,7 +104,7 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bias: Tensor, counts: Sequence[int]) -> Tensor:
         ctx.counts, ctx.dtype = counts, bias.dtype
-        of_rows = torch.tensor(list(counts)).to(rows.device, non_blocking=True)
+        of_rows = torch.tensor(list(counts), dtype=torch.int64, device="cpu").to(rows.device, non_blocking=True)
         return rows + bias.repeat_interleave(of_rows, 0, output_size=len(rows)).to(rows.dtype)
 
     @staticmethod

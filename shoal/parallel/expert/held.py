@@ -310,7 +310,7 @@ class TracedExperts:
     def __init__(self, held: ExpertsHeld, module: nn.Module, compute: nn.Module) -> None:
         self.held, self.module, self.compute = held, module, compute
         number = next(_numbers)
-        self.number = torch.tensor(number, device="cpu")
+        self.number = torch.tensor(number, dtype=torch.int64, device="cpu")
         _traced[number] = self
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:

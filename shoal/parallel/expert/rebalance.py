@@ -125,7 +125,7 @@ class ExpertCopies:
         places = [-1] * (num_experts + 1)  # the last entry is that of -1
         for place, expert in enumerate(self.experts):
             places[expert] = place
-        return torch.tensor(places).to(index.device, non_blocking=True)[index]
+        return torch.tensor(places, dtype=torch.int64, device="cpu").to(index.device, non_blocking=True)[index]
 
     def gather(self, ids: Sequence[int], owners: Sequence[int], comm: Communicator, label: str) -> list[Tensor]:
         """The copies' parameters, in the order of the module's. Each shape: [copies, ...].

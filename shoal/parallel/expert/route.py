@@ -73,7 +73,7 @@ class RowCounts(Sequence[int]):
         """The row after the last one of each expert: the offsets that ``grouped_mm`` takes. Shape: [experts], int32."""
         if self._starts is not None:
             return self._starts[1:].to(torch.int32)
-        ends = torch.tensor(list(accumulate(self.on_host)), dtype=torch.int32)
+        ends = torch.tensor(list(accumulate(self.on_host)), dtype=torch.int32, device="cpu")
         return ends.to(device, non_blocking=True)
 
     def __len__(self) -> int:
@@ -241,7 +241,7 @@ def _by_expert(of_slots: Tensor, slots: _Slots) -> Tensor:
     """One number for each slot, in the order of the experts."""
     if slots.slot_of is None:
         return of_slots
-    return of_slots[torch.tensor(slots.slot_of).to(of_slots.device, non_blocking=True)]
+    return of_slots[torch.tensor(slots.slot_of, dtype=torch.int64, device="cpu").to(of_slots.device, non_blocking=True)]
 
 
 def _even(rows: int, parts: int) -> list[int]:
@@ -270,7 +270,9 @@ def _sort(index: Tensor, slots: _Slots, num_experts: int) -> _SortedPairs:
     if slots.slot_of is None:
         keys = torch.where(flat < 0, num_experts, flat)
     else:  # the last entry is that of -1
-        keys = torch.tensor([*slots.slot_of, num_experts]).to(flat.device, non_blocking=True)[flat]
+        keys = torch.tensor([*slots.slot_of, num_experts], dtype=torch.int64, device="cpu").to(
+            flat.device, non_blocking=True
+        )[flat]
     in_order, order = torch.sort(keys, stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     starts = torch.searchsorted(in_order, torch.arange(num_experts + 1, device=order.device))
@@ -285,7 +287,9 @@ def _padded(pairs: _SortedPairs, num_rows: int, capacity: int) -> tuple[Tensor, 
     """
     within = pairs.place - pairs.starts[pairs.keys]
     row_of = (pairs.keys * capacity + within).masked_fill_(within >= capacity, num_rows).clamp_(max=num_rows)
-    order = torch.full((num_rows + 1,), len(row_of), device=row_of.device)  # the last one is that of dropped pairs
+    order = torch.full(
+        (num_rows + 1,), len(row_of), dtype=torch.int64, device=row_of.device
+    )  # the last one is that of dropped pairs
     return order.scatter_(0, row_of, torch.arange(len(row_of), device=row_of.device))[:-1], row_of
 
 

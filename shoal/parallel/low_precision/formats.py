@@ -74,7 +74,7 @@ class ScaledFloat4:
         scaled = torch.where(scales == 0, 0.0, blocks / scales).clamp(-6.0, 6.0)
         noise = None
         if self.is_stochastic:
-            noise = torch.rand(scaled.shape, generator=generator, device=scaled.device)
+            noise = torch.rand(scaled.shape, generator=generator, dtype=torch.float32, device=scaled.device)
         return _whole(round_to_e2m1(scaled, noise) * scales, matrix)
 
 

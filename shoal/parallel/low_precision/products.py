@@ -110,7 +110,7 @@ def _by_operator(a: torch.Tensor, b: torch.Tensor, formats: Pair, dtype: torch.d
 @cache
 def _random_hadamard(device: torch.device) -> torch.Tensor:
     """An orthogonal matrix: a Hadamard matrix, each row times a random sign. Shape: [16, 16]."""
-    signs = torch.tensor([1, 1, -1, 1, -1, -1, 1, 1, 1, -1, -1, -1, 1, -1, 1, -1], device=device)
+    signs = torch.tensor([1, 1, -1, 1, -1, -1, 1, 1, 1, -1, -1, -1, 1, -1, 1, -1], dtype=torch.float32, device=device)
     return hadamard(_ROTATED, device) * signs[:, None]
 
 

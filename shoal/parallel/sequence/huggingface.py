@@ -217,7 +217,7 @@ class _AttentionFunction:
         )
         groups = len(of_query) // key.shape[1]
         if len(heads.groups(context.sp.rank)) > 1:  # the function knows one size of groups
-            index = torch.tensor(of_query, device=key.device)
+            index = torch.tensor(of_query, dtype=torch.int64, device="cpu").to(key.device, non_blocking=True)
             key, value, groups = key.index_select(1, index), value.index_select(1, index), 1
         positions = kwargs.get("position_ids")
         if positions is not None:

@@ -188,7 +188,7 @@ class LocalGradients:
         self._dtype = sum_dtype(key)
         self._device = key.device
         self._label = f"{plan.label} gradients"
-        self._own = torch.empty(0)
+        self._own = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def begin(self, source: int) -> tuple[Tensor, Tensor]:
         """Zeros, to which the caller adds its share of the gradients of the keys and values of rank ``source``."""

@@ -109,12 +109,18 @@ class _WholeBalance:
         if not is_spread or not isinstance(gate_logits, tuple) or not torch.is_grad_enabled():
             return self.alone(gate_logits, num_experts, top_k, attention_mask)
         device = gate_logits[0].device
-        counts = torch.zeros(num_experts + 1, device=device)  # of each expert's tokens; and of all rows
-        sums = torch.zeros(num_experts, device=device)
+        counts = torch.zeros(
+            num_experts + 1, dtype=torch.float32, device=device
+        )  # of each expert's tokens; and of all rows
+        sums = torch.zeros(num_experts, dtype=torch.float32, device=device)
         for logits in gate_logits:
             probabilities = logits.to(device).softmax(-1)
             chosen = probabilities.topk(top_k, -1).indices
-            row = torch.ones(len(logits), device=device) if attention_mask is None else attention_mask.reshape(-1)
+            row = (
+                torch.ones(len(logits), dtype=torch.float32, device=device)
+                if attention_mask is None
+                else attention_mask.reshape(-1)
+            )
             row = row.to(sums)
             counts[:-1].scatter_add_(0, chosen.reshape(-1), row.repeat_interleave(top_k))
             counts[-1] += row.sum()
@@ -180,7 +186,7 @@ def mixed_positions(model: Any, given: Set[str]) -> str | None:
     if vocabulary < 3:
         return None
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    tokens = torch.full((2, _LENGTH), vocabulary // 2, device=device)
+    tokens = torch.full((2, _LENGTH), vocabulary // 2, dtype=torch.int64, device=device)
     tokens[1, _CHANGED] = vocabulary // 3
     inputs: dict[str, Any] = {"input_ids": tokens}
     if "position_ids" in known and "position_ids" in given:

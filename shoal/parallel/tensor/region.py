@@ -71,7 +71,7 @@ class RngFork:
         """Draw a seed, the same on all ranks, and seed the device's default generator with it and the rank."""
         if self._before is not None:
             return
-        drawn = torch.randint(2**48, ())
+        drawn = torch.randint(2**48, (), device="cpu")
         seed = torch.initial_seed() % 2**48 if is_fake(drawn) else int(drawn.item())
         self._before = current_state()
         set_current_state(state_of_seed(seed + _SEED_OFFSET + self._rank))

@@ -134,7 +134,7 @@ def in_graph(
     window = -1 if finds_window else options.window
     out, _ = torch.ops.shoal.attention(
         tensors, options.mask, options.documents, positions, padding, options.is_causal, window, options.softcap,
-        options.scale, options.dropout_p, label, keeps, torch.empty(0, device="cpu"),
+        options.scale, options.dropout_p, label, keeps, torch.empty(0, dtype=torch.float32, device="cpu"),
     )  # fmt: skip
     return out  # type: ignore[no-any-return]
 

@@ -44,10 +44,13 @@ class TracedLabel:
 
     A compiled graph takes ``number`` as an input and looks the label up when it runs: one graph serves equal blocks,
     whose labels differ, and ranks that are threads.
+
+    Attributes:
+        is_traced: False: the graph is broken, as by a text.
     """
 
     def __init__(self, comm: Communicator, text: str) -> None:
-        self.comm, self.text = comm, text
+        self.comm, self.text, self.is_traced = comm, text, True
         number = next(_numbers)
         self.number = torch.tensor(number, dtype=torch.int64, device="cpu")
         _labels[number] = self
@@ -129,16 +132,16 @@ Moved = Callable[[torch.Tensor, Communicator, str], torch.Tensor]
 
 
 def _apply(tensor: torch.Tensor, comm: Communicator, label: Label, there: TensorMove, back: TensorMove) -> torch.Tensor:
-    if isinstance(label, TracedLabel) and torch.compiler.is_dynamo_compiling():
+    if isinstance(label, TracedLabel) and label.is_traced and torch.compiler.is_dynamo_compiling():
         traced: torch.Tensor = _TracedPair.apply(tensor, label.number, comm.size, there, back)
         return traced
-    return _apply_untraced(tensor, comm, str(label), there, back)
+    return _apply_untraced(tensor, comm, label, there, back)
 
 
 # A compiler calls it as it is: it would trace the waiting for other ranks.
 @untraced
-def _apply_untraced(tensor: torch.Tensor, comm: Communicator, label: str, there: Moved, back: Moved) -> torch.Tensor:
-    result: torch.Tensor = _Pair.apply(tensor, comm, label, there, back)
+def _apply_untraced(tensor: torch.Tensor, comm: Communicator, label: Label, there: Moved, back: Moved) -> torch.Tensor:
+    result: torch.Tensor = _Pair.apply(tensor, comm, str(label), there, back)
     return result
 
 

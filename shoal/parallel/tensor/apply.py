@@ -273,6 +273,8 @@ class _Splitter(Resolver):
             return {}
         self.heads.append(split)
         self.shared.update(split.shared)
+        if not split.are_equal:
+            self.region_of(name).has_unequal_parts()
         for parameter_name, parameter in split.head_parameters.items():
             self.hold(join(split.core_name, parameter_name), parameter, (as_ranges(split.heads.query, unit=1),))
         return split.ranges
@@ -343,6 +345,8 @@ class _Splitter(Resolver):
             ranges = even_ranges(blocks, comm.size, comm.rank)
         if kind in ("column_gather_output", "row_split_input") and self._has_split_sequence(name):
             raise _misfit(name, style, "sequence parallelism needs outputs that stay split up to a row layer")
+        if kind in ("column", "row") and not is_of_heads and length(ranges) * comm.size != numel:
+            region.has_unequal_parts()
         gathers = kind == "column_gather_output" or (kind == "vocab_head" and self.gathers_logits)
         if gathers and is_of_heads:
             raise _misfit(name, style, "the heads of this attention are split, so that its outputs stay split")

@@ -116,6 +116,7 @@ class AttentionSplit:
         ranges: by module name, the elements of the split dim on this rank.
         shared: by module name, the heads of a projection that other ranks need too.
         core_name: of ``core``, in the model.
+        are_equal: True if every rank has as many heads.
     """
 
     rule: AttentionRule
@@ -126,6 +127,7 @@ class AttentionSplit:
     ranges: Mapping[str, Ranges]
     shared: Mapping[str, SharedRows]
     core_name: str
+    are_equal: bool
 
     @property
     def head_parameters(self) -> dict[str, nn.Parameter]:
@@ -202,7 +204,10 @@ def split_heads(
             f"{name} has {num_heads} attention heads, too few for {size} tensor parallel ranks.",
             do=f"take at most {num_heads} tensor parallel ranks.",
         )
-    heads = local_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, size=size, rank=rank)
+    of_ranks = [
+        local_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, size=size, rank=each) for each in range(size)
+    ]
+    heads, are_equal = of_ranks[rank], len({(len(each.query), len(each.kv)) for each in of_ranks}) == 1
     ranges: dict[str, Ranges] = {names[-1]: as_ranges(heads.query, unit=in_numel // num_heads)}
     shared: dict[str, SharedRows] = {}
     for index, (child, projection) in enumerate(zip(names, projections, strict=False)):
@@ -217,7 +222,8 @@ def split_heads(
                 )
             shared[child] = SharedRows.of(ranges[child], of_shared, size=size, rank=rank)
             ranges[child] = shared[child].held
-    return AttentionSplit(rule, core, heads, num_heads, in_numel // num_heads, ranges, shared, join(name, rule.core))
+    head_size, core_name = in_numel // num_heads, join(name, rule.core)
+    return AttentionSplit(rule, core, heads, num_heads, head_size, ranges, shared, core_name, are_equal)
 
 
 def numel_of(module: nn.Module, *, is_output: bool) -> int:

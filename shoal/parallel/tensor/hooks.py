@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.comm.autograd import TracedLabel, is_gather
+from shoal.comm.autograd import is_gather
 from shoal.compiler import untraced
 from shoal.device import in_backward
 from shoal.errors import ShoalError, UsageError
@@ -51,8 +51,8 @@ class InputHook(SharedByCopies):
     """
 
     def __init__(self, name: str, region: TensorRegion, *, forks: bool, columns: InputColumns | None = None) -> None:
-        self._enters = TracedLabel(region.activations, f"{name} in")
-        self._encoder = TracedLabel(region.activations, f"{name} in (encoder)")
+        self._enters = region.label(region.activations, f"{name} in")
+        self._encoder = region.label(region.activations, f"{name} in (encoder)")
         self._region = region
         self._forks = forks
         self._columns = columns

@@ -73,9 +73,9 @@ class LayerSplit(SharedByCopies):
 
     def __post_init__(self) -> None:
         labels = {
-            "enters": autograd.TracedLabel(self.region.activations, f"{self.name} in"),
-            "leaves": autograd.TracedLabel(self.region.activations, f"{self.name} out"),
-            "shares": autograd.TracedLabel(self.region.comm, f"{self.name} shared heads"),
+            "enters": self.region.label(self.region.activations, f"{self.name} in"),
+            "leaves": self.region.label(self.region.activations, f"{self.name} out"),
+            "shares": self.region.label(self.region.comm, f"{self.name} shared heads"),
         }
         for name, label in labels.items():
             object.__setattr__(self, name, label)

@@ -103,6 +103,8 @@ class TensorRegion(SharedByCopies):
         self.activations = encoded(comm, wire)
         self.may_split_sequence = splits_sequence
         self._divides = True
+        self._labels: list[TracedLabel] = []
+        self._has_equal_parts = True
         self.fork = RngFork(comm.rank)
         # By the tensors that entered whole, as long as they exist.
         self._gathered: MutableMapping[torch.Tensor, GatheredInput] = WeakTensorKeyDictionary()
@@ -110,6 +112,23 @@ class TensorRegion(SharedByCopies):
         self.is_split = False
         self.stacks: list[str] = []
         self.unfinished: UsageError | None = None
+
+    def label(self, comm: Communicator, text: str) -> TracedLabel:
+        """Of a collective of the split layers."""
+        label = TracedLabel(comm, text)
+        label.is_traced = self._has_equal_parts
+        self._labels.append(label)
+        return label
+
+    def has_unequal_parts(self) -> None:
+        """Ranks have parts of different sizes: collectives break graphs.
+
+        Inductor orders the operators of a graph by the memory that they need: ranks would issue those that do not need
+        each other's results in different orders.
+        """
+        self._has_equal_parts = False
+        for label in self._labels:
+            label.is_traced = False
 
     @property
     def splits_sequence(self) -> bool:
@@ -152,7 +171,7 @@ class TensorRegion(SharedByCopies):
         whole = autograd.all_gather(tensor, self.activations, dim=dim, label=label)
         if not torch.compiler.is_dynamo_compiling():
             self._gathered[whole] = GatheredInput(tensor, InputGather(self.activations, dim, str(label)))
-        elif isinstance(label, TracedLabel):
+        elif isinstance(label, TracedLabel) and label.is_traced:
             self._entered = whole, tensor, label
         return whole
 

@@ -9,7 +9,7 @@ from tests.clients.running import BOUNDS, ClientRun, differences, golden, run_sc
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 SCRIPT = "accelerate_cases"
 FROZEN = "resume-own-offload"  # DeepSpeed's learning rate stays where the checkpoint left it

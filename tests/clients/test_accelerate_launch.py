@@ -13,7 +13,6 @@ from tests.clients.running import BOUNDS, ClientRun, differences, golden, run_co
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 
 SCRIPT = "accelerate_plain"
 

@@ -17,8 +17,6 @@ import yaml
 from shoal.launch import ClusterJob, Program
 from shoal.launch.clusters import Target, render
 
-pytestmark = pytest.mark.clients
-
 PROGRAM = Program(
     "train.py", ["a b", "$X"], is_module=False, options=[], num_nodes=2, ranks_per_node=8, stop_seconds=None, python="x"
 )

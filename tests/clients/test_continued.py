@@ -10,7 +10,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 
 SCRIPT = "continued_cases"
 

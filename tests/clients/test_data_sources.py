@@ -13,7 +13,6 @@ from shoal.data.sources.documents import identity, read_files
 from shoal.data.tokenizers import FileTokenizer, TransformersTokenizer
 from shoal.errors import UsageError
 
-pytestmark = pytest.mark.clients
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 datasets = pytest.importorskip("datasets")

@@ -36,8 +36,6 @@ from tests.ranks.compat.checkpoints.test_from_deepspeed import go_on
 from tests.ranks.compat.checkpoints.test_of_divided_deepspeed import Layout, slices, split_groups
 from tests.ranks.compat.checkpoints.test_of_divided_deepspeed import go_on as experts_go_on
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 FP32 = "stage2-fp32"
 CASES = [

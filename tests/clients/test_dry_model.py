@@ -10,8 +10,6 @@ from transformers import LlamaConfig
 
 from shoal.planner.dry_model import dry_run_model
 
-pytestmark = pytest.mark.clients
-
 
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"cp": 2}, {"pp": 2}])
 def test_a_folder_of_hugging_face_is_run(tmp_path: Path, parallel: dict[str, int]) -> None:

@@ -13,8 +13,6 @@ from typer.testing import CliRunner
 import shoal
 from shoal.cli.app import app
 
-pytestmark = pytest.mark.clients
-
 
 def test_a_folder_of_hugging_face_is_estimated_as_an_engine_holds_it(tmp_path: Path) -> None:
     LlamaConfig(

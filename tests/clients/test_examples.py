@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 SECTION = str(EXAMPLES / "deepspeed_auto.json")

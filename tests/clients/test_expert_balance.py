@@ -16,7 +16,7 @@ from shoal.parallel.expert.bias import BIAS_NAMES
 from tests.clients.test_expert_models import TOKENS, build
 from tests.clients.test_expert_training import settings, train
 
-pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 COEFF = 0.02
 

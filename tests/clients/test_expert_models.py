@@ -23,7 +23,7 @@ from shoal.sharding.parts import cut
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
-pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 TOKENS = torch.randint(0, 67, (2, 9), generator=torch.Generator().manual_seed(1))
 _SHAPE = {

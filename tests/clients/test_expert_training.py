@@ -22,7 +22,7 @@ from tests.clients.test_expert_models import TOKENS, build
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
-pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 transformers.utils.logging.disable_progress_bar()  # its thread would stay
 

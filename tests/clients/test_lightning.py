@@ -7,7 +7,6 @@ import pytest
 from tests.clients.running import BOUNDS, ClientRun, differences, golden, run_script
 
 pytest.importorskip("lightning")
-pytestmark = pytest.mark.clients
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from shoal.errors import CheckpointError, UsageError
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
-pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 transformers.utils.logging.disable_progress_bar()  # its thread would stay
 

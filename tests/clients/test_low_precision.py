@@ -12,8 +12,6 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
-
 
 @pytest.fixture(scope="module")
 def run() -> ClientRun:

@@ -10,7 +10,6 @@ from tests.clients.running import ClientRun, differences, golden, run_script
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 
 SCRIPT = "parallel_cases"
 CLIENTS = ("trainer", "accelerate")

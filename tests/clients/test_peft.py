@@ -13,7 +13,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 
 SCRIPT = "peft_cases.py"
 CLIENTS = ("trainer", "accelerate")

@@ -15,7 +15,7 @@ from tests.helpers.pipeline_stages import assert_same, cut_over, run_stages, run
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
-pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 SHAPE = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 4}
 DECODER = {**SHAPE, "intermediate_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 32}

@@ -26,7 +26,7 @@ from tests.clients.test_sequence_parallel import transformers_functions  # noqa:
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
-pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 VOCABULARY, LENGTH, MICRO, STEPS = 40, 8, 3, 2
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}

@@ -14,7 +14,6 @@ from tests.clients.running import BOUNDS, ClientRun, differences, golden, run_sc
 from tests.ranks.launch.test_clusters import HANG
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.clients
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from tests.clients.running import BOUNDS, ClientRun, differences, golden, run_sc
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 
 SCRIPT = "recipes"
 RANKS = {"zero2": 2, "zero3-offload": 1}

@@ -13,7 +13,6 @@ from shoal.comm.threads import run_ranks
 from shoal.parallel.recompute import recompute_blocks
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.clients
 
 VOCABULARY = 64
 

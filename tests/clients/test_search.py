@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 THEIRS = tuple(name for name in FAMILIES if not name.startswith("own"))
 SEEDS = range(200, 230)
 
-pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -26,8 +26,6 @@ from shoal.parallel.sequence.context import SequenceContext, sequence_parallel, 
 from shoal.parallel.sequence.huggingface import register  # noqa: E402
 from tests.helpers.training import make  # noqa: E402
 
-pytestmark = pytest.mark.clients
-
 VOCABULARY, LENGTH = 64, 16
 ONE_AT_A_TIME = threading.Lock()
 

@@ -17,7 +17,7 @@ from shoal.parallel.sequence.huggingface import register  # noqa: E402
 from tests.clients.test_sequence_parallel import transformers_functions  # noqa: E402, F401
 from tests.helpers.training import make  # noqa: E402
 
-pytestmark = [pytest.mark.clients, pytest.mark.usefixtures("transformers_functions")]
+pytestmark = pytest.mark.usefixtures("transformers_functions")
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA: dict[str, Any] = {

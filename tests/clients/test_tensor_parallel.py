@@ -24,7 +24,7 @@ from tests.helpers.tensor_cases import Outputs, compare, difference, randomize, 
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
-pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 VOCABULARY = 67
 _SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 SCRIPT = "trainer_cases"
 ALONE = "pretrained"  # measures memory, in processes of its own

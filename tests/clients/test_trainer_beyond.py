@@ -9,8 +9,6 @@ from tests.clients.running import ClientRun, run_script
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
-
 
 @pytest.fixture(scope="module")
 def run() -> ClientRun:

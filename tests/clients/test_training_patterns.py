@@ -15,8 +15,6 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 
-pytestmark = pytest.mark.clients
-
 ROWS, WORLD, STEPS, HIDDEN = 2, 2, 3, 16
 BOUND = 2e-5  # on parameters, after three steps of SGD in fp32
 

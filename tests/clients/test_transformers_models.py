@@ -21,7 +21,7 @@ from shoal.comm.world import current_world
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
-pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 Batch = dict[str, torch.Tensor]
 Factory = Callable[[], nn.Module]

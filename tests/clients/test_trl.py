@@ -7,7 +7,7 @@ import pytest
 from tests.clients.running import BOUNDS, ClientRun, differences, golden, run_script
 
 pytest.importorskip("trl")
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

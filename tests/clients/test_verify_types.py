@@ -13,7 +13,7 @@ from shoal.simulation.verify import TypeReport
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
-pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 _TOKENS = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
 _SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **_TOKENS}

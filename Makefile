@@ -112,7 +112,7 @@ $(CLIENTS_VENV)/.stamp: $(SETUP_INPUTS)
 
 # One test at a time: each starts two ranks.
 test-clients: $(CLIENTS_VENV)/.stamp
-	$(ONE_THREAD) $(CLIENTS_VENV)/bin/python -m pytest $(CLIENT_TESTS)
+	$(ONE_THREAD) $(CLIENTS_VENV)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(CLIENT_TESTS)
 
 bench: $(BENCH_VENV)/.stamp
 	$(ONE_THREAD) $(BENCH_VENV)/bin/python -m benchmarks.step --ranks 2 --sequences 1 4 --precision bf16 fp32 --out runs/step.json

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-SECONDS = 300  # a script of a client takes up to a minute on a machine that does nothing else
+SECONDS = 600  # a script that starts ranks ends itself before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -72,7 +72,7 @@ def run_script(
     script: str,
     *arguments: str,
     ranks: int = 2,
-    timeout: float = 300,
+    timeout: float = 500,
     python: str = sys.executable,
     runner: Sequence[str] = AS_DEEPSPEED,
     env: Mapping[str, str] | None = None,

@@ -15,7 +15,7 @@ pytest.importorskip("peft")
 
 @pytest.fixture(scope="module")
 def run() -> ClientRun:
-    return run_script("low_precision_cases.py", timeout=280)
+    return run_script("low_precision_cases.py")
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,12 @@ NORM = 2e-2  # of a norm, relative: at the first steps it is small, and bf16 rou
 @pytest.fixture(scope="module")
 def plain() -> ClientRun:
     names = [case.format(2) for case in CASES]
-    return run_script(SCRIPT, *names, ranks=1, runner=(), env={"SHOAL_PLAIN": "1"}, timeout=200)
+    return run_script(SCRIPT, *names, ranks=1, runner=(), env={"SHOAL_PLAIN": "1"})
 
 
 @pytest.fixture(scope="module")
 def run() -> ClientRun:
-    return run_script(SCRIPT, *[case.format(stage) for case in CASES for stage in (2, 3)], timeout=280)
+    return run_script(SCRIPT, *[case.format(stage) for case in CASES for stage in (2, 3)])
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -501,6 +501,13 @@ def _local_rank(store: Store, rank: int, size: int) -> int:
     return local_rank_by_host(store, rank)
 
 
+def _take(device: torch.device) -> torch.device:
+    """``device``, which is the current one from now on."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    return device
+
+
 def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
     """The world of torch's default process group: made once, until it is closed or the group is another."""
     group = dist.group.WORLD
@@ -518,13 +525,11 @@ def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
         local_rank, device = rank, device_of(None, reached, bound)
         transport = FakeTransport(rank)
     elif size == 1:
-        local_rank, device = 0, device_of(None, reached, bound)
+        local_rank, device = 0, _take(device_of(None, reached, bound))
     else:
         store = dist.distributed_c10d._get_default_store()
         local_rank = _local_rank(store, rank, size)
-        device = device_of(local_rank, reached, bound)
-        if device.type != "cpu":
-            torch.accelerator.set_device_index(device.index)
+        device = _take(device_of(local_rank, reached, bound))
         generation = store.add(f"shoal/worlds/{rank}", 1)  # the same on every rank: worlds are made and closed together
         store = PrefixStore(f"shoal/{generation}", store)
         if not owns_group:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from shoal.comm.side_stream import SideStream
 from shoal.streams import host_memory, keep_for_current_stream, streams_of
@@ -42,8 +43,21 @@ def ahead_on(device: torch.device | None, batches: Iterator[T]) -> Iterator[T]:
 
 
 def _map(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
-    """A batch with ``function`` of each tensor that has values."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor if tensor.is_meta else function(tensor), batch)
+    """A batch with ``function`` of each tensor that has values.
+
+    Mappings of kinds that torch does not know, as Transformers' ``BatchEncoding``, are copied; other objects stay.
+    """
+
+    def mapped(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf if leaf.is_meta else function(leaf)
+        if isinstance(leaf, MutableMapping):
+            made = copy.copy(leaf)
+            made.update({key: _map(function, value) for key, value in leaf.items()})
+            return made
+        return leaf
+
+    return tree_map(mapped, batch)
 
 
 def _handed_out(batch: Any, copied: Any, _: Any) -> Any:

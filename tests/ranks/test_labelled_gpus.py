@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -264,6 +265,18 @@ def test_batches_that_are_on_the_gpu_already_are_handed_out_as_they_are() -> Non
     assert first is there
     assert moved.device == GPU
     assert moved.is_contiguous(memory_format=torch.channels_last)
+
+
+class Encoded(UserDict[str, Any]):
+    """As Transformers' batches, of which torch's tree functions know nothing."""
+
+
+def test_batches_that_are_mappings_of_their_own_kind_are_copied_to_the_gpu() -> None:
+    given = Encoded(tokens=torch.ones(2), parts=[torch.ones(3)], name="first")
+    (moved,) = ahead_on(GPU, iter([given]))
+    assert isinstance(moved, Encoded) and moved["name"] == "first"
+    assert moved["tokens"].device == moved["parts"][0].device == GPU
+    assert given["tokens"].device == torch.device("cpu")
 
 
 def test_a_replica_sends_the_state_of_its_gpu_in_a_thread_on_that_device() -> None:

@@ -117,6 +117,22 @@ def test_an_existing_group_sets_the_current_device(machine: Machine, monkeypatch
         world_module._process.close()
 
 
+def test_the_device_of_a_group_of_one_rank_is_the_current_one(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = machine()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+        monkeypatch.setattr(dist.group.WORLD, "bound_device_id", cuda(3))
+        world = current_world()
+        assert (world.device, chosen) == (cuda(3), [3])
+        world.close()
+    finally:
+        dist.destroy_process_group()
+        world_module._process.close()
+
+
 def test_a_missing_local_rank_is_not_zero(machine: Machine) -> None:
     from shoal.comm.environment import read_launch
 

@@ -107,7 +107,7 @@ def run_script(
     return ClientRun(results_of(said[0]), said, codes, time.monotonic() - begin)
 
 
-def run_command(command: Sequence[str], script: str, *arguments: str, timeout: float = 200) -> ClientRun:
+def run_command(command: Sequence[str], script: str, *arguments: str, timeout: float = 400) -> ClientRun:
     """Run a launcher of ranks, which ``command`` says, on ``scripts/SCRIPT``."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shoal-clients-") as made:

@@ -9,7 +9,7 @@ from tests.clients.running import BOUNDS, ClientRun, differences, golden, run_sc
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 SCRIPT = "accelerate_cases"
 FROZEN = "resume-own-offload"  # DeepSpeed's learning rate stays where the checkpoint left it
@@ -17,7 +17,7 @@ FROZEN = "resume-own-offload"  # DeepSpeed's learning rate stays where the check
 
 @pytest.fixture(scope="module")
 def run() -> ClientRun:
-    return run_script(f"{SCRIPT}.py", timeout=500)
+    return run_script(f"{SCRIPT}.py", timeout=1100)
 
 
 @pytest.mark.parametrize("name", sorted(set(golden(SCRIPT)["cases"]) - {FROZEN}))

@@ -25,7 +25,7 @@ def run(*args: str, folder: Path, ranks: int = 2) -> list[float]:
         [*runner, *args],
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=400,
         cwd=folder,
         check=False,
     )
@@ -52,7 +52,7 @@ def test_the_accelerate_example_learns_and_goes_on(tmp_path: Path) -> None:
 def printed(script: str, *args: str, folder: Path, ranks: int = 2) -> str:
     """What an example prints, run as its page says."""
     command = [sys.executable, "-m", "shoal", "run", "--ranks", str(ranks), str(EXAMPLES / script), *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=140, cwd=folder, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=folder, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -7,12 +7,12 @@ import pytest
 from tests.clients.running import BOUNDS, ClientRun, differences, golden, run_script
 
 pytest.importorskip("trl")
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
 def trained() -> ClientRun:
-    return run_script("trl_cases.py", timeout=580)
+    return run_script("trl_cases.py", timeout=1100)
 
 
 @pytest.mark.parametrize("name", sorted(golden("trl_cases")["cases"]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -181,11 +183,10 @@ def write_snapshot(folder: Path, ledger: Ledger, rank: int, device: Device, note
     Raises: OSError.
     """
     tensors: dict[int, tuple[int, torch.Tensor]] = {}
-    for each in gc.get_objects():
-        with suppress(Exception):  # an object that is half made, or a tensor without storage
-            if isinstance(each, torch.Tensor):
-                storage = each.untyped_storage()
-                tensors[storage._cdata] = storage.nbytes(), each
+    for each in _tensors_in_python():
+        with suppress(Exception):  # it has no storage
+            storage = each.untyped_storage()
+            tensors[storage._cdata] = storage.nbytes(), each
     largest = sorted(tensors.values(), key=lambda item: -item[0])[:_NUM_TENSORS]
     content = {
         **notes,
@@ -241,6 +242,21 @@ def account(
     ]
     numel = sum(group.buffer.layout.parameter_numel for group in sharded.groups)
     return Ledger(tuple(entries), numel, device.memory())
+
+
+def _tensors_in_python() -> list[torch.Tensor]:
+    """All tensors that the garbage collector knows.
+
+    No other thread runs while all objects are referenced here: ``tuple(...)`` raises SystemError in a thread whose
+    tuple, which is not whole yet, has a second reference.
+    """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(0.5)  # seconds; looking through a million objects takes a tenth of it
+    try:
+        time.sleep(0.001)  # threads that wait already do so for the interval before
+        return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[LedgerEntry]:

@@ -316,6 +316,7 @@ class Run:
     is_rotary: bool = False
     documents: str = "one"
     is_transposed: bool = False
+    spare_width: int = 1  # of the feed-forward layer, which is odd by it: parts over tp are not equal
     sharing: str = "no"
     spare: str = "no"
 

@@ -132,10 +132,11 @@ class Block(nn.Module):
         self.k_proj = nn.Linear(hidden, keys, bias=False)
         self.v_proj = nn.Linear(hidden, keys, bias=False)
         self.o_proj = nn.Linear(hidden, hidden, bias=False)
-        self.up = nn.Linear(hidden, 2 * hidden + 1)
-        self.down = nn.Linear(2 * hidden + 1, hidden)
+        inner = 2 * hidden + run.spare_width
+        self.up = nn.Linear(hidden, inner)
+        self.down = nn.Linear(inner, hidden)
         if run.is_transposed:
-            self.down.weight = nn.Parameter(torch.empty(2 * hidden + 1, hidden).t())
+            self.down.weight = nn.Parameter(torch.empty(inner, hidden).t())
         self.scale = nn.Parameter(torch.empty(()))
         if run.experts:
             self.router = nn.Linear(hidden, run.experts, bias=False)

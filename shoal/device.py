@@ -9,7 +9,7 @@ import logging
 import mmap
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -46,6 +46,11 @@ def read_vector(tensor: torch.Tensor, *, when_fake: float) -> list[float]:
             accelerator.read_on_host(tensor)
         return [when_fake] * tensor.numel()
     return [float(value) for value in tensor.tolist()]
+
+
+def numbers_on(device: torch.device, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """``numbers`` on ``device``. The host does not wait for it, as in ``torch.tensor(numbers, device=device)``."""
+    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,9 +226,8 @@ class _LockedMemory(mmap.mmap):
             code = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), nbytes, 1))
         if code:
             with suppress(Exception):
-                torch.zeros(
-                    1, dtype=torch.float32, device=device
-                )  # the next kernel reports the error again, and clears it
+                # The next kernel reports the error again, and clears it.
+                torch.zeros(1, dtype=torch.float32, device=device)
             raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with error {code}")
         memory.address, memory.device, memory.pid = flat.data_ptr(), device, os.getpid()
         return flat

@@ -98,9 +98,9 @@ class ShoalSource:
 
     def read(self, kind: str, name: str) -> torch.Tensor:
         info = self._without_elements().get(name) if kind == MODEL else None
-        return (
-            self._reader.tensor(kind, name) if info is None else torch.empty(info.shape, dtype=info.dtype, device="cpu")
-        )
+        if info is None:
+            return self._reader.tensor(kind, name)
+        return torch.empty(info.shape, dtype=info.dtype, device="cpu")
 
 
 def _not_kept(manifest: Manifest, state: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import World, communicator_of, current_world
+from shoal.device import numbers_on
 from shoal.errors import UsageError
 from shoal.mesh import Mesh
 from shoal.parallel.sequence.context import SequenceContext, set_sequence_context
@@ -158,7 +159,7 @@ class DistributedAttention(nn.Module):
         )
         own = heads.key_of_query(self._comm.rank)
         if [own.count(head) for head in set(own)] != [len(own) // len(set(own))] * len(set(own)):
-            index = torch.tensor(own, dtype=torch.int64, device="cpu").to(key.device, non_blocking=True)
+            index = numbers_on(key.device, own)
             key, value = key.index_select(self.scatter_idx, index), value.index_select(self.scatter_idx, index)
         out = self.local_attn(query, key, value, *args, **kwargs)
         return exchange.to_positions(out, heads.queries, "DistributedAttention: positions")

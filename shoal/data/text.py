@@ -96,8 +96,6 @@ def tokenize(texts: Iterable[str], tokenizer: Tokenizer) -> torch.Tensor:
         numbers = tokenizer.encode(text)
         parts.append(np.frombuffer(numbers, np.uint8) if isinstance(numbers, bytes) else np.array(numbers, dtype))
         parts.append(end)
-    return (
-        torch.from_numpy(np.concatenate(parts).astype(dtype, copy=False))
-        if parts
-        else torch.empty(0, dtype=torch.float32, device="cpu")
-    )
+    if not parts:
+        return torch.empty(0, dtype=torch.float32, device="cpu")
+    return torch.from_numpy(np.concatenate(parts).astype(dtype, copy=False))

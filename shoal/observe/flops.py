@@ -170,9 +170,8 @@ class ModuleCounts:
         if self.is_running:
             return
         with OperationCount():
-            torch.ones(1, dtype=torch.float32, device="cpu").mul(
-                1
-            )  # what PyTorch loads for its first count is no part of the model's time
+            # What PyTorch loads for its first count is no part of the model's time.
+            torch.ones(1, dtype=torch.float32, device="cpu").mul(1)
         modules = list(self.model.modules())
         self.num_compiled = sum(map(is_compiled, modules))
         if self.num_compiled:

@@ -95,9 +95,8 @@ class Lamb(WholeTensorOptimizer):
         squares = []
         for flat in flats:
             by_index = {part.parameter: part for part in flat.parts}
-            zero = torch.zeros(
-                2, dtype=torch.float32, device=flat.weight.device
-            )  # of a parameter that is not updated in this step
+            # Of a parameter that is not updated in this step.
+            zero = torch.zeros(2, dtype=torch.float32, device=flat.weight.device)
             nodes = [
                 node
                 for index in range(len(flat.shapes))

@@ -53,9 +53,8 @@ def guard(like: torch.Tensor, device: torch.device, of: str) -> torch.Tensor:
     """
     if not like.is_floating_point() and not like.is_complex():
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
-    anchor = torch.empty(
-        0, dtype=torch.float32, device=device, requires_grad=True
-    )  # so that the guard has a gradient, where there are any
+    # The guard has a gradient by it, where there are any.
+    anchor = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
     guarded: torch.Tensor = _Guarded.apply(anchor, like, of)
     return guarded
 

@@ -90,10 +90,8 @@ class PartJoin:
 
         def slices() -> Iterator[tuple[SlicePlace, torch.Tensor]]:
             if any(isinstance(block.in_whole, StridedPlace) for block in blocks):
-                yield (
-                    whole(self.shape),
-                    torch.zeros((), dtype=torch.float32, device="cpu"),
-                )  # such blocks can overlap, and leave gaps
+                # Such blocks can overlap, and leave gaps.
+                yield whole(self.shape), torch.zeros((), dtype=torch.float32, device="cpu")
             for block in blocks:
                 yield block.in_whole, view_of(part(block.rank), block.in_part)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.comm.autograd import once_differentiable
 from shoal.compiler import untraced
-from shoal.device import capability, numel_at_once
+from shoal.device import capability, numbers_on, numel_at_once
 from shoal.kernels.use import has_kernels, one_kernel
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.expert.route import RowCounts
@@ -104,7 +104,7 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bias: Tensor, counts: Sequence[int]) -> Tensor:
         ctx.counts, ctx.dtype = counts, bias.dtype
-        of_rows = torch.tensor(list(counts), dtype=torch.int64, device="cpu").to(rows.device, non_blocking=True)
+        of_rows = numbers_on(rows.device, list(counts))
         return rows + bias.repeat_interleave(of_rows, 0, output_size=len(rows)).to(rows.dtype)
 
     @staticmethod

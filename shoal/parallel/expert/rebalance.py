@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator
+from shoal.device import numbers_on
 
 ExpertsByRank = tuple[tuple[int, ...], ...]  # ids
 
@@ -125,7 +126,7 @@ class ExpertCopies:
         places = [-1] * (num_experts + 1)  # the last entry is that of -1
         for place, expert in enumerate(self.experts):
             places[expert] = place
-        return torch.tensor(places, dtype=torch.int64, device="cpu").to(index.device, non_blocking=True)[index]
+        return numbers_on(index.device, places)[index]
 
     def gather(self, ids: Sequence[int], owners: Sequence[int], comm: Communicator, label: str) -> list[Tensor]:
         """The copies' parameters, in the order of the module's. Each shape: [copies, ...].

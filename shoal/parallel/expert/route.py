@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.protocol import Communicator
-from shoal.device import is_fake, read_vector
+from shoal.device import is_fake, numbers_on, read_vector
 from shoal.errors import UsageError
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.host_reads import read_once
@@ -73,8 +73,7 @@ class RowCounts(Sequence[int]):
         """The row after the last one of each expert: the offsets that ``grouped_mm`` takes. Shape: [experts], int32."""
         if self._starts is not None:
             return self._starts[1:].to(torch.int32)
-        ends = torch.tensor(list(accumulate(self.on_host)), dtype=torch.int32, device="cpu")
-        return ends.to(device, non_blocking=True)
+        return numbers_on(device, list(accumulate(self.on_host)), torch.int32)
 
     def __len__(self) -> int:
         return len(self._on_host) if self._on_host is not None else len(self._starts) - 1  # type: ignore[arg-type]
@@ -241,7 +240,7 @@ def _by_expert(of_slots: Tensor, slots: _Slots) -> Tensor:
     """One number for each slot, in the order of the experts."""
     if slots.slot_of is None:
         return of_slots
-    return of_slots[torch.tensor(slots.slot_of, dtype=torch.int64, device="cpu").to(of_slots.device, non_blocking=True)]
+    return of_slots[numbers_on(of_slots.device, slots.slot_of)]
 
 
 def _even(rows: int, parts: int) -> list[int]:
@@ -270,9 +269,7 @@ def _sort(index: Tensor, slots: _Slots, num_experts: int) -> _SortedPairs:
     if slots.slot_of is None:
         keys = torch.where(flat < 0, num_experts, flat)
     else:  # the last entry is that of -1
-        keys = torch.tensor([*slots.slot_of, num_experts], dtype=torch.int64, device="cpu").to(
-            flat.device, non_blocking=True
-        )[flat]
+        keys = numbers_on(flat.device, [*slots.slot_of, num_experts])[flat]
     in_order, order = torch.sort(keys, stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     starts = torch.searchsorted(in_order, torch.arange(num_experts + 1, device=order.device))
@@ -287,9 +284,7 @@ def _padded(pairs: _SortedPairs, num_rows: int, capacity: int) -> tuple[Tensor, 
     """
     within = pairs.place - pairs.starts[pairs.keys]
     row_of = (pairs.keys * capacity + within).masked_fill_(within >= capacity, num_rows).clamp_(max=num_rows)
-    order = torch.full(
-        (num_rows + 1,), len(row_of), dtype=torch.int64, device=row_of.device
-    )  # the last one is that of dropped pairs
+    order = row_of.new_full((num_rows + 1,), len(row_of))  # the last one is that of dropped pairs
     return order.scatter_(0, row_of, torch.arange(len(row_of), device=row_of.device))[:-1], row_of
 
 

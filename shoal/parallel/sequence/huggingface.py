@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.device import numbers_on
 from shoal.errors import UsageError
 from shoal.parallel.sequence.attention import AttentionOptions, attention, in_graph
 from shoal.parallel.sequence.context import SequenceContext, current_sequence_context, may_be_spread
@@ -217,7 +218,7 @@ class _AttentionFunction:
         )
         groups = len(of_query) // key.shape[1]
         if len(heads.groups(context.sp.rank)) > 1:  # the function knows one size of groups
-            index = torch.tensor(of_query, dtype=torch.int64, device="cpu").to(key.device, non_blocking=True)
+            index = numbers_on(key.device, of_query)
             key, value, groups = key.index_select(1, index), value.index_select(1, index), 1
         positions = kwargs.get("position_ids")
         if positions is not None:

@@ -102,11 +102,8 @@ class EfficientKernel:
         query, key, value, out, lse = saved
         rounded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % _ROUNDED_QUERIES), value=float("inf"))
         zero = torch.zeros((), dtype=torch.int64, device=query.device)  # dropout seed and offset; dropout is 0
-        of_query, of_key, of_value = (
-            [],
-            torch.zeros((), dtype=torch.float32, device=key.device),
-            torch.zeros((), dtype=torch.float32, device=key.device),
-        )
+        of_query = []
+        of_key, of_value = (torch.zeros((), dtype=torch.float32, device=key.device) for _ in range(2))
         members = (_members(tensor, key) for tensor in (gradient, query, out, rounded))
         for of_out, some, part, some_lse in zip(*members, strict=True):
             grads = _aten._scaled_dot_product_efficient_attention_backward(

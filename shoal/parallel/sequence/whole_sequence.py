@@ -109,19 +109,13 @@ class _WholeBalance:
         if not is_spread or not isinstance(gate_logits, tuple) or not torch.is_grad_enabled():
             return self.alone(gate_logits, num_experts, top_k, attention_mask)
         device = gate_logits[0].device
-        counts = torch.zeros(
-            num_experts + 1, dtype=torch.float32, device=device
-        )  # of each expert's tokens; and of all rows
+        # Of each expert's tokens; and of all rows.
+        counts = torch.zeros(num_experts + 1, dtype=torch.float32, device=device)
         sums = torch.zeros(num_experts, dtype=torch.float32, device=device)
         for logits in gate_logits:
             probabilities = logits.to(device).softmax(-1)
             chosen = probabilities.topk(top_k, -1).indices
-            row = (
-                torch.ones(len(logits), dtype=torch.float32, device=device)
-                if attention_mask is None
-                else attention_mask.reshape(-1)
-            )
-            row = row.to(sums)
+            row = sums.new_ones(len(logits)) if attention_mask is None else attention_mask.reshape(-1).to(sums)
             counts[:-1].scatter_add_(0, chosen.reshape(-1), row.repeat_interleave(top_k))
             counts[-1] += row.sum()
             sums = sums + (probabilities.float() * row[:, None]).sum(0)

@@ -10,6 +10,7 @@ To add an axis, add a line to ``AXES``. What the config cannot say, the test doe
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Iterator, Mapping
@@ -335,6 +336,15 @@ def settings_of(combination: Combination, axes: Mapping[str, Values] = AXES) -> 
     for axis, value in combination.items():
         _merge(settings, axes[axis][value])
     return settings, Run(**settings.pop("run", {}))
+
+
+def on_disk(settings: dict[str, Any], folder: str) -> dict[str, Any]:
+    """A copy of a config, of which what is on disks is in ``folder``."""
+    made = copy.deepcopy(settings)
+    for section in made["zero_optimization"].values():
+        if isinstance(section, dict) and section.get("device") == "nvme":
+            section["nvme_path"] = folder
+    return made
 
 
 def _merge(into: dict[str, Any], fragment: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import copy
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from shoal.parallel.sequence.chunks import Documents
 from shoal.sharding import encoded_state
 from tests.helpers.backward_threads import run_in_threads
 from tests.helpers.compiling import CountsGraphs, compiling, overwriting
-from tests.helpers.composition import Combination, Run, settings_of
+from tests.helpers.composition import Combination, Run, on_disk, settings_of
 from tests.helpers.exact_format import Exact
 from tests.ranks.offload.test_offload import make_apart
 
@@ -280,13 +281,7 @@ class Trainer:
         """For each step the sum of weighted losses and of their weights; and the main parameters."""
         losses = []
         for step in range(self.run.steps):
-            accumulation = self.engine.gradient_accumulation_steps()
-            micro = range(step * accumulation, (step + 1) * accumulation)
-            if self.is_pipeline:
-                loss = self.engine.train_batch(self.batch(index) for index in micro)
-                losses.append(torch.stack([loss.double(), torch.ones_like(loss)]))
-            else:
-                losses.append(sum(self.micro_step(index, index == micro[-1]) for index in micro))
+            losses.append(self.step(step))
             if step == 1:
                 getattr(self, self.run.between)()
         parameters = dict(self.engine.module.named_parameters())
@@ -295,6 +290,15 @@ class Trainer:
         values = {name: value.clone() for name, value in values.items()}
         self.engine.destroy()
         return torch.stack(losses).cpu(), values
+
+    def step(self, number: int) -> torch.Tensor:
+        """The sum of weighted losses of a step, and of their weights. Shape: [2]."""
+        accumulation = self.engine.gradient_accumulation_steps()
+        micro = range(number * accumulation, (number + 1) * accumulation)
+        if self.is_pipeline:
+            loss = self.engine.train_batch(self.batch(index) for index in micro)
+            return torch.stack([loss.double(), torch.ones_like(loss)])
+        return reduce(torch.add, (self.micro_step(index, index == micro[-1]) for index in micro))
 
     @property
     def is_pipeline(self) -> bool:
@@ -351,10 +355,7 @@ def train(settings: dict[str, Any], run: Run, device: torch.device = CPU) -> lis
         make_apart(patch, run.is_host_separate if device == CPU else None)
         if run.is_backward_apart:
             run_in_threads(patch)
-        settings = copy.deepcopy(settings)
-        for section in settings["zero_optimization"].values():
-            if isinstance(section, dict) and section.get("device") == "nvme":
-                section["nvme_path"] = name
+        settings = on_disk(settings, name)
         backend = CountsGraphs(overwriting)
         with compiling() if run.compiled != "no" else nullcontext():
             folder = Path(name) / "checkpoint"

@@ -21,7 +21,7 @@ from shoal.simulation.check import StreamCheck
 from shoal.streams import Simulation, simulation
 from tests.helpers import composition_runs
 from tests.helpers.compiling import CountsGraphs
-from tests.helpers.composition import AXES, Combination, Run, Values, settings_of
+from tests.helpers.composition import AXES, Combination, Run, Values, on_disk, settings_of
 from tests.helpers.composition_runs import Block
 
 
@@ -167,9 +167,7 @@ def checks_of(combination: Combination, *, num_steps: int = 3) -> list[StreamChe
 def checks_of_run(settings: dict[str, Any], run: Run) -> list[StreamCheck]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(activations, "LEAST_NBYTES", 0)
-        for section in settings["zero_optimization"].values():
-            if isinstance(section, dict) and section.get("device") == "nvme":
-                section["nvme_path"] = name
+        settings = on_disk(settings, name)
 
         def rank() -> StreamCheck:
             with shoal.check_streams(raises=False) as check:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 
 from shoal.simulation.verify import TypeReport, verify
 from tests.helpers.compiling import CountsGraphs
-from tests.helpers.composition import AXES, Combination, Values, settings_of
+from tests.helpers.composition import AXES, Combination, Values, on_disk, settings_of
 from tests.helpers.composition_runs import Trainer
 
 # What no dry run can do: compiled code is not seen, files, the choice of experts to move and starts of documents have
@@ -29,29 +28,17 @@ TYPED_AXES: dict[str, Values] = {
 PLAIN: Combination = {axis: next(iter(values)) for axis, values in AXES.items()}
 
 
-class _OneStep(Trainer):
-    def take(self) -> None:
-        micro = range(self.engine.gradient_accumulation_steps())
-        if self.is_pipeline:
-            self.engine.train_batch(self.batch(index) for index in micro)
-        else:
-            for index in micro:
-                self.micro_step(index, index == micro[-1])
-        self.engine.destroy()
-
-
 def typed_step(combination: Combination) -> TypeReport:
     """What a step has. Wire formats and recipes are the real ones."""
     settings, run = settings_of(combination)
-    settings = copy.deepcopy(settings)
     settings.pop("debug", None)  # ranks that compare what they hold alike read values
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        for section in settings["zero_optimization"].values():
-            if isinstance(section, dict) and section.get("device") == "nvme":
-                section["nvme_path"] = name
+        settings = on_disk(settings, name)
 
         def train() -> None:
             torch.set_autocast_cache_enabled(False)
-            _OneStep(settings, run, Path(name), CountsGraphs("aot_eager")).take()
+            trainer = Trainer(settings, run, Path(name), CountsGraphs("aot_eager"))
+            trainer.step(0)
+            trainer.engine.destroy()
 
         return verify(train, run.world_size, num_stages=run.pp)

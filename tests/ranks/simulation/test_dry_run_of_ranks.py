@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from shoal.comm.world import current_world
 from shoal.parallel import activations
 from tests.helpers.any_two import ALL_ROWS
 from tests.helpers.compiling import CountsGraphs
-from tests.helpers.composition import Combination, Run, Values, covering, settings_of
+from tests.helpers.composition import Combination, Values, covering, on_disk, settings_of
 from tests.helpers.stream_matrix import STREAM_AXES, CheckedTrainer, accelerator_of_thread, named
 
 # What no dry run can do: files and the choice of experts have values.
@@ -54,15 +53,9 @@ class StepTrainer(CheckedTrainer):
     def steps(self) -> list[Step]:
         found = []
         for step in range(3):
-            accumulation = self.engine.gradient_accumulation_steps()
-            micro = range(step * accumulation, (step + 1) * accumulation)
             before = accelerator_of_thread().host_reads.copy()
             with current_world().recorder.recording() as entries:
-                if self.is_pipeline:
-                    self.engine.train_batch(self.batch(index) for index in micro)
-                else:
-                    for index in micro:
-                        self.micro_step(index, index == micro[-1])
+                self.step(step)
             reads = accelerator_of_thread().host_reads - before
             held: Counter[tuple[str, str]] = Counter()
             for entry in self.engine.memory_report().entries:
@@ -87,16 +80,14 @@ class StepTrainer(CheckedTrainer):
 
 def steps_of(combination: Combination) -> tuple[dict[int, list[Step]], dict[int, list[Step]]]:
     settings, run = settings_of(combination, DRY_AXES)
-    run = Run(**{**run.__dict__, "blocks": 2 if run.blocks == 3 else run.blocks})
+    run = replace(run, blocks=2 if run.blocks == 3 else run.blocks)
     settings.pop("debug", None)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(activations, "LEAST_NBYTES", 0)
-        for section in settings["zero_optimization"].values():
-            if isinstance(section, dict) and section.get("device") == "nvme":
-                section["nvme_path"] = name
+        settings = on_disk(settings, name)
 
         def train() -> list[Step]:
-            return StepTrainer(copy.deepcopy(settings), run, Path(name), CountsGraphs("aot_eager")).steps()
+            return StepTrainer(settings, run, Path(name), CountsGraphs("aot_eager")).steps()
 
         def rank() -> list[Step]:
             with shoal.check_streams(raises=False):

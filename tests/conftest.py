@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import os
 import random
 import threading
 import time
@@ -56,6 +57,7 @@ LONG_FILES = (
     "tests/ranks/cli/test_autotuning.py",
 )
 LONG_SHARE = 0.015  # of all tests' time: a file that takes more is one of them
+CORES = pytest.StashKey[list[int]]()  # what this process could run on when it began
 MANY_SECONDS = 300.0  # a run that is shorter is of some tests
 NUM_FILES_SHOWN = 15
 
@@ -80,6 +82,18 @@ def deepspeed_classes() -> Iterator[None]:
     use_classes(CLASSES)
     yield
     use_classes(EngineClasses())
+
+
+@pytest.fixture
+def all_cores(pytestconfig: pytest.Config) -> Iterator[None]:
+    """The processes that the test starts run on any core."""
+    if (cores := pytestconfig.stash.get(CORES, None)) is None:
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    yield
+    os.sched_setaffinity(0, own)
 
 
 @pytest.fixture(scope="session")
@@ -181,6 +195,18 @@ def _children() -> dict[int, str]:
             except OSError:
                 continue  # it ended while we looked
     return result
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep a process that runs tests on one core, each test worker on its own.
+
+    Ranks that are threads run one at a time, and to wake one on another core takes longer than most of what it does.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")  # "gw0"
+    has_workers = not worker and config.getoption("numprocesses", None)
+    if hasattr(os, "sched_setaffinity") and not has_workers:
+        config.stash[CORES] = cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[(int(worker[2:]) if worker else os.getpid()) % len(cores)]})
 
 
 def _place_of(name: str) -> int:

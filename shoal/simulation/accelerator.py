@@ -10,7 +10,7 @@ what was freed before, unless they were named by ``record_stream``.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -49,7 +49,6 @@ _ALLOCATIONS = ("aten.empty", "aten.new_empty")
 _READ_IN_PART = ("aten.embedding.", "aten.gather.", "aten.index", "aten.nll_loss_forward.", "aten.nll_loss_backward.")
 _MASK = "aten.bernoulli_.float"  # draws what a dropout keeps, on a GPU a byte for each element
 _DEATHS_EVERY = 4096  # operations, where orders are not what is asked for
-_is_dead = torch.UntypedStorage._expired  # asked for every storage before every operation: without calls between
 
 
 class _Thread(threading.local):
@@ -114,6 +113,7 @@ class SimulatedAccelerator:
         self._lock = threading.RLock()
         self._thread = _Thread()
         self._storages: dict[int, TrackedStorage] = {}
+        self._died: deque[int] = deque()  # keys of the former, which any thread adds
         self._streams: list[SimulatedStream] = []
         self._order: IssueOrder | None = None
         self._issued: IssuedOn = {}
@@ -324,8 +324,13 @@ class SimulatedAccelerator:
                 is_host = True
             elif not tensor.dim() and not is_host:
                 is_host = None
-            tracked = self._storages[storage._cdata] = TrackedStorage(storage, is_host=is_host, stream=None)
+            tracked = self._track(storage, is_host=is_host)
         return tracked
+
+    def _track(self, storage: torch.UntypedStorage, *, is_host: bool | None) -> TrackedStorage:
+        made = TrackedStorage(storage, is_host=is_host, at_death=self._died.append)
+        self._storages[storage._cdata] = made
+        return made
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         with self._lock:
@@ -346,7 +351,7 @@ class SimulatedAccelerator:
             self.notice_deaths()
             tracked = self._storages.get(storage._cdata)
             if tracked is None:
-                tracked = self._storages[storage._cdata] = TrackedStorage(storage, is_host=False, stream=None)
+                tracked = self._track(storage, is_host=False)
             if tracked.nbytes == nbytes:
                 return
             self._free(tracked, "its storage was resized")
@@ -369,9 +374,10 @@ class SimulatedAccelerator:
             return
         self._next_deaths = self.num_operations + _DEATHS_EVERY
         with self._lock:
-            dead = [key for key, tracked in self._storages.items() if _is_dead(tracked.ref.cdata)]
-            for key in dead:
-                self._free(self._storages.pop(key), "the last tensor of it is gone")
+            while self._died:
+                key = self._died.popleft()
+                if (tracked := self._storages.get(key)) is not None and tracked.ref.expired():
+                    self._free(self._storages.pop(key), "the last tensor of it is gone")
 
     def _free(self, tracked: TrackedStorage, how: str) -> None:
         if tracked.is_host is not False:

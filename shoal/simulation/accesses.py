@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from types import FrameType
@@ -76,17 +77,21 @@ class TrackedStorage:
     Args:
         is_host: it lies in host memory. None: a single value, which is passed to kernels by the host, until an
             operation of the device writes it.
-        stream: on which it was allocated; None: before the simulation, or on the host.
+        at_death: called with the storage's number, which until this object is gone no other storage gets. It is called
+            in any thread, between any two lines of Python.
 
-    Attributes: ``pool``: in which it was allocated; None: with all other memory.
+    Attributes: ``stream``: on which it was allocated; None: before the simulation, or on the host. ``pool``: in which
+    it was allocated; None: with all other memory.
     """
 
-    def __init__(self, storage: torch.UntypedStorage, *, is_host: bool | None, stream: SimulatedStream | None) -> None:
+    def __init__(self, storage: torch.UntypedStorage, *, is_host: bool | None, at_death: Callable[[int], None]) -> None:
         self.ref = StorageWeakRef(storage)
+        number = storage._cdata
+        self._watch = weakref.ref(storage, lambda _: at_death(number))
         self.nbytes = storage.nbytes()
         self.is_host = is_host
         self.is_pinned = False
-        self.stream = stream
+        self.stream: SimulatedStream | None = None
         self.pool: object = None
         self.recorded: set[SimulatedStream] = set()
         self.name = ""

@@ -68,6 +68,7 @@ def sampler(folder: Path, case: str, global_batch: int = GLOBAL_BATCH) -> Diffic
     return DifficultySampler(curriculum, cases.SEED, cases.NUM_SAMPLES, global_batch)
 
 
+@pytest.mark.usefixtures("all_cores")  # else torch's loader warns of several workers
 @pytest.mark.parametrize(("num_workers", "num_threads"), [(1, 1), (3, 1), (2, 2)])
 def test_an_analysis_has_the_rows_of_deepspeeds(tmp_path: Path, num_workers: int, num_threads: int) -> None:
     analyse(tmp_path, num_workers, num_threads)

@@ -201,10 +201,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keep a process that runs tests on one core, each test worker on its own.
 
     Ranks that are threads run one at a time, and to wake one on another core takes longer than most of what it does.
+    Tests of clients start jobs of processes, which take all cores.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")  # "gw0"
     has_workers = not worker and config.getoption("numprocesses", None)
-    if hasattr(os, "sched_setaffinity") and not has_workers:
+    is_of_clients = any("tests/clients" in argument for argument in config.args)
+    if hasattr(os, "sched_setaffinity") and not has_workers and not is_of_clients:
         config.stash[CORES] = cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[(int(worker[2:]) if worker else os.getpid()) % len(cores)]})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -89,8 +90,12 @@ class HookSet:
             self._handles.append(module.register_state_dict_pre_hook(lambda *_: wait()))
 
     def on_gradient(self, parameter: nn.Parameter, unit: Unit, index: int, runtime: Runtime) -> None:
+        # Weak: the garbage collector does not see what a hook on a gradient holds, so a dropped engine would stay.
+        runtime_of, unit_of = weakref.ref(runtime), weakref.ref(unit)
+
         def ready(_parameter: torch.Tensor) -> None:
-            runtime.gradient_ready(unit, index)
+            if (live := runtime_of()) is not None and (its_unit := unit_of()) is not None:
+                live.gradient_ready(its_unit, index)
 
         self._on_gradients.append((parameter, ready))
         self._gradient_handles.append(parameter.register_post_accumulate_grad_hook(ready))

@@ -10,7 +10,9 @@ Source: in DeepSpeed, ``register_external_parameter`` serves the same need.
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -122,7 +124,7 @@ class OutsideReads:
         self._deferred.gather(unit)
 
 
-class ReadsBetweenSteps(ParameterAccessMode):
+class ReadsBetweenSteps:
     """Between a step and the next pass: what the script reads is valid, or it is warned, once.
 
     Args:
@@ -131,7 +133,6 @@ class ReadsBetweenSteps(ParameterAccessMode):
     """
 
     def __init__(self, units: Sequence[Unit], unit_of: Mapping[int, Unit], deferred: DeferredGathers) -> None:
-        super().__init__(self._before_read, leave_out=[_SLOTS["data"].__set__])
         self._units = units
         self._sharded = [unit for unit in units if unit.is_sharded]
         self._unit_of = unit_of
@@ -141,19 +142,35 @@ class ReadsBetweenSteps(ParameterAccessMode):
     def watch(self) -> None:
         """A step has ended.
 
-        Does nothing inside a mode that the script may leave before ``stop``: torch would leave this one.
+        Does nothing inside a mode that the script may leave before ``stop``: torch would leave the one that watches.
         """
         has_any = self._sharded or self._deferred.is_pending
         if self.has_warned or not has_any or is_fake(next(self._units[0].parameters)):
             return
         default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # of ``torch.set_default_device``
         if all(m is default or isinstance(m, UnorderedFunctionMode) for m in _get_current_function_mode_stack()):
-            self.__enter__()
+            _watching_mode().add(self)
 
-    def _before_read(self, parameter: nn.Parameter) -> None:
+    def stop(self) -> None:
+        """The next pass begins, or the engine ends. Idempotent."""
+        _watching_mode().discard(self)
+
+    def before_read(self, parameter: nn.Parameter) -> None:
         unit = self._unit_of.get(id(parameter))
         if unit is not None:
             self._deferred.gather_if_pending(unit)
+
+    def check(self, function: str, address: int) -> None:
+        """Warn if a function that read the tensor at this address read a parameter that is sharded."""
+        name = self._name_of(address)
+        if name is None or self.has_warned or _is_copied():
+            return
+        self.has_warned = True
+        warnings.warn(
+            f"{function}() reads the sharded parameter {name!r} between two steps, where it is NaN; so is the result."
+            " Call it inside `with shoal.zero.GatheredParameters(model.parameters()):`, on every rank.",
+            stacklevel=4,
+        )
 
     def _name_of(self, address: int) -> str | None:
         """The name of the sharded parameter with this placeholder."""
@@ -164,6 +181,32 @@ class ReadsBetweenSteps(ParameterAccessMode):
                         return spec.name
         return None
 
+
+class _WatchingMode(ParameterAccessMode):
+    """One thread's mode for all engines that are between two steps. It keeps none of them alive."""
+
+    def __init__(self) -> None:
+        super().__init__(self._before_read, leave_out=[_SLOTS["data"].__set__])
+        self._watching: list[weakref.ref[ReadsBetweenSteps]] = []
+
+    def add(self, reads: ReadsBetweenSteps) -> None:
+        self._watching = [weakref.ref(each) for each in self._live() if each is not reads] + [weakref.ref(reads)]
+        if self not in _get_current_function_mode_stack():
+            self.__enter__()
+
+    def discard(self, reads: ReadsBetweenSteps) -> None:
+        if self._watching:
+            self._watching = [weakref.ref(each) for each in self._live() if each is not reads]
+            if not self._watching:
+                self.stop()
+
+    def _live(self) -> list[ReadsBetweenSteps]:
+        return [each for reference in self._watching if (each := reference()) is not None]
+
+    def _before_read(self, parameter: nn.Parameter) -> None:
+        for reads in self._live():
+            reads.before_read(parameter)
+
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -172,26 +215,25 @@ class ReadsBetweenSteps(ParameterAccessMode):
         is_read = (
             func not in self._leave_out and not name.endswith(("_like", "__set__")) and not name.startswith("new_")
         )
-        if not self.has_warned and is_read and not torch.compiler.is_compiling():
+        if is_read and not torch.compiler.is_compiling():
             results = _tensors(result) if result is not None else [None]
             if any(each is None or not is_placeholder(each) for each in results):
-                self._check(name, _tensors([*args, *(kwargs or {}).values()]))
+                for tensor in _tensors([*args, *(kwargs or {}).values()]):
+                    if is_placeholder(tensor):
+                        for reads in self._live():
+                            reads.check(name, tensor.data_ptr())
         return result
 
-    def _check(self, function: str, read: Iterable[torch.Tensor]) -> None:
-        for tensor in read:
-            parameter = self._name_of(tensor.data_ptr()) if is_placeholder(tensor) else None
-            if parameter is not None:
-                if _is_copied():
-                    return
-                self.has_warned = True
-                warnings.warn(
-                    f"{function}() reads the sharded parameter {parameter!r} between two steps, where it is NaN; so is"
-                    " the result. Call it inside `with shoal.zero.GatheredParameters(model.parameters()):`, on every"
-                    " rank.",
-                    stacklevel=4,
-                )
-                return
+
+_of_thread = threading.local()
+
+
+def _watching_mode() -> _WatchingMode:
+    """This thread's mode: torch has a stack of modes for each thread."""
+    if not hasattr(_of_thread, "mode"):
+        _of_thread.mode = _WatchingMode()
+    mode: _WatchingMode = _of_thread.mode
+    return mode
 
 
 def _is_copied() -> bool:

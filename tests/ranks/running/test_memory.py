@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 
 import shoal
 from shoal import zero
@@ -352,6 +353,27 @@ def test_twenty_engines_made_and_destroyed_leave_nothing_behind(world: int, stag
     assert [reference for reference in dead if reference() is not None] == []
     assert len(dead) == 20 * world * 3
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 2), (2, 3)])
+def test_engines_that_are_dropped_and_not_destroyed_are_garbage(world: int, stage: int) -> None:
+    """As Transformers' Trainer drops them. Together they have one function mode between two steps."""
+    dead: list[weakref.ref[Any]] = []
+
+    def job() -> int:
+        for _ in range(5):
+            engine = start(Plain, config(stage, **BF16), adam)
+            run_steps(engine, 2)
+            dead.append(weakref.ref(engine))
+            dead.append(weakref.ref(engine.module))
+            dead.append(weakref.ref(engine.sharded))
+        return len(_get_current_function_mode_stack())
+
+    before = live_tensor_bytes()
+    assert run_ranks(world, job) == [int(stage == 3)] * world
+    assert live_tensor_bytes() <= before + 256
+    assert [reference for reference in dead if reference() is not None] == []
+    assert len(dead) == 5 * world * 3
 
 
 @pytest.mark.parametrize("kind", ["ahead", "nvme"])

@@ -34,6 +34,8 @@ from shoal.comm.two_level import TwoLevels
 from shoal.comm.world import current_world
 from shoal.config import Config
 from shoal.config.parallel import PartitionConfig
+from shoal.device import Device
+from shoal.engine.generators import share_torch_states
 from shoal.engine.over_stages import from_stages
 from shoal.errors import ConfigError, ModelError
 from shoal.mesh import Axis as MeshAxis
@@ -430,9 +432,7 @@ def _part(name: str, parameter: nn.Parameter, shapes: list[list[int]], comm: Com
 def synchronize_whole(
     model: nn.Module, parts: Specs, comm: Communicator, device: torch.device, etp: Communicator | None
 ) -> None:
-    """Give the buffers, the parameters that are not split and the default random numbers the first rank's values.
-
-    Dropout on activations that all tensor-parallel ranks hold must be the same on all of them.
+    """Give the buffers and the parameters that are not split the first rank's values, and torch its random states.
 
     Args:
         etp: the ranks that hold the same experts, where others hold other ones; None: there is one.
@@ -450,6 +450,4 @@ def synchronize_whole(
                 flat = tensor.detach().to(device).reshape(-1).clone()
                 ranks.blocking.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, 0, label=name)
                 tensor.copy_(flat.view(tensor.shape))
-    seeds = comm.gather_objects(torch.initial_seed(), label="seed")
-    if comm.rank:
-        torch.manual_seed(seeds[0])
+    share_torch_states(comm, Device(device))

@@ -6,12 +6,10 @@ differ between ranks, gradients of an unfinished step.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -21,8 +19,8 @@ from shoal.checkpoint.manifest import checksum
 from shoal.comm.protocol import Communicator
 from shoal.data.curriculum_loader import CurriculumLoader
 from shoal.data.loading import Loader
-from shoal.device import Device
 from shoal.engine.accumulation import Accumulation
+from shoal.engine.generators import generator_states, set_generator_states
 from shoal.engine.log import logger
 from shoal.engine.parts.curriculum import Curriculum
 from shoal.engine.parts.part import Part, stateful
@@ -148,7 +146,7 @@ class RunState:
     def own(self, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
         """What only this rank has. Communicates: the checksums of the buffers."""
         return {
-            "generators": _generators(self._device),
+            "generators": generator_states(self._device),
             "buffers": _differing(self._same_buffers, buffers),
             "gradients": open_gradients.take(self._sharding.groups),
             **self._accumulation.own_state(),
@@ -246,7 +244,7 @@ class RunState:
                 torch.manual_seed(int(torch.initial_seed()) + rank)
             open_gradients.put(self._sharding.groups, [])
             return
-        _set_generators(self._device, own["generators"])
+        set_generator_states(self._device, own["generators"])
         buffers = buffers_of(self._module)
         with torch.no_grad():
             for buffer, value in own["buffers"].items():
@@ -302,31 +300,6 @@ def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
         for name, part in module.named_modules()
         if type(part).get_extra_state is not nn.Module.get_extra_state
     }
-
-
-def _generators(device: Device) -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        **device.generator_states(),
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
-        "numpy": {
-            "kind": kind,
-            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            "rest": [position, has_gauss, float(cached)],
-        },
-    }
-
-
-def _set_generators(device: Device, saved: Mapping[str, Any]) -> None:
-    torch.set_rng_state(saved["torch"])
-    device.set_generator_states({key: value for key, value in saved.items() if key == "cuda"})
-    python = saved["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    numpy = saved["numpy"]
-    keys = numpy["keys"].numpy().astype(np.uint32)
-    np.random.set_state((numpy["kind"], keys, *numpy["rest"]))
 
 
 def _differing(comm: Communicator, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -102,7 +102,7 @@ class _GridSplitter(Resolver):
         for name in self.lists:
             layers = self.modules[name]
             assert isinstance(layers, nn.ModuleList)
-            GridStack(name, layers, self.grid).register()
+            GridStack(name, layers, self.grid).register(self.modules[name.rpartition(".")[0]])
         return parts
 
     def split_attention(self, name: str, module: nn.Module) -> Mapping[str, Ranges]:

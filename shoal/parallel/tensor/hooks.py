@@ -148,6 +148,8 @@ class SplitStack(SharedByCopies):
         self._region.is_split, self._is_single = is_inside, False
         self._is_in_parent, self._num_spans, self._num_single = True, int(begin > 0), 0
         self._part, self._region.unfinished = (), None
+        if is_inside and self._forks and module.training:
+            self._region.fork.begin()
 
     def _is_split_before(self, begin: int) -> bool:
         """True if earlier pipeline stages, which call the layers before ``begin``, left the sequence split."""
@@ -155,6 +157,7 @@ class SplitStack(SharedByCopies):
 
     def _leave_parent(self, module: nn.Module, args: Any, output: Any) -> Any:
         is_open, self._region.is_split, self._is_in_parent = self._region.is_split, False, False
+        self._region.fork.end()  # a pipeline stage may end inside
         if not self._region.splits_sequence:
             return None
         if is_open:
@@ -250,15 +253,20 @@ class GridStack(SharedByCopies):
         self._fork = RngFork(grid.rank) if has_dropout(layers) else None
         self._batch = 0
 
-    def register(self) -> None:
-        """Register the hooks on the layers."""
-        for layer in self._layers:
-            layer.register_forward_pre_hook(self._before, with_kwargs=True)
-        self._layers[-1].register_forward_hook(self._end, always_call=True)
+    def register(self, parent: nn.Module) -> None:
+        """Register the hooks on the layers, and on the module around them."""
+        for at, layer in enumerate(self._layers):
+            layer.register_forward_pre_hook(untraced(partial(self._before, at=at)), with_kwargs=True)
+        self._layers[-1].register_forward_hook(untraced(self._end), always_call=True)
+        if self._fork is not None:
+            parent.register_forward_hook(untraced(self._leave_parent), always_call=True)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if module is self._layers[0]:
-            args, kwargs = replace_input(args, kwargs, self._split)
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, at: int) -> Any:
+        if at == first_running(self._layers):
+            if at == 0:
+                args, kwargs = replace_input(args, kwargs, self._split)
+            else:  # an earlier pipeline stage has split its input
+                args, kwargs = replace_input(args, kwargs, self._take)
             if self._fork is not None and module.training:
                 self._fork.begin()
         first, *others = args if args else (None,)
@@ -269,6 +277,14 @@ class GridStack(SharedByCopies):
     def _split(self, tensor: torch.Tensor) -> torch.Tensor:
         self._batch = tensor.shape[0]
         return self._grid.split(tensor, label=f"{self._name} in")
+
+    def _take(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._batch = tensor.shape[0] * self._grid.outer.tokens.count
+        return tensor
+
+    def _leave_parent(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._fork is not None:
+            self._fork.end()  # a pipeline stage may end inside
 
     def _own(self, value: Any, name: str = "") -> Any:
         """This rank's samples of a mask or of rotations [B, L, ...]: those of the attention, in the inner layout.

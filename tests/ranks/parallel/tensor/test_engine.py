@@ -125,6 +125,30 @@ def test_a_gpt_on_a_3_d_grid_trains_as_in_one_process(
     test_a_gpt_trains_as_in_one_process(8, 8, stage, accumulation, {"parallel": {"tp_grid": "3d"}, **more})
 
 
+@pytest.mark.parametrize(("size", "tp", "pp", "grid"), [(8, 4, 2, "2d"), (16, 4, 4, "2d")])
+def test_stages_of_a_pipeline_send_what_each_rank_of_a_grid_has(
+    size: int,
+    tp: int,
+    pp: int,
+    grid: str,
+) -> None:
+    def layers() -> GPT:
+        return GPT(GPTConfig(VOCABULARY, LENGTH, 4, 32, 4))
+
+    expected = alone(layers, 1, 2)
+    settings = config(1, tp, 2, parallel={"tp_grid": grid, "pp": pp})
+
+    def job() -> dict[str, Any]:
+        engine = initialize(make(layers), settings)
+        for step in range(STEPS):
+            micros = [tokens(10 * step + micro, 1) for micro in range(2)]
+            engine.train_batch(iter([(micro[:, :-1], micro[:, 1:]) for micro in micros]))
+        return engine.module_state_dict()
+
+    for values in run_ranks(size, job):
+        assert_equal(values, expected)
+
+
 def test_hpz_gathers_for_backward_among_the_ranks_that_shard_a_part() -> None:
     """8 ranks, of 2 tensor-parallel ones: 4 shard a part, 2 of them hold it for backward."""
 

@@ -1,0 +1,56 @@
+"""The states of a process's default random generators: torch's, this device's, Python's and NumPy's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.comm.protocol import Communicator
+from shoal.device import Device
+
+
+def generator_states(device: Device) -> dict[str, Any]:
+    """The states, by generator."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        **device.generator_states(),
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
+        "numpy": {
+            "kind": kind,
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "rest": [position, has_gauss, float(cached)],
+        },
+    }
+
+
+def set_generator_states(device: Device, saved: Mapping[str, Any]) -> None:
+    """Set what ``generator_states`` returned."""
+    torch.set_rng_state(saved["torch"])
+    device.set_generator_states({key: value for key, value in saved.items() if key == "cuda"})
+    python = saved["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    numpy = saved["numpy"]
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["kind"], keys, *numpy["rest"]))
+
+
+def share_torch_states(comm: Communicator, device: Device) -> None:
+    """Give torch's generators on the CPU and on this device the states of the first rank.
+
+    Ranks that hold the same activations must draw the same elements of them to drop.
+
+    Communicates: some thousand bytes.
+    """
+    own = {"torch": torch.get_rng_state(), **device.generator_states()}
+    sent = {key: state.tolist() for key, state in own.items()} if comm.rank == 0 else None
+    first = comm.gather_objects(sent, label="random states")[0]
+    if comm.rank:
+        states = {key: torch.tensor(state, dtype=torch.uint8, device="cpu") for key, state in first.items()}
+        torch.set_rng_state(states.pop("torch"))
+        device.set_generator_states(states)

@@ -27,7 +27,7 @@ and Gimelshein, arXiv:1805.02867); chunks: Liger (arXiv:2410.10989), section 3.2
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -42,6 +42,7 @@ from shoal.compiler import untraced
 from shoal.device import is_fake
 from shoal.errors import UsageError
 from shoal.kernels.use import has_kernels, one_kernel
+from shoal.parallel.needed_gradients import needed_gradients
 from shoal.streams import is_accelerator
 
 Reduction = Literal["mean", "sum", "none"]
@@ -348,7 +349,7 @@ class _LossGradients:
     bias: Tensor | None  # [V]
 
     @classmethod
-    def zeros(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> _LossGradients:
+    def zeros(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> _LossGradients:
         wide = torch.promote_types(weight.dtype, torch.float32)
         return cls(
             torch.empty_like(hidden) if needs[0] else None,
@@ -376,10 +377,10 @@ class _LossGradients:
             else:
                 self.weight += d_logits.t() @ counted
 
-    def scaled(self, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """Multiply all, in place; in the inputs' dtype."""
-        gradients = (self.hidden, self.weight, self.bias)
-        return tuple(None if each is None else each.mul_(scale).to(dtype) for each in gradients)
+    def scaled(self, needs: Sequence[bool], scale: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """Multiply those that are needed, in place; in the inputs' dtype."""
+        gradients = zip((self.hidden, self.weight, self.bias), needs, strict=False)
+        return tuple(each.mul_(scale).to(dtype) if each is not None and need else None for each, need in gradients)
 
 
 def _run(
@@ -471,14 +472,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradient: of the loss: [] or, for "none", [T].
         """
         gradients, ctx.gradients = ctx.gradients, None
-        scale = gradient / ctx.count
-        if gradients is None:  # "none", or a second pass through this graph
+        needs, scale = needed_gradients(ctx), gradient / ctx.count
+        if gradients is None:  # "none", or a second pass through this graph, such as the one for weights alone
             hidden, weight, bias, targets = ctx.saved_tensors
-            gradients = _LossGradients.zeros(hidden, weight, bias, ctx.needs_input_grad)
+            gradients = _LossGradients.zeros(hidden, weight, bias, needs)
             factor = scale.expand(targets.shape) * (targets != ctx.formula.of_tokens.ignore_index)
             _run(hidden, weight, bias, targets, ctx.formula, factor, gradients)
             scale = scale.new_ones(())
-        return (*gradients.scaled(scale, ctx.formula.dtype), None, None, None)
+        return (*gradients.scaled(needs, scale, ctx.formula.dtype), None, None, None)
 
 
 # A compiler calls it as it is: the chunks' loop, unrolled, would be a large graph.

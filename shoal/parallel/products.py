@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from shoal.comm.autograd import once_differentiable
+from shoal.parallel.needed_gradients import needed_gradients
 
 
 class Products:
@@ -79,8 +80,9 @@ class _Multiply(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_input = None if weight is None else ctx.products.of_input(gradient, weight)
-        return of_input, None if x is None else ctx.products.of_weight(gradient, x), None
+        for_input, for_weight, _ = needed_gradients(ctx)
+        of_input = ctx.products.of_input(gradient, weight) if for_input else None
+        return of_input, ctx.products.of_weight(gradient, x) if for_weight else None, None
 
 
 def weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

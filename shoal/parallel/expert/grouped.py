@@ -26,6 +26,7 @@ from shoal.device import capability, numbers_on, numel_at_once
 from shoal.kernels.use import has_kernels, one_kernel
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.expert.route import RowCounts
+from shoal.parallel.needed_gradients import needed_gradients
 from shoal.parallel.products import Products, cast_for_autocast
 
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
@@ -110,7 +111,7 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        of_bias = _sums_of_experts(gradient, ctx.counts, ctx.dtype) if ctx.needs_input_grad[1] else None
+        of_bias = _sums_of_experts(gradient, ctx.counts, ctx.dtype) if needed_gradients(ctx)[1] else None
         return gradient, of_bias, None
 
 
@@ -140,7 +141,7 @@ class _OneByOne(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         gradient = gradient.contiguous()
-        for_rows, for_weight, for_bias, _ = ctx.needs_input_grad
+        for_rows, for_weight, for_bias, _ = needed_gradients(ctx)
         of_rows = torch.empty_like(rows) if for_rows else None
         of_weight = torch.empty_like(weight) if for_weight else None
         of_bias = _sums_of_experts(gradient, ctx.counts, gradient.dtype) if for_bias else None
@@ -172,7 +173,7 @@ class _InFewBits(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
-        for_rows, for_weight, *_ = ctx.needs_input_grad
+        for_rows, for_weight, *_ = needed_gradients(ctx)
         of_rows = torch.empty_like(rows) if for_rows else None
         of_weight = torch.zeros_like(weight) if for_weight else None
         for expert, part in _ranges(ctx.counts):
@@ -200,7 +201,7 @@ class _InOneKernel(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, ends = ctx.saved_tensors
         gradient = gradient.contiguous()
-        for_rows, for_weight, for_bias, _ = ctx.needs_input_grad
+        for_rows, for_weight, for_bias, _ = needed_gradients(ctx)
         of_rows = _grouped_mm(gradient, weight.transpose(1, 2), offs=ends) if for_rows else None
         of_weight = _grouped_mm(rows.t(), gradient, offs=ends) if for_weight else None
         of_bias = None

@@ -39,6 +39,7 @@ from shoal.comm.autograd import all_gather, all_reduce, once_differentiable, red
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.errors import ModelError
+from shoal.parallel.needed_gradients import needed_gradients
 from shoal.parallel.products import cast_for_autocast
 from shoal.parallel.tensor.apply import Resolver, SplitLayer, parallelize
 from shoal.parallel.tensor.attention import numel_of, split_heads
@@ -257,10 +258,11 @@ class _GridProductFunction(torch.autograd.Function):
         by, label = ctx.by, f"{ctx.label} backward"
         gradient = all_gather(gradient, by.output_over, dim=by.output_dim, label=f"{label} output")
         of_input = of_weight = None
-        if ctx.needs_input_grad[0]:
+        for_input, for_weight, *_ = needed_gradients(ctx)
+        if for_input:
             partial = gradient @ all_gather(weight, by.weight_over, dim=1, label=f"{label} weight")
             of_input = reduce_scatter(partial, by.input_over, dim=by.input_dim, label=f"{label} input")
-        if ctx.needs_input_grad[1]:
+        if for_weight:
             whole = all_gather(own, by.input_over, dim=by.input_dim, label=f"{label} input again")
             partial = gradient.flatten(0, -2).t() @ whole.flatten(0, -2)
             of_weight = reduce_scatter(partial, by.weight_over, dim=1, label=f"{label} weight's gradient")

@@ -30,6 +30,7 @@ from shoal.comm.parts import PartsCommunicator
 from shoal.comm.protocol import Communicator, Work
 from shoal.compiler import untraced
 from shoal.device import in_backward
+from shoal.parallel.needed_gradients import needed_gradients
 from shoal.parallel.products import cast_for_autocast, weight_gradient
 from shoal.parallel.saved_tensors import checkpoint_around
 from shoal.parallel.tensor.region import SharedByCopies, TensorRegion
@@ -198,7 +199,9 @@ class _SummedRow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return gradient @ weight, _of_weight(ctx, gradient, x), None, None, None
+        for_x, for_weight, *_ = needed_gradients(ctx)
+        of_x = gradient @ weight if for_x else None
+        return of_x, weight_gradient(gradient, x) if for_weight else None, None, None, None
 
 
 class _ScatteredRow(torch.autograd.Function):
@@ -212,8 +215,10 @@ class _ScatteredRow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        whole, of_input = _gather_and_multiply(gradient, ctx.comm, ctx.label, [weight])
-        return of_input, _of_weight(ctx, whole, x), None, None
+        for_x, for_weight, *_ = needed_gradients(ctx)
+        whole, *of_x = _gather_and_multiply(gradient, ctx.comm, ctx.label, [weight] if for_x else [])
+        of_weight = weight_gradient(whole, x) if for_weight else None
+        return of_x[0] if for_x else None, of_weight, None, None
 
 
 class _Columns(torch.autograd.Function):
@@ -234,14 +239,15 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, of_whole: torch.Tensor | None, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         pairs = [(own, weight) for own, weight in zip(gradients, weights, strict=True) if own is not None]
-        needs = [own is not None and need for own, need in zip(gradients, ctx.needs_input_grad[4:], strict=True)]
+        for_x, _, _, _, *for_weights = needed_gradients(ctx)
+        needs = [own is not None and need for own, need in zip(gradients, for_weights, strict=True)]
         again = None
         if ctx.splits_sequence and any(needs):
             again = begin_gather(x, ctx.comm, x.dim() - 2, ctx.label.replace(" backward", " again backward"))
         finish: Callable[[], torch.Tensor] | None = None
-        if ctx.needs_input_grad[0] and not ctx.splits_sequence:
+        if for_x and not ctx.splits_sequence:
             finish = _start_sum(ctx.comm, ctx.label, x, of_whole, pairs)
-        elif ctx.needs_input_grad[0]:
+        elif for_x:
             finish = _start_scatter(ctx.comm, ctx.label, x.new_empty(x.shape), of_whole, pairs)
         whole = x if again is None else again.wait()
         of_weights = [
@@ -260,7 +266,7 @@ def _gather_and_multiply(
     x: torch.Tensor, comm: Communicator, label: str, weights: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The whole input and its products. Shape: [..., L of a rank, K], [K, M] each -> [..., L, K], [..., L, M] each."""
-    if (by_parts := _by_parts(comm)) is not None:
+    if weights and (by_parts := _by_parts(comm)) is not None:
         whole, products = by_parts.all_gather_matmul(x, weights, label=label)
         return [whole, *products]
     whole = begin_gather(x, comm, x.dim() - 2, label).wait()
@@ -329,12 +335,6 @@ def _sum_products(target: torch.Tensor, of_whole: torch.Tensor | None, pairs: Pa
 def _multiply(left: torch.Tensor, right: torch.Tensor, target: torch.Tensor) -> None:
     """Write ``left @ right`` to ``target``. Shape: [..., K], [K, M], contiguous."""
     torch.mm(left.reshape(-1, left.shape[-1]), right, out=target.view(-1, right.shape[-1]))
-
-
-def _of_weight(ctx: Any, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-    if not ctx.needs_input_grad[1]:  # a frozen weight
-        return None
-    return weight_gradient(gradient, x)
 
 
 def _by_rank(x: torch.Tensor, size: int) -> torch.Tensor:

@@ -45,6 +45,7 @@ from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.device import in_backward, is_fake
 from shoal.errors import UsageError
+from shoal.parallel.needed_gradients import needed_gradients
 from shoal.parallel.products import PLAIN, LayerProducts, Products, add_bias, cast_for_autocast
 from shoal.parallel.rng_tracker import current_state, set_current_state, state_of_seed
 from shoal.parallel.saved_tensors import checkpoint_around
@@ -286,8 +287,9 @@ class _ColumnOfGathered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         own, weight = ctx.saved_tensors
-        gathering = None if own is None else ctx.gather.begin(own)
-        of_input = ctx.products.of_input(gradient, weight) if ctx.needs_input_grad[0] else None
+        for_input, _, for_weight, *_ = needed_gradients(ctx)
+        gathering = ctx.gather.begin(own) if for_weight else None
+        of_input = ctx.products.of_input(gradient, weight) if for_input else None
         of_weight = None if gathering is None else ctx.products.of_weight(gradient, gathering.wait())
         return of_input, None, of_weight, None, None
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.parallel.expert.grouped import add_bias_of_experts, grouped_linear
 from shoal.parallel.expert.route import RowCounts
 from shoal.parallel.loss import linear_cross_entropy
-from tests.unit.parallel.low_precision.test_products import products_of
 from shoal.parallel.products import LayerProducts
+from tests.unit.parallel.low_precision.test_products import products_of
 
 COUNTS = [3, 0, 5]
 

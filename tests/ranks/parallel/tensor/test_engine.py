@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,41 @@ def test_stages_of_a_pipeline_send_what_each_rank_of_a_grid_has(
 
     for values in run_ranks(size, job):
         assert_equal(values, expected)
+
+
+@pytest.mark.parametrize(
+    ("tp", "more", "twice"),
+    [
+        (2, SEQUENCE, {}),
+        (2, {"tensor_parallel": {"tp_overlap_comm": True}}, {}),
+        # Both passes read the gathered gradient of a row parallel layer's output.
+        (2, {"tensor_parallel": {"tp_overlap_comm": True}, **SEQUENCE}, {("tp", "all_gather"): 8}),
+        (4, {"parallel": {"tp_grid": "2d"}}, {("tp:2x2x1/1,2", "all_reduce"): 8}),  # of norms
+    ],
+)
+def test_the_halves_of_a_split_backward_share_the_collectives_of_a_whole_one(
+    tp: int, more: dict[str, Any], twice: dict[tuple[str, str], int]
+) -> None:
+    """Of the second step, on the last stage."""
+
+    def sent(schedule: str) -> Counter[tuple[str, str]]:
+        parallel = {**more.get("parallel", {}), "pp": 2}
+        settings = config(1, tp, 4, **{**more, "parallel": parallel}, pipeline={"schedule": schedule})
+
+        def job() -> Counter[tuple[str, str]]:
+            engine = initialize(make(lambda: gpt(tied=False)), settings)
+            for step in range(2):
+                micros = [tokens(10 * step + micro, 1) for micro in range(4)]
+                with current_world().recorder.recording() as entries:
+                    engine.train_batch(iter([(micro[:, :-1], micro[:, 1:]) for micro in micros]))
+            return Counter((entry.axis, entry.op) for entry in entries if entry.axis.startswith("tp"))
+
+        return run_ranks(2 * tp, job)[-1]
+
+    whole, split = sent("1f1b"), sent("zb_h1")
+    assert sum(whole.values()) > 24
+    assert split - whole == Counter(twice)
+    assert whole - split == Counter()
 
 
 def test_hpz_gathers_for_backward_among_the_ranks_that_shard_a_part() -> None:

@@ -10,8 +10,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
-pytestmark = pytest.mark.timeout(1200)
-
 SCRIPT = "trainer_cases"
 ALONE = "pretrained"  # measures memory, in processes of its own
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed leaves the process at once
@@ -19,7 +17,7 @@ EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed leaves the p
 
 @pytest.fixture(scope="module")
 def run() -> ClientRun:
-    return run_script(f"{SCRIPT}.py", *sorted(set(golden(SCRIPT)["cases"]) - {ALONE}), timeout=1100)
+    return run_script(f"{SCRIPT}.py", *sorted(set(golden(SCRIPT)["cases"]) - {ALONE}))
 
 
 @pytest.mark.parametrize("name", sorted(set(golden(SCRIPT)["cases"]) - {ALONE}))

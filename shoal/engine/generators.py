@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.comm.protocol import Communicator
 from shoal.device import Device
@@ -45,12 +46,12 @@ def share_torch_states(comm: Communicator, device: Device) -> None:
 
     Ranks that hold the same activations must draw the same elements of them to drop.
 
-    Communicates: some thousand bytes.
+    Communicates: some thousand bytes of each rank.
     """
     own = {"torch": torch.get_rng_state(), **device.generator_states()}
-    sent = {key: state.tolist() for key, state in own.items()} if comm.rank == 0 else None
-    first = comm.gather_objects(sent, label="random states")[0]
+    first = comm.gather_objects({key: state.tolist() for key, state in own.items()}, label="random states")[0]
     if comm.rank:
-        states = {key: torch.tensor(state, dtype=torch.uint8, device="cpu") for key, state in first.items()}
+        with unset_fake_temporarily():  # in a dry run, too, a state is a value
+            states = {key: torch.tensor(state, dtype=torch.uint8, device="cpu") for key, state in first.items()}
         torch.set_rng_state(states.pop("torch"))
         device.set_generator_states(states)

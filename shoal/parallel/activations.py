@@ -150,7 +150,7 @@ class HostStore:
     def __init__(self, copies_of: CopiesOf) -> None:
         self._copies_of = cache(copies_of)
         self._number = 0
-        self._calls: dict[int, weakref.ref[ForwardCall]] = {}
+        self._calls: weakref.WeakValueDictionary[int, ForwardCall] = weakref.WeakValueDictionary()
         self._leaving: deque[weakref.ref[HostTensor]] = deque()
         self._running: weakref.ref[ForwardCall] | None = None  # the call fetched last
         self._ahead: weakref.ref[ForwardCall] | None = None  # the call that is expected next
@@ -159,7 +159,7 @@ class HostStore:
         self._number += 1
         self._release_sources(before=self._number - 1)
         call = ForwardCall(self._number, [])
-        self._calls[self._number] = weakref.ref(call)
+        self._calls[self._number] = call
         return call
 
     def _release_sources(self, before: int) -> None:
@@ -197,9 +197,7 @@ class HostStore:
 
     def _before(self, call: ForwardCall) -> ForwardCall | None:
         """The call before this one in the forward pass, of those whose backward pass is still to come."""
-        self._calls = {number: ref for number, ref in self._calls.items() if ref() is not None}
-        earlier = [ref for number, ref in self._calls.items() if number < call.number]
-        return earlier[-1]() if earlier else None
+        return self._calls.get(max((number for number in self._calls if number < call.number), default=0))
 
     def _prefetch(self, coming: ForwardCall | None, running: ForwardCall) -> None:
         last = self._ahead() if self._ahead is not None else None

@@ -1,4 +1,4 @@
-"""A long run holds what a short one does: from the tenth step on no objects of any type are more after each step."""
+"""A long run holds what a short one does: from the eighth step on no objects of any type are more after each step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.composition import Combination, covering, named, settings_of
 
 PAIRS = [{**row, "compile": "no"} for row in covering(2)]
 ROWS = PAIRS if ALL_ROWS else [PAIRS[1]]
-COUNTED_AFTER = (10, 18, 26)  # steps
+COUNTED_AFTER = (8, 14, 20)  # steps
 # What is kept of the last calls, and of layouts of sequences, up to a number.
 BOUNDED = {"Group", "Tile", "Documents", "tuple", "Counter"}
 
@@ -28,11 +28,11 @@ def held() -> Counter[str]:
     return Counter(type(each).__name__ for each in gc.get_objects())
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)  # eight ranks that are threads take their turns
 @pytest.mark.parametrize("combination", ROWS, ids=map(named, ROWS))
 def test_a_long_run_holds_what_a_short_one_does(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, run = settings_of(combination)
-    meeting = threading.Barrier(run.world_size, timeout=120)
+    meeting = threading.Barrier(run.world_size, timeout=800)
     found: list[Counter[str]] = []
 
     def train(self: composition_runs.Trainer) -> tuple[torch.Tensor, composition_runs.Values]:
@@ -48,10 +48,10 @@ def test_a_long_run_holds_what_a_short_one_does(combination: Combination, monkey
 
     monkeypatch.setattr(composition_runs.Trainer, "train", train)
     monkeypatch.setattr(
-        composition_runs, "run_ranks", lambda *args, **more: run_ranks(*args, **{**more, "timeout": 240})
+        composition_runs, "run_ranks", lambda *args, **more: run_ranks(*args, **{**more, "timeout": 800})
     )
     composition_runs.train(settings, run)
     early, middle, late = found
     growing = {kind: late[kind] - middle[kind] for kind in late if early[kind] < middle[kind] < late[kind]}
     # What grows by less than one a step is a cache that fills.
-    assert {kind: num for kind, num in growing.items() if kind not in BOUNDED and num >= 8} == {}
+    assert {kind: num for kind, num in growing.items() if kind not in BOUNDED and num >= 6} == {}

@@ -441,7 +441,10 @@ class Checkpointing:
         return f"{storage.url}/{chosen.folder}", trees["client_state"]
 
     def _restore(self, chosen: Chosen, trees: dict[str, Any], *, has_schedule: bool) -> None:
-        """Raises: CheckpointError: on every rank, if some rank could not set its state; its tensors are loaded then."""
+        """Raises: CheckpointError: on every rank, if some rank could not set its state; its tensors are loaded then.
+
+        Communicates: on a tensor-parallel axis, the random states too.
+        """
         with self._on_all_ranks(
             "checkpoint: restored",
             "the parameters are loaded, but not what belongs to them",

@@ -19,8 +19,7 @@ def generator_states(device: Device) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
-        "torch": torch.get_rng_state(),
-        **device.generator_states(),
+        **_torch_states(device),
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
         "numpy": {
             "kind": kind,
@@ -32,8 +31,7 @@ def generator_states(device: Device) -> dict[str, Any]:
 
 def set_generator_states(device: Device, saved: Mapping[str, Any]) -> None:
     """Set what ``generator_states`` returned."""
-    torch.set_rng_state(saved["torch"])
-    device.set_generator_states({key: value for key, value in saved.items() if key == "cuda"})
+    _set_torch_states(device, saved)
     python = saved["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     numpy = saved["numpy"]
@@ -48,10 +46,18 @@ def share_torch_states(comm: Communicator, device: Device) -> None:
 
     Communicates: some thousand bytes of each rank.
     """
-    own = {"torch": torch.get_rng_state(), **device.generator_states()}
-    first = comm.gather_objects({key: state.tolist() for key, state in own.items()}, label="random states")[0]
+    own = {key: state.tolist() for key, state in _torch_states(device).items()}
+    first = comm.gather_objects(own, label="random states")[0]
     if comm.rank:
         with unset_fake_temporarily():  # in a dry run, too, a state is a value
             states = {key: torch.tensor(state, dtype=torch.uint8, device="cpu") for key, state in first.items()}
-        torch.set_rng_state(states.pop("torch"))
-        device.set_generator_states(states)
+        _set_torch_states(device, states)
+
+
+def _torch_states(device: Device) -> dict[str, torch.Tensor]:
+    return {"torch": torch.get_rng_state(), **device.generator_states()}
+
+
+def _set_torch_states(device: Device, states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    device.set_generator_states({key: value for key, value in states.items() if key == "cuda"})

@@ -127,12 +127,7 @@ def test_a_gpt_on_a_3_d_grid_trains_as_in_one_process(
 
 
 @pytest.mark.parametrize(("size", "tp", "pp", "grid"), [(8, 4, 2, "2d"), (16, 4, 4, "2d")])
-def test_stages_of_a_pipeline_send_what_each_rank_of_a_grid_has(
-    size: int,
-    tp: int,
-    pp: int,
-    grid: str,
-) -> None:
+def test_stages_of_a_pipeline_send_what_each_rank_of_a_grid_has(size: int, tp: int, pp: int, grid: str) -> None:
     def layers() -> GPT:
         return GPT(GPTConfig(VOCABULARY, LENGTH, 4, 32, 4))
 

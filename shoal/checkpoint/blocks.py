@@ -170,6 +170,14 @@ class Snapshot:
         self._done = CopyDone()
         self._is_taken = threading.Event()
         self._see_taken: Callable[[], None] = lambda: None  # called by a thread that has waited for it
+        try:
+            self._begin(plan)
+        except BaseException:
+            self._done.block()  # the image's memory may be used again
+            raise
+        self._has_rest = bool(self._rest)
+
+    def _begin(self, plan: FilePlan) -> None:
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for entry, offset in zip(plan.entries, plan.offsets, strict=True):
             at = offset
@@ -187,7 +195,6 @@ class Snapshot:
                 self._rest.append((flat, target))
             else:
                 self._copy(flat, target)
-        self._has_rest = bool(self._rest)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         if is_in_host_memory(source) or self._copies is None:

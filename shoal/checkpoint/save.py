@@ -179,7 +179,9 @@ class Save:
             self._outcome = snapshot
             return
         self._start(partial(write, snapshot))
-        if self._thread is not None:
+        if self._thread is None:
+            snapshot.finish()  # the next save may have its memory
+        else:
             self._snapshot = snapshot
 
     def _start(self, run: Callable[[], Any]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.checkpoint import directory
+from shoal.checkpoint import blocks, directory
 from shoal.checkpoint.storage import LocalStorage
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
@@ -107,6 +107,37 @@ def test_a_system_without_threads_is_an_error_on_all_ranks(tmp_path: Path, monke
     for outcomes in run_ranks(SIZE, rank):
         assert outcomes[0] == outcomes[2] == ("returned", True)
         assert "can't start new thread" in outcomes[1][1]
+    assert steps_in(tmp_path) == ["global_step1"]
+
+
+def test_a_state_that_cannot_be_copied_to_its_end_is_an_error_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the check of streams: the next save writes to memory that the copies of this one are writing to."""
+    run = tiny(checkpoint={"async_save": True})
+    copy = blocks.Snapshot._copy
+    num_copied = [0] * SIZE
+
+    def copy_some(self: blocks.Snapshot, source: torch.Tensor, target: torch.Tensor) -> None:
+        rank = current_world().rank
+        num_copied[rank] += 1
+        if rank == 1 and num_copied[rank] == 3:
+            raise torch.OutOfMemoryError("no memory to decode into")
+        copy(self, source, target)
+
+    monkeypatch.setattr(blocks.Snapshot, "_copy", copy_some)
+
+    def rank() -> list[Outcome]:
+        engine = engine_of(run)
+        micro_steps(engine, run, 0, 1)
+        outcomes = [attempt(lambda: engine.save_checkpoint(tmp_path)), attempt(engine.checkpointing.finish)]
+        outcomes.append(attempt(lambda: save_and_finish(engine, tmp_path)))
+        engine.destroy()
+        return outcomes
+
+    for outcomes in run_ranks(SIZE, rank):
+        assert outcomes[0] == outcomes[2] == ("returned", True)
+        assert "no memory to decode into" in outcomes[1][1]
     assert steps_in(tmp_path) == ["global_step1"]
 
 

@@ -1,10 +1,10 @@
-# make test | test-nightly | test-clients | lint | quickstart | bench | first-gpu | docs | clean. Each sets up what it
-# needs; set-up is skipped while nothing it reads has changed.
+# make test | test-jobs | test-simulation | test-clients | test-nightly | lint | quickstart | bench | first-gpu | docs |
+# clean. Each sets up what it needs; set-up is skipped while nothing it reads has changed.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-nightly test-clients lint quickstart bench first-gpu docs clean
+.PHONY: help setup test test-jobs test-simulation test-nightly test-clients lint quickstart bench first-gpu docs clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,8 +21,8 @@ SETUP_INPUTS := pyproject.toml constraints.txt
 TEST_WORKERS ?= 2
 TESTS ?= tests/unit tests/ranks tests/device
 CLIENT_TESTS ?= tests/clients
-# Tests of which make test runs few rows (tests/helpers/any_two.py).
-PRODUCT_TESTS = $$(grep -rl "any_two import" tests/unit tests/ranks)
+# Tests of which the others run few rows (tests/helpers/any_two.py).
+PRODUCT_TESTS = $$(grep -rl "any_two import" tests/unit tests/ranks tests/simulation)
 RANDOM_TESTS ?= tests/ranks/running/test_property.py tests/ranks/offload/test_composition.py
 NIGHTLY_SECONDS ?= 7200
 SEARCH_MINUTES ?= 60
@@ -35,9 +35,13 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Tests start hundreds of processes. Without bytecode files each of them compiles Shoal again, a quarter of its start.
 ONE_THREAD += PYTHONDONTWRITEBYTECODE=
 
+RUN_TESTS = $(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
 help:
 	@echo "make test        set up, run the tests (TESTS='tests/unit/test_x.py' for some of them)"
-	@echo "make test-nightly  set up, run what is too long for make test: any three settings together, all rows of products, the large benchmarks, every causal family of Transformers, the random tests longer, and the random search (SEARCH_MINUTES=60 SEARCH_SEED=1)"
+	@echo "make test-jobs   set up, run the tests that start whole jobs of processes, as a user does"
+	@echo "make test-simulation  set up, run the tests on simulated accelerators: the check of streams, dry runs, the planner"
+	@echo "make test-nightly  set up, run what is too long for them: any three settings together, all rows of products, the large benchmarks, every causal family of Transformers, the random tests longer, and the random search (SEARCH_MINUTES=60 SEARCH_SEED=1)"
 	@echo "make test-clients  set up a third environment with Accelerate, Transformers and the others, run Shoal under them"
 	@echo "make lint        set up, run ruff, mypy and the import contract"
 	@echo "make quickstart  set up, train a small GPT on 2 local ranks with ZeRO-3 for about $(MINUTES) minutes"
@@ -76,7 +80,13 @@ $(VENV)/.stamp-kernels: Makefile | $(BIN)/python
 setup: $(VENV)/.stamp
 
 test: $(VENV)/.stamp-test $(VENV)/.stamp-kernels
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(RUN_TESTS) $(TESTS)
+
+test-jobs: $(VENV)/.stamp-test
+	$(RUN_TESTS) tests/jobs
+
+test-simulation: $(VENV)/.stamp-test
+	$(RUN_TESTS) tests/simulation
 
 # The fourth line draws 50 times as many examples as make test does, other ones each time.
 test-nightly: $(VENV)/.stamp-test $(CLIENTS_VENV)/.stamp

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.running import BOUNDS, ClientRun, differences, golden, run_script
-from tests.ranks.launch.test_clusters import HANG
+from tests.jobs.launch.test_clusters import HANG
 
 pytest.importorskip("ray")
 

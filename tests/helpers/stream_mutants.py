@@ -92,7 +92,7 @@ OUTSIDE = {
 _HOST = "waits for other ranks or threads of the host, which a stream does not see"
 _AGAIN = "a second wait for what its caller has waited for"
 _REPLICAS = "replicas that come and go are processes; nightly tests kill them"
-_ON_CURRENT = "of an operator that runs on the current stream; a test of tests/ranks/simulation checks what follows"
+_ON_CURRENT = "of an operator that runs on the current stream; a test of tests/simulation/ranks checks what follows"
 _NOTHING_LEFT = "where the scenarios come here nothing is pending"
 UNREACHED = {
     "shoal/checkpoint/blocks.py self._is_taken.wait()": "the host's own event; the order is ``_see_taken``",

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.chaos import ACTIONS, PLACES, STEPS, Fault, Jobs, Layout
 from tests.helpers.composition import num_ranks
-from tests.ranks.launch.test_launch import is_alive
+from tests.jobs.launch.test_launch import is_alive
 
 RUNS = int(os.environ.get("CHAOS_RUNS", "12"))
 SEED = int(os.environ.get("CHAOS_SEED", "1"))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.launch.test_guard import SLACK_SECONDS, STEP_SECONDS, stacks_in, torchrun, write
-from tests.ranks.launch.test_launch import wait_until
+from tests.jobs.launch.test_guard import SLACK_SECONDS, STEP_SECONDS, stacks_in, torchrun, write
+from tests.jobs.launch.test_launch import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 NUM_RANKS = 8

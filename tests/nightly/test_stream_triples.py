@@ -1,4 +1,4 @@
-"""Any three settings together: streams wait where they must; pairs: tests/ranks/simulation/test_stream_matrix.py."""
+"""Any three settings together: streams wait where they must; pairs: tests/simulation/ranks/test_stream_matrix.py."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.ranks.launch.test_hang import SCRIPT, calls_of
-from tests.ranks.launch.test_launch import is_alive, wait_until
+from tests.jobs.launch.test_hang import SCRIPT, calls_of
+from tests.jobs.launch.test_launch import is_alive, wait_until
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node")
 STEP_SECONDS = 1.5  # timeouts.step of the script

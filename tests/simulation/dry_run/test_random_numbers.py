@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.parallel.tensor.region import RngFork
 from shoal.simulation.verify import verify
-from tests.unit.simulation.test_verify import PLAN, Block, Model
+from tests.simulation.dry_run.test_verify import PLAN, Block, Model
 
 SAME = "the ranks draw the same random numbers, each for its own part or samples: give each another seed"
 OTHER = "the ranks draw other random numbers for a tensor that all of them have: their copies differ"

@@ -23,7 +23,7 @@ from shoal.parallel.tensor import layers
 from shoal.parallel.tensor.region import TensorRegion
 from shoal.simulation.type_check import TypeFinding
 from shoal.simulation.verify import verify
-from tests.unit.simulation.test_verify import PLAN, WIDTH, Block
+from tests.simulation.dry_run.test_verify import PLAN, WIDTH, Block
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.launch.test_launch import START, is_alive
+from tests.jobs.launch.test_launch import START, is_alive
 
 SCRIPT = """
 import os, signal, time

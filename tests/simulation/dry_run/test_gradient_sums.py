@@ -13,7 +13,7 @@ from shoal.comm.protocol import FinishedWork
 from shoal.sharding.buffer import FlatBuffer
 from shoal.sharding.gradient import Gradient
 from shoal.simulation.verify import verify
-from tests.unit.simulation.test_verify import Model, typed
+from tests.simulation.dry_run.test_verify import Model, typed
 
 MISSING = "its row sums the gradient, and no collective has before the step"
 

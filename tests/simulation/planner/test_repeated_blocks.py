@@ -13,7 +13,7 @@ from shoal.models import GPT
 from shoal.planner.dry_model import PlannedStep, dry_run_model
 from shoal.planner.repeated_blocks import Repeats, RunGrid
 from shoal.simulation.times import COMPUTE
-from tests.unit.planner.test_dry_model import SHAPE, config
+from tests.simulation.planner.test_dry_model import SHAPE, config
 
 UNITS = {"units": {"classes": ["Block"]}}  # else a small model is one unit, and its padding is not the blocks'
 NEAR = {  # less than one block is gathered ahead or kept

@@ -13,9 +13,9 @@ import shoal
 from shoal.simulation.dry_run import DryRun
 from shoal.simulation.machines import machine_of
 from tests.helpers.training import config
+from tests.simulation.dry_run.test_dry_run_pipeline import config as pipeline_config
+from tests.simulation.dry_run.test_dry_run_pipeline import trains
 from tests.unit.running.test_fake_step import Tower
-from tests.unit.simulation.test_dry_run_pipeline import config as pipeline_config
-from tests.unit.simulation.test_dry_run_pipeline import trains
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,14 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.mesh import Mesh
 from tests.helpers import models
-from tests.helpers.composition import Combination, covering, named, settings_of
+from tests.helpers.composition import Combination, all_pairs, named, settings_of
 from tests.helpers.composition_runs import check_run
 from tests.helpers.training import STAGES, adamw, batch, config, largest_difference, make, start
 
 pytestmark = pytest.mark.device
 
 STEPS = 3
-PAIRS = covering(2)
+PAIRS = all_pairs()
 EXACT, ROUNDED = 20.0, 4.0  # the bounds are those of the CPU's kernels, in last bits
 
 

@@ -11,6 +11,7 @@ To add an axis, add a line to ``AXES``. What the config cannot say, the test doe
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import random
 from collections.abc import Iterator, Mapping
@@ -260,6 +261,12 @@ REFUSALS = (
     Refusal({"state": ("zenflow",), "wire": ("difference",)}, "offload-stage"),
     Refusal({"state": ("zenflow",), "stored state": ("int8",)}, "offload-stage"),
 )
+# By the first of their values. Pairs are found by a million calls of ``refusal``.
+_REFUSALS_OF: dict[tuple[str, str], list[Refusal]] = {}
+for _refusal in REFUSALS:
+    _axis, _values = next(iter(_refusal.values.items()))
+    for _value in _values:
+        _REFUSALS_OF.setdefault((_axis, _value), []).append(_refusal)
 # Neither refused at start-up nor run: a block that is called again is out of order in a pipeline, which its stage
 # refuses in the forward; the mean of replicas that step apart is that of one process where the step is linear.
 NOT_RUN = (
@@ -357,9 +364,10 @@ def _merge(into: dict[str, Any], fragment: Mapping[str, Any]) -> None:
 
 def refusal(combination: Mapping[str, str]) -> Refusal | None:
     """What is refused in a combination, which may lack axes; None: nothing."""
-    for each in REFUSALS:
-        if all(combination.get(axis) in values for axis, values in each.values.items()):
-            return each
+    for axis, value in combination.items():
+        for each in _REFUSALS_OF.get((axis, value), ()):
+            if all(combination.get(name) in values for name, values in each.values.items()):
+                return each
     return None
 
 
@@ -456,6 +464,12 @@ def covering(
             del missing[values]
         found.append({name: row[name] for name in axes})
     return found
+
+
+@functools.cache
+def all_pairs() -> tuple[Combination, ...]:
+    """Combinations in which any two values of ``AXES`` occur together. Several files of tests run them."""
+    return tuple(covering(2))
 
 
 def _complete(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.composition import Combination, covering, named, triples_of_sums
+from tests.helpers.composition import Combination, all_pairs, covering, named, triples_of_sums
 from tests.helpers.composition_runs import check
 
 TRIPLES = covering(3)
-COMPILED = [each for each in covering(2) if each["compile"] == "yes"]
+COMPILED = [each for each in all_pairs() if each["compile"] == "yes"]
 OF_SUMS = triples_of_sums()  # what failed in use: with accumulation, and nothing else in the way
 
 

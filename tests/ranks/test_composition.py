@@ -15,6 +15,7 @@ from tests.helpers.composition import (
     FOLDED,
     REFUSALS,
     Combination,
+    all_pairs,
     covering,
     is_allowed,
     named,
@@ -24,7 +25,7 @@ from tests.helpers.composition import (
 )
 from tests.helpers.composition_runs import check, check_run, train
 
-PAIRS = covering(2)
+PAIRS = all_pairs()
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}, "run": {"blocks": 4}}
 
 

@@ -13,9 +13,9 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from tests.helpers import composition_runs
 from tests.helpers.any_two import ALL_ROWS
-from tests.helpers.composition import Combination, covering, named, settings_of
+from tests.helpers.composition import Combination, all_pairs, named, settings_of
 
-PAIRS = [{**row, "compile": "no"} for row in covering(2)]
+PAIRS = [{**row, "compile": "no"} for row in all_pairs()]
 ROWS = PAIRS if ALL_ROWS else [PAIRS[1]]
 COUNTED_AFTER = (8, 14, 20)  # steps
 # What is kept of the last calls, and of layouts of sequences, up to a number.

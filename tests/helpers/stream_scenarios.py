@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -80,7 +80,7 @@ class TestRuns:
     Args:
         begin: called with the name of each test before it runs.
         has_all_parameters: run each test with all its parameters; else with the first and the last.
-        leave_out: names of tests that do not run.
+        leave_out: names of tests that do not run, with their parameters or without.
 
     Attributes:
         checks: of the test that ran last.
@@ -95,7 +95,7 @@ class TestRuns:
         begin: Callable[[str], None] = lambda name: None,
         *,
         has_all_parameters: bool = False,
-        leave_out: Collection[str] = (),
+        leave_out: Iterable[str] = (),
     ) -> None:
         self.checks: list[StreamCheck] = []
         self.passed: dict[str, bool] = {}
@@ -103,7 +103,7 @@ class TestRuns:
         self.of_test: dict[str, list[StreamCheck]] = {}
         self._begin = begin
         self._has_all_parameters = has_all_parameters
-        self._leave_out = leave_out
+        self._leave_out = frozenset(leave_out)
         self._run_ranks = threads.run_ranks
         self._replaced: list[ModuleType] = []
 
@@ -148,7 +148,7 @@ class TestRuns:
             for item in items
             if "process" not in item.name.replace("one_process", "")
             and "gloo" not in item.fixturenames
-            and item.name not in self._leave_out
+            and self._leave_out.isdisjoint((item.name, getattr(item, "originalname", "")))
         ]
         for item in with_threads:
             item.add_marker(pytest.mark.timeout(_SECONDS), append=False)  # over its own

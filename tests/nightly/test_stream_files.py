@@ -10,10 +10,7 @@ import pytest
 from tests.helpers.places import ROOT
 from tests.helpers.stream_files import NO_THREADS
 
-# They have checks of their own.
-FILES = sorted(
-    str(path.relative_to(ROOT)) for path in ROOT.glob("tests/ranks/**/test_*.py") if path.parent.name != "simulation"
-)
+FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/ranks/**/test_*.py"))
 
 
 @pytest.mark.timeout(7200)

@@ -35,21 +35,25 @@ class LowPrecision(Part):
         assert section.recipe is not None
         self._model, self._counters, self._section = model, counters, section
         self._comm, device = properties.axes.world, properties.device.torch_device
-        self._generator = torch.Generator(device)
+        # Tensor-parallel ranks hold the same gradient of a layer that is not split, so they round it alike.
+        mesh = properties.axes.mesh
+        numbers = mesh.ranks_along("tp", self._comm.rank)[0], mesh.world_size + self._comm.rank
+        self._generators = [(torch.Generator(device), number) for number in numbers]
         self._seeded_at = -1  # micro-step
         vocabulary = max(self._comm.gather_objects(largest_embedding(model), label="fp8 vocabulary"))
         blocks = find_blocks(model, model.own_blocks if isinstance(model, StageModule) else ())
-        products = LowPrecisionProducts(RECIPES[section.recipe], self._generator)
+        whole, split = (LowPrecisionProducts(RECIPES[section.recipe], generator) for generator, _ in self._generators)
         own = Layers.of(model, list(blocks), vocabulary)
-        refusals = {str(dtype): why for dtype in _DTYPES if (why := products.refusal(dtype, device)) is not None}
+        refusals = {str(dtype): why for dtype in _DTYPES if (why := whole.refusal(dtype, device)) is not None}
         every = self._comm.gather_objects([own.linears, own.blocks, refusals], label="fp8 layers")
         of_all = Layers.together(Layers(linears, tuple(blocks)) for linears, blocks, _ in every)
         chosen = of_all.chosen(section.modules, section.keep, section.keep_last_layers)
         refused = {name: why for *_, each in every for name, why in each.items()}
-        products.refused |= {dtype for dtype in _DTYPES if str(dtype) in refused}
-        self.layers = LayerProducts(products)
+        whole.refused = split.refused = whole.refused | {dtype for dtype in _DTYPES if str(dtype) in refused}
+        self._products = LayerProducts(whole), LayerProducts(split)
         modules = {name: module for name, module in model.named_modules() if name in own.linears}
-        self._installed = LowPrecisionLayers({name: modules[name] for name in chosen if name in modules}, self.layers)
+        layers = {name: modules[name] for name in chosen if name in modules}
+        self._installed = LowPrecisionLayers(layers, *self._products)
         self.notes = self._notes(of_all, chosen, refused.get(str(properties.plan.autocast_dtype or _dtype_of(model))))
 
     def _notes(self, layers: Layers, chosen: list[str], refusal: str | None) -> list[str]:
@@ -64,10 +68,12 @@ class LowPrecision(Part):
         return notes
 
     def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> ForwardInputs | None:
-        self.layers.is_on = self._is_on()
+        for products in self._products:
+            products.is_on = self._is_on()
         if self._seeded_at != self._counters.micro_steps:
             self._seeded_at = self._counters.micro_steps
-            self._generator.manual_seed(_BETWEEN_SEEDS * self._seeded_at + self._comm.rank)
+            for generator, number in self._generators:
+                generator.manual_seed(_BETWEEN_SEEDS * self._seeded_at + number)
         return None
 
     def _is_on(self) -> bool:
@@ -75,7 +81,7 @@ class LowPrecision(Part):
         return section.from_step <= steps and (section.until_step is None or steps < section.until_step)
 
     def at_step(self, was_applied: bool) -> None:
-        if self.layers.is_on != self._is_on():
+        if self._products[0].is_on != self._is_on():
             what = "on" if self._is_on() else "off"
             text = f"fp8: {what} after step {self._counters.global_steps} ({self._section.recipe})."
             say_on_rank_0(self._comm.rank, text)

@@ -29,17 +29,22 @@ _ALIGNED = 16  # smaller layers are not worth it, and operators of GPUs do not t
 
 
 class LowPrecisionLayers:
-    """The chosen layers of a model, until ``remove()``."""
+    """The chosen layers of a model, until ``remove()``.
 
-    def __init__(self, layers: Mapping[str, nn.Module], products: LayerProducts) -> None:
+    Args:
+        whole: the products of layers that are not split over tensor-parallel ranks.
+        split: those of the others.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], whole: LayerProducts, split: LayerProducts) -> None:
         self._before: list[tuple[object, str, Any, Any]] = []  # an attribute: what it was, what it is
         for module in layers.values():
             if (held := _stacked(module)) is not None:
-                self._set(held, "products", products)
-            elif (split := getattr(module, "tensor_split", None)) is not None:
-                self._set(module, "tensor_split", replace(split, products=products))
+                self._set(held, "products", whole if held.tensor.etp is None else split)
+            elif (part := getattr(module, "tensor_split", None)) is not None:
+                self._set(module, "tensor_split", replace(part, products=split))
             else:
-                self._set(module, "forward", MethodType(_forward_with(products), module))
+                self._set(module, "forward", MethodType(_forward_with(whole), module))
 
     def _set(self, owner: Any, name: str, value: object) -> None:
         self._before.append((owner, name, vars(owner).get(name), value))

@@ -50,7 +50,7 @@ def low_precision(model: nn.Module, recipe: str, names: tuple[str, ...] = ()) ->
     products = LayerProducts(LowPrecisionProducts(RECIPES[recipe]))
     products.is_on = True
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and (not names or n in names)}
-    LowPrecisionLayers(linears, products)
+    LowPrecisionLayers(linears, products, products)
     return model
 
 
@@ -368,8 +368,41 @@ def split_in_parts(model: nn.Module, recipe: str, num_ranks: int) -> nn.Module:
         if isinstance(module, nn.Linear) and name.startswith("blocks"):
             products = LayerProducts(InParts(recipe, num_ranks, is_column=name.endswith("up")))
             products.is_on = True
-            LowPrecisionLayers({name: module}, products)
+            LowPrecisionLayers({name: module}, products, products)
     return model
+
+
+class PartlySplit(nn.Module):
+    """Tensor-parallel ranks hold a part of two layers, and all of the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.down(self.up(x).relu())).square().mean()
+
+
+def test_tensor_parallel_ranks_round_the_gradients_of_a_layer_alike_that_they_hold_whole(
+    ranks: Callable[..., Any],
+) -> None:
+    plan = {"up": "column", "down": "row", "head": "replicate"}
+    settings = {
+        **config(1, fp8=fp8("nvfp4"), parallel={"tp": 2, "tp_plan": plan}, debug={"replica_check_steps": 1}),
+        "units": {},
+    }
+
+    def job() -> list[torch.Tensor]:
+        engine = start(PartlySplit, settings, sgd)
+        for _ in range(3):
+            engine.backward(
+                engine(torch.randn(2, 16, generator=torch.Generator().manual_seed(current_world().rank // 2)))
+            )
+            engine.step()
+        return [p.detach().clone() for p in engine.module.head.parameters()]
+
+    results = ranks(4, job)
+    assert all(are_bit_equal(dict(enumerate(each)), dict(enumerate(results[0]))) for each in results[1:])
 
 
 @pytest.mark.parametrize(

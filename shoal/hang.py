@@ -417,8 +417,11 @@ class HangGuard:
         return _wait(lambda: store.add(_NUM_REPORTS, 0) >= self._size, seconds)
 
     def _look_at_neighbours(self, store: Store) -> None:
-        """Write the reports of this machine's processes that wrote none, if no other rank of it does."""
-        if not self._is_first(store, f"neighbours/{boot()}"):
+        """Write the reports of this machine's processes that wrote none, if no other rank of it does.
+
+        Not in a process that was continued: another rank ends it, maybe before it has ended those.
+        """
+        if store.check([f"seen/{self._rank}"]) or not self._is_first(store, f"neighbours/{boot()}"):
             return
         silent = [rank for rank in range(self._size) if not store.check([f"report/{rank}"])]
         processes = {rank: _process_of(store.get(key)) for rank in silent if store.check([key := f"process/{rank}"])}

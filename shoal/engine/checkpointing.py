@@ -27,7 +27,7 @@ from shoal.config import Config
 from shoal.device import host_empty
 from shoal.engine import run_state
 from shoal.engine.accumulation import Accumulation
-from shoal.engine.generators import share_torch_states
+from shoal.engine.generators import share_generator_states
 from shoal.engine.log import logger, say_on_rank_0
 from shoal.engine.over_stages import joined_groups, joined_records, names_elsewhere, own_buffers
 from shoal.engine.run_state import RunState
@@ -455,7 +455,7 @@ class Checkpointing:
             own = trees["own"]
             self._run.restore(trees["engine"], own, chosen.folder, has_schedule=has_schedule, num_ranks=num_ranks)
         if (tp := self._properties.axes.get("tp")) is not None:  # the run that saved may have had other ranks
-            share_torch_states(tp, self._properties.device)
+            share_generator_states(tp, self._properties.device)
         scale = self._accumulation.loss_scale
         if self._optimizer is not None and scale is not None:
             self._optimizer.loss_scale = scale.scale

@@ -39,19 +39,33 @@ def set_generator_states(device: Device, saved: Mapping[str, Any]) -> None:
     np.random.set_state((numpy["kind"], keys, *numpy["rest"]))
 
 
-def share_torch_states(comm: Communicator, device: Device) -> None:
-    """Give torch's generators on the CPU and on this device the states of the first rank.
+def share_generator_states(comm: Communicator, device: Device) -> None:
+    """Give this rank's generators the states of the first rank.
 
-    Ranks that hold the same activations must draw the same elements of them to drop.
+    Ranks that hold the same activations must draw the same elements of them to drop, or the same layers.
 
-    Communicates: some thousand bytes of each rank.
+    Communicates: some 20 KiB of each rank.
     """
-    own = {key: state.tolist() for key, state in _torch_states(device).items()}
-    first = comm.gather_objects(own, label="random states")[0]
+    with unset_fake_temporarily():  # in a dry run, too, a state is a value
+        own = generator_states(device)
+    first = comm.gather_objects(_listed(own), label="random states")[0]
     if comm.rank:
-        with unset_fake_temporarily():  # in a dry run, too, a state is a value
-            states = {key: torch.tensor(state, dtype=torch.uint8, device="cpu") for key, state in first.items()}
-        _set_torch_states(device, states)
+        with unset_fake_temporarily():
+            set_generator_states(device, _restored(first, own))
+
+
+def _listed(state: Any) -> Any:
+    """A tree whose tensors are lists."""
+    if isinstance(state, dict):
+        return {key: _listed(part) for key, part in state.items()}
+    return state.tolist() if isinstance(state, torch.Tensor) else state
+
+
+def _restored(listed: Any, like: Any) -> Any:
+    """The tree of which ``listed`` was made; ``like`` has tensors of the same dtypes in the same places."""
+    if isinstance(like, dict):
+        return {key: _restored(listed[key], part) for key, part in like.items()}
+    return torch.tensor(listed, dtype=like.dtype, device="cpu") if isinstance(like, torch.Tensor) else listed
 
 
 def _torch_states(device: Device) -> dict[str, torch.Tensor]:

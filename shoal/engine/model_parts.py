@@ -35,7 +35,7 @@ from shoal.comm.world import current_world
 from shoal.config import Config
 from shoal.config.parallel import PartitionConfig
 from shoal.device import Device
-from shoal.engine.generators import share_torch_states
+from shoal.engine.generators import share_generator_states
 from shoal.engine.over_stages import from_stages
 from shoal.errors import ConfigError, ModelError
 from shoal.mesh import Axis as MeshAxis
@@ -450,4 +450,4 @@ def synchronize_whole(
                 flat = tensor.detach().to(device).reshape(-1).clone()
                 ranks.blocking.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, 0, label=name)
                 tensor.copy_(flat.view(tensor.shape))
-    share_torch_states(comm, Device(device))
+    share_generator_states(comm, Device(device))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -47,7 +49,7 @@ def _batches() -> Any:
 
 
 def _engine(seed: int, parallel: dict[str, Any]) -> Any:
-    torch.manual_seed(seed)
+    _seed(seed)
     model = PositionedGPT()
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -57,6 +59,16 @@ def _engine(seed: int, parallel: dict[str, Any]) -> Any:
         **({"pipeline": {"first_stage": ["positions"]}} if "pp" in parallel else {}),
     }
     return shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=config)[0]
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _states() -> list[Any]:
+    return [torch.get_rng_state().tolist(), repr(random.getstate()), np.random.get_state()[1].tolist()]
 
 
 def _step(engine: Any, batches: Any) -> None:
@@ -71,11 +83,11 @@ def _step(engine: Any, batches: Any) -> None:
 def _train(rank: int, size: int, parallel: dict[str, Any]) -> list[Any]:
     """What tensor-parallel ranks have in common, after two steps."""
     engine, batches = _engine(9 + rank, parallel), _batches()
-    random = torch.get_rng_state().tolist()
+    before = _states()
     for _ in range(2):
         _step(engine, batches)
     whole = {n: p.tolist() for n, p in engine.module.named_parameters() if n in ("positions.weight", "norm.weight")}
-    found = [pp.rank if (pp := engine.axes.get("pp")) is not None else 0, whole, random, torch.get_rng_state().tolist()]
+    found = [pp.rank if (pp := engine.axes.get("pp")) is not None else 0, whole, before, _states()]
     engine.destroy()
     return found
 
@@ -106,13 +118,13 @@ def test_parameters_that_each_rank_holds_whole_stay_equal(gloo: Gloo, size: int,
 def _go_on(rank: int, size: int, folder: str) -> list[Any]:
     """Data-parallel ranks, each with random numbers of its own, save; tensor-parallel ranks go on."""
     data = _engine(9, {})
-    torch.manual_seed(rank)
+    _seed(rank)
     data.save_checkpoint(folder)
-    saved = torch.get_rng_state().tolist()
+    saved = _states()
     data.destroy()
     engine = _engine(9, {"tp": size})
     engine.load_checkpoint(folder)
-    found = [saved, torch.get_rng_state().tolist()]
+    found = [saved, _states()]
     engine.destroy()
     return found
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from tests.jobs.launch.test_hang import SCRIPT, calls_of
@@ -102,7 +103,11 @@ def test_a_rank_that_sleeps_under_torchrun_is_named_with_its_stack_and_all_ranks
 def test_ranks_that_cannot_run_a_thread_are_named_by_the_others_also_one_that_has_the_store(tmp_path: Path) -> None:
     stuck = {0: "os.kill(os.getpid(), signal.SIGSTOP)", 2: "sum(range(10 ** 13))"}  # which holds the GIL
     job = fork(tmp_path, 4, stuck)
-    out, err = job.communicate(timeout=50)
+    try:
+        out, err = job.communicate(timeout=50)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)  # one that is left would run for ever
     seconds = time.time() - (tmp_path / "stuck").stat().st_mtime
     codes = out.splitlines()[-1].split()
     assert "shoal: [hang] step 1: rank 0 hangs; section 'step' of rank " in err

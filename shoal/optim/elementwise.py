@@ -10,6 +10,7 @@ another shape or a vector of one dim. What it does after the steps of the trial,
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -51,6 +52,10 @@ PROBE_CUT = 65 * 64  # both parts are multiples of 64 elements, as Shoal's range
 PROBE_STEPS = 3
 PROBE_MORE_STEPS = 32  # on the smaller ones of the model's sizes: some optimizers precondition from their 25th step on
 PROBE_NUMEL = 1 << 16  # of one of the model's sizes; of a larger one the first rows
+
+# Ranks that are threads have one random state. And where torch copies it, it holds a lock that another thread waits for
+# with Python's global lock, which a garbage collection in the first one may wait for.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class UntestedOptimizerError(OptimizerError, AssertionError):
@@ -257,7 +262,7 @@ def _try(
         else:
             params = [torch.nn.Parameter(start.flatten()[part].clone()) for part in slices]
         optimizer = make(params)
-        with torch.random.fork_rng(devices=[]):
+        with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             for grad in grads:
                 if slices is None:

@@ -261,7 +261,7 @@ REFUSALS = (
     Refusal({"state": ("zenflow",), "wire": ("difference",)}, "offload-stage"),
     Refusal({"state": ("zenflow",), "stored state": ("int8",)}, "offload-stage"),
 )
-# By the first of their values. Pairs are found by a million calls of ``refusal``.
+# By the first of their values. Pairs are found by a million calls of ``_is_refused``.
 _REFUSALS_OF: dict[tuple[str, str], list[Refusal]] = {}
 for _refusal in REFUSALS:
     _axis, _values = next(iter(_refusal.values.items()))
@@ -362,13 +362,13 @@ def _merge(into: dict[str, Any], fragment: Mapping[str, Any]) -> None:
             into[key] = value
 
 
-def refusal(combination: Mapping[str, str]) -> Refusal | None:
-    """What is refused in a combination, which may lack axes; None: nothing."""
-    for axis, value in combination.items():
-        for each in _REFUSALS_OF.get((axis, value), ()):
-            if all(combination.get(name) in values for name, values in each.values.items()):
-                return each
-    return None
+def _is_refused(combination: Mapping[str, str]) -> bool:
+    """Are values refused together of a combination, which may lack axes?"""
+    return any(
+        all(combination.get(axis) in values for axis, values in each.values.items())
+        for pair in combination.items()
+        for each in _REFUSALS_OF.get(pair, ())
+    )
 
 
 def num_ranks(combination: Mapping[str, str]) -> int:
@@ -389,7 +389,7 @@ def is_allowed(combination: Mapping[str, str], most_ranks: int = MOST_RANKS) -> 
     """Nothing in a combination, which may lack axes, is refused, and it is not too large to run."""
     is_run = not any(each.items() <= combination.items() for each in NOT_RUN)
     return (
-        is_run and _divides_experts(combination) and _cost(combination) <= most_ranks and refusal(combination) is None
+        is_run and _divides_experts(combination) and _cost(combination) <= most_ranks and not _is_refused(combination)
     )
 
 

@@ -385,6 +385,23 @@ class Run:
                         assert line["digest"][0] == same["digest"][0] and line["counters"] == same["counters"]
 
 
+def lose_and_replace_the_second(run: Run) -> int:
+    """The second of two replicas is killed in the mean of its fourth step; another one joins, with the same bits.
+
+    Returns: the number of the first one, which has gone on.
+    """
+    first, second = run.start(), run.start("mean 3")
+    run.wait_until_dead(second)
+    third = run.start()
+    run.wait_for(lambda: len(run.steps(third)) > 3)
+    run.stop([first, third])
+    run.check_samples()
+    run.check_alike([second, third])
+    counts = [len(line["contributors"]) for line in run.steps(first)]
+    assert counts[:4] == [2, 2, 2, 1] and counts[-1] == 2
+    return first
+
+
 @contextmanager
 def running(folder: Path, num_replicas: int, config: dict[str, Any], size: int = 1, **options: Any) -> Iterator[Run]:
     run = Run(folder, num_replicas, config, size, **options)

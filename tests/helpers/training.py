@@ -13,6 +13,7 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.models.gpt import GPT, GPTConfig
 from tests.helpers.models import SEQUENCE, VOCABULARY
 
 Factory = Callable[[], nn.Module]
@@ -37,6 +38,15 @@ def make(factory: Factory, seed: int = 0) -> nn.Module:
     with _RANDOM:
         torch.manual_seed(seed)
         return factory()
+
+
+def gpt_of_own_numbers(shape: GPTConfig, **given: Any) -> GPT:
+    """A GPT whose parameters ranks that are threads draw alike: they share torch's generator."""
+    model = GPT(shape, **given)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.1, generator=generator)
+    return model
 
 
 def batch(index: int, rank: int, world: int) -> Batch:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.composition import settings_of
-from tests.helpers.replicas import Decoder, running, settings, trained_in_one_job
+from tests.helpers.replicas import Decoder, lose_and_replace_the_second, running, settings, trained_in_one_job
 
 EXACT = {
     "tp": {"tp": "2", "stage": "1"},
@@ -33,15 +33,7 @@ def test_the_rest_goes_on_as_one_job_of_the_layout(name: str, tmp_path: Path) ->
     task = Decoder(replace(run_of_layout, is_tied=name == "pp tied"))
     num_batch = 2 if name == "experts" else 1
     with running(tmp_path, 2, settings(stage, **of_layout), 2, task=task, num_batch=num_batch) as run:
-        first, second = run.start(), run.start("mean 3")
-        run.wait_until_dead(second)
-        third = run.start()
-        run.wait_for(lambda: len(run.steps(third)) > 3)
-        run.stop([first, third])
-        run.check_samples()
-        run.check_alike([second, third])
-        counts = [len(line["contributors"]) for line in run.steps(first)]
-        assert counts[:4] == [2, 2, 2, 1] and counts[-1] == 2
+        first = lose_and_replace_the_second(run)
         one_job = trained_in_one_job(run)
         for rank in range(2):
             steps = run.steps(first, rank)

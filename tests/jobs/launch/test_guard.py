@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.jobs.launch.test_hang import SCRIPT, calls_of
@@ -65,8 +65,9 @@ def torchrun(folder: Path, num_ranks: int, stuck: Mapping[int, str]) -> tuple[in
     return job.returncode, err, seconds
 
 
-def fork(folder: Path, num_ranks: int, stuck: Mapping[int, str], first: str = "") -> subprocess.Popen[str]:
-    """Ranks without a launcher, in a process group of their own."""
+@contextmanager
+def forked(folder: Path, num_ranks: int, stuck: Mapping[int, str], first: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Ranks without a launcher, in a process group of their own, of which nothing is left at the end."""
     script = write(folder, stuck, first)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -75,7 +76,12 @@ def fork(folder: Path, num_ranks: int, stuck: Mapping[int, str], first: str = ""
     command = [sys.executable, "-c", FORK, str(script), str(num_ranks)]
     env = os.environ | variables | {"TMPDIR": str(folder)}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as job:
+        try:
+            yield job
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
 
 
 def stacks_in(err: str, folder: Path) -> str:
@@ -102,12 +108,8 @@ def test_a_rank_that_sleeps_under_torchrun_is_named_with_its_stack_and_all_ranks
 
 def test_ranks_that_cannot_run_a_thread_are_named_by_the_others_also_one_that_has_the_store(tmp_path: Path) -> None:
     stuck = {0: "os.kill(os.getpid(), signal.SIGSTOP)", 2: "sum(range(10 ** 13))"}  # which holds the GIL
-    job = fork(tmp_path, 4, stuck)
-    try:
+    with forked(tmp_path, 4, stuck) as job:
         out, err = job.communicate(timeout=50)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)  # one that is left would run for ever
     seconds = time.time() - (tmp_path / "stuck").stat().st_mtime
     codes = out.splitlines()[-1].split()
     assert "shoal: [hang] step 1: rank 0 hangs; section 'step' of rank " in err
@@ -121,16 +123,12 @@ def test_ranks_that_cannot_run_a_thread_are_named_by_the_others_also_one_that_ha
 
 def test_a_rank_that_holds_the_lock_of_python_alone_on_its_machine_writes_its_stack(tmp_path: Path) -> None:
     alone = "import os\nimport shoal.hang\nshoal.hang.boot = lambda: os.environ['RANK']\n"
-    job = fork(tmp_path, 2, {1: "time.sleep(0.8) or sum(range(10 ** 13))"}, alone)
     err = ""
-    try:
+    with forked(tmp_path, 2, {1: "time.sleep(0.8) or sum(range(10 ** 13))"}, alone) as job:
         assert wait_until((tmp_path / "stuck").exists, 40)
         for line in job.stderr or ():
             err += line
             if " in stuck" in line and "Timeout (" in err:
                 break
-    finally:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.communicate(timeout=40)
     assert "rank 1: does not answer: its process or its machine is lost, or holds Python's global lock" in err
     assert re.search(r'Timeout \(0:00:06.*\)!\n(.*\n)+.*File ".*script\.py", line \d+ in stuck', err), err

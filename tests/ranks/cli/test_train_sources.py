@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from shoal.cli.job import TrainJob
 from shoal.cli.training import train
@@ -17,7 +16,7 @@ from shoal.comm.threads import run_ranks
 from shoal.data import TokenFileWriter, TokenStream
 from shoal.data.tokenizers import ByteTokenizer
 from shoal.errors import UsageError
-from shoal.models.gpt import GPT, GPTConfig
+from tests.helpers.training import gpt_of_own_numbers
 
 LENGTH = 12
 
@@ -45,15 +44,8 @@ def samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, 
             read.append(tuple(stream.keys(key)[0]) if isinstance(key, int) else tuple(key))  # type: ignore[arg-type]
         return get(stream, key)
 
-    def gpt(shape: GPTConfig, **given: Any) -> GPT:
-        model = GPT(shape, **given)
-        generator = torch.Generator().manual_seed(0)  # ranks that are threads share torch's own
-        for parameter in model.parameters():
-            parameter.data.normal_(std=0.1, generator=generator)
-        return model
-
     monkeypatch.setattr(TokenStream, "__getitem__", recorded)
-    monkeypatch.setattr("shoal.cli.training.GPT", gpt)
+    monkeypatch.setattr("shoal.cli.training.GPT", gpt_of_own_numbers)
     monkeypatch.setenv("HOME", str(tmp_path))  # the cache is there
     return read
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from shoal.cli.job import TrainJob
 from shoal.cli.training import train
 from shoal.comm.threads import run_ranks
 from shoal.data import load_tokenizer, split, tokenize
-from shoal.models.gpt import GPT, GPTConfig
+from tests.helpers.training import gpt_of_own_numbers
 
 
 def losses(folder: Path, ranks: int, **degrees: int) -> dict[str, list[float]]:
@@ -37,14 +35,7 @@ def losses(folder: Path, ranks: int, **degrees: int) -> dict[str, list[float]]:
 def test_unequal_parts_train_as_one_process(
     degrees: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gpt(shape: GPTConfig, **given: Any) -> GPT:
-        model = GPT(shape, **given)
-        generator = torch.Generator().manual_seed(0)  # ranks that are threads share torch's own
-        for parameter in model.parameters():
-            parameter.data.normal_(std=0.1, generator=generator)
-        return model
-
-    monkeypatch.setattr("shoal.cli.training.GPT", gpt)
+    monkeypatch.setattr("shoal.cli.training.GPT", gpt_of_own_numbers)
     alone, spread = losses(tmp_path, 1), losses(tmp_path, 2, **degrees)
     for name in ("train/loss", "validation/loss", "train/gradient_norm"):
         assert spread[name] == pytest.approx(alone[name], rel=1e-6), name

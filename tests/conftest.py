@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import itertools
 import logging
 import os
 import random
+import sys
 import threading
 import time
 from collections import Counter
@@ -58,6 +60,8 @@ LONG_FILES = (
 )
 LONG_SHARE = 0.015  # of all tests' time: a file that takes more is one of them
 CORES = pytest.StashKey[list[int]]()  # what this process could run on when it began
+STDERR = pytest.StashKey[int]()  # of this process, while tests write theirs elsewhere
+LOCK_SECONDS = 60.0  # after the time limit: pytest cannot end a test that holds Python's lock, so its process ends
 MANY_SECONDS = 300.0  # a run that is shorter is of some tests
 NUM_FILES_SHOWN = 15
 
@@ -197,12 +201,50 @@ def _children() -> dict[int, str]:
     return result
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """End the process of a test whose time limit cannot be kept, with the stacks of its threads."""
+    marker, option = item.get_closest_marker("timeout"), item.config.getoption("timeout")
+    limit = float(marker.args[0] if marker else item.config.getini("timeout") if option is None else option)
+    if limit and not item.config.getoption("usepdb"):
+        faulthandler.dump_traceback_later(limit + LOCK_SECONDS, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _read_random_states_whole() -> None:
+    """Keep the garbage collector out of torch while it copies its random state, under a lock of its own.
+
+    Python 3.11 collects where an object is made. Its finalizers give Python's lock to another thread, which waits for
+    torch's with it: ranks that are threads would stand still.
+    """
+    read, lock, readers = torch.random.get_rng_state, threading.Lock(), list[bool]()
+
+    def get_rng_state() -> torch.Tensor:
+        with lock:
+            readers.append(gc.isenabled())
+            gc.disable()
+        try:
+            return read()
+        finally:
+            with lock:
+                if readers.pop():  # the first reader's is the last to go
+                    gc.enable()
+
+    torch.random.get_rng_state = torch.get_rng_state = get_rng_state
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keep a process that runs tests on one core, each test worker on its own.
 
     Ranks that are threads run one at a time, and to wake one on another core takes longer than most of what it does.
     Tests of clients start jobs of processes, which take all cores.
     """
+    config.stash[STDERR] = os.dup(2)
+    if sys.version_info < (3, 12):
+        _read_random_states_whole()
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")  # "gw0"
     has_workers = not worker and config.getoption("numprocesses", None)
     is_of_clients = any("tests/clients" in argument for argument in config.args)

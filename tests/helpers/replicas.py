@@ -98,7 +98,7 @@ class Decoder(Task):
 
     def __init__(self, run: composition.Run) -> None:
         self.run = run
-        self._waiting: list[tuple[torch.Tensor, ...]] = []  # micro-batches of a step of a pipeline
+        self._waiting: list[tuple[torch.Tensor, ...] | None] = []  # micro-batches of a step of a pipeline
 
     def model(self, seed: int) -> nn.Module:
         from tests.helpers.composition_runs import Model  # which no other test of replicas needs
@@ -112,15 +112,19 @@ class Decoder(Task):
     def data(self) -> torch.utils.data.Dataset[Any]:
         return TokenRows()
 
-    def backward(self, engine: shoal.Engine, inputs: torch.Tensor) -> bool:
-        context = engine.sequence_context or shoal.SequenceContext()
-        whole = inputs[:, :-1], inputs[:, 1:].contiguous(), torch.arange(inputs.shape[1] - 1)
-        batch = tuple(context.shard(each, dim=each.dim() - 1) for each in whole)
+    def backward(self, engine: shoal.Engine, inputs: torch.Tensor | None) -> bool:
+        batch = None if inputs is None else self._batch(engine, inputs)
         if self.run.pp > 1:
             self._waiting.append(batch)
             return len(self._waiting) == engine.gradient_accumulation_steps()
+        assert batch is not None
         engine.backward(engine(*batch))
         return engine.is_gradient_accumulation_boundary()
+
+    def _batch(self, engine: shoal.Engine, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        context = engine.sequence_context or shoal.SequenceContext()
+        whole = inputs[:, :-1], inputs[:, 1:].contiguous(), torch.arange(inputs.shape[1] - 1)
+        return tuple(context.shard(each, dim=each.dim() - 1) for each in whole)
 
     def step(self, engine: shoal.Engine, *, is_last: bool) -> None:
         if self.run.pp == 1:
@@ -200,7 +204,8 @@ def _run_replica(
         replicas._send = lambda *args: (die("send"), send(*args))[1]  # type: ignore[assignment]
         replicas._peer.receive = lambda *args: (die("receive"), receive(*args))[1]  # type: ignore[assignment]
         taken: list[int] = []
-        for inputs, indices in loader:
+        for batch in loader:
+            inputs, indices = batch or (None, torch.tensor([]))  # a stage in the middle reads nothing
             if stop.exists() and engine.global_steps >= int(stop.read_text()):
                 break
             die("forward")

@@ -74,8 +74,7 @@ def of_gated(model: nn.Module) -> Outputs:
     return {"loss": model(INPUT)}
 
 
-@pytest.mark.parametrize("sequence", ["whole", "split", "by parts"])
-@pytest.mark.parametrize(
+of_layers = pytest.mark.parametrize(
     ("make", "forward", "options", "name"),
     [
         (gpt, loss_alone, {"loss_parallel": True}, "blocks.1.attention"),
@@ -85,13 +84,25 @@ def of_gated(model: nn.Module) -> Outputs:
     ],
     ids=["fused", "query key value", "shared heads", "gate and up"],
 )
+
+
+@of_layers
+def test_products_overlapped_by_parts_compute_the_same_and_communicate_the_same_bytes(
+    make: Any, forward: Forward, options: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_overlapped(make, forward, options, name, "by parts", monkeypatch)
+
+
+@pytest.mark.parametrize("sequence", ["whole", "split"])
+@of_layers
 def test_overlapped_layers_compute_the_same_and_communicate_the_same_bytes(
-    make: Any,
-    forward: Forward,
-    options: dict[str, Any],
-    name: str,
-    sequence: str,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Any, forward: Forward, options: dict[str, Any], name: str, sequence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_overlapped(make, forward, options, name, sequence, monkeypatch)
+
+
+def check_overlapped(
+    make: Any, forward: Forward, options: dict[str, Any], name: str, sequence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {**options, "sequence_parallel": sequence != "whole"}
     plain = compare(make(), twice(forward), 2, **options)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.stream_mutants import RAN, ROOT, UNREACHED, reason
-from tests.helpers.stream_scenarios import LEFT_OUT, TEST_FILES
+from tests.helpers.places import ROOT
+from tests.helpers.stream_mutants import RAN, reason
 
 VERDICTS = {"found", "error", "covered", "known", "orders nothing", "not reached", "open"}
 
@@ -28,15 +28,3 @@ def test_every_wait_that_is_deleted_is_noticed_or_explained(tmp_path: Path) -> N
     # A site whose reason is a second wait ran in some scenario, and made no order there.
     assert [each for each in needs_reason if each["verdict"] != "orders nothing" and reason(each["site"]) in RAN] == []
     assert sum(each["verdict"] in ("found", "error") for each in outcomes) >= 100
-
-
-def test_every_reason_is_of_a_site_that_there_is() -> None:
-    for part in UNREACHED:
-        file, _, text = part.partition(" ")
-        assert text in (ROOT / file).read_text()
-
-
-def test_every_test_that_is_left_out_is_in_a_file_that_runs() -> None:
-    text = "".join((ROOT / file).read_text() for file in TEST_FILES)
-    for name in LEFT_OUT:
-        assert f"def {name.partition('[')[0]}(" in text

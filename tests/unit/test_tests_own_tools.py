@@ -15,6 +15,8 @@ from tests.conftest import LONG_FILES
 from tests.helpers.any_two import covering_rows
 from tests.helpers.gloo_pool import GlooPool, GlooRankError
 from tests.helpers.places import ROOT
+from tests.helpers.stream_mutants import UNREACHED
+from tests.helpers.stream_scenarios import LEFT_OUT, TEST_FILES
 
 
 def add_ranks(rank: int, size: int, start: torch.Tensor) -> torch.Tensor:
@@ -81,3 +83,15 @@ def test_any_two_indices_of_different_places_are_together_in_one_of_few_rows() -
 
 def test_the_files_that_run_first_are_there() -> None:
     assert [name for name in LONG_FILES if not (ROOT / name).is_file()] == []
+
+
+def test_every_reason_is_of_a_site_that_there_is() -> None:
+    for part in UNREACHED:
+        file, _, text = part.partition(" ")
+        assert text in (ROOT / file).read_text()
+
+
+def test_every_test_that_is_left_out_is_in_a_file_that_runs() -> None:
+    text = "".join((ROOT / file).read_text() for file in TEST_FILES)
+    for name in LEFT_OUT:
+        assert f"def {name.partition('[')[0]}(" in text

@@ -80,7 +80,7 @@ def test_a_replica_that_has_just_joined_goes_on_alone(tmp_path: Path) -> None:
         run.check_alike([])
 
 
-@pytest.mark.parametrize(("place", "size", "stage"), [("mean 8", 1, 1), ("forward 6", 1, 0), ("arrive 8", 2, 3)])
+@pytest.mark.parametrize(("place", "size", "stage"), [("mean 7", 1, 1), ("forward 6", 1, 0), ("arrive 7", 2, 3)])
 def test_local_steps_do_the_same_at_a_synchronisation(place: str, size: int, stage: int, tmp_path: Path) -> None:
     config = settings(stage, local_steps={"every": 4}, parallel={"dp_shard": size})
     with running(tmp_path, 3, config, size) as run:
@@ -98,7 +98,7 @@ def test_local_steps_do_the_same_at_a_synchronisation(place: str, size: int, sta
 
 def test_with_local_steps_the_losses_are_those_of_rounds_without_the_replica_that_was_killed(tmp_path: Path) -> None:
     with running(tmp_path, 2, settings(0, local_steps={"every": 4})) as run:
-        first, second = run.start(), run.start("mean 8")
+        first, second = run.start(), run.start("mean 7")
         run.wait_until_dead(second)
         run.wait_for(lambda: len(run.steps(first)) > 16)
         run.stop([first])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.build.settings import Precision, ZeroSettings
+from shoal.comm.formats import Cast
 from shoal.offload.policy import Tiers
 from shoal.sharding.axes import Axes, GroupAxes
 from shoal.sharding.layout import BufferLayout, ParameterSpec, lay_out
@@ -179,6 +180,8 @@ class BuildPlan:
         """In which formats a group is sent. Parameters that stay whole at stage 3, and rows, are sent as they are."""
         wire = self.settings.wire
         gather, reduce = wire.of_unit(spec.name, is_trained=is_trained)
+        if gather is None and self.settings.stage == 3 and (dtype := self.precision.sent_dtypes.get(first)) is not None:
+            gather = Cast(dtype)
         if spec.is_persistent or not self.precision.of(self.parameters[first].dtype).is_floating_point:
             gather = None
         names = self.axes.data_axes(self.spec_of[first])
@@ -200,7 +203,7 @@ class BuildPlan:
         limit = self.settings.max_bucket_numel
         for name in sorted(spec.parameters, key=lambda name: name if self._crosses_units(name) else ""):
             parameter, is_trained = self.parameters[name], self.is_trained(name)
-            sent = self.precision.reduce_dtypes.get(name) if is_trained else None
+            sent = self.precision.sent_dtypes.get(name)
             own = name if self._crosses_units(name) or (is_trained and name in self.sends_rows) else None
             key = self.precision.of(parameter.dtype), is_trained, sent, own, self.spec_of[name].axes
             parts = kinds.setdefault(key, [[]])

@@ -30,7 +30,8 @@ class Precision:
             None: as it is.
         buffer: floating-point buffers of the model are cast to it; None: kept, as ``buffer_formats`` has it.
         fp32_buffers: names of buffers that stay in fp32; None: those that the model names.
-        reduce_dtypes: by name, parameters whose gradients are sent in this dtype, not in ``gradient.reduce_dtype``.
+        sent_dtypes: by name, parameters that are sent in this dtype: their gradients, not in ``gradient.reduce_dtype``;
+            and at stage 3 their values, where they have no wire format.
     """
 
     parameter: torch.dtype | None = None
@@ -40,11 +41,11 @@ class Precision:
     buffer: torch.dtype | None = None
     fp32_buffers: tuple[str, ...] | None = None
     gradient: GradientPolicy = field(default_factory=GradientPolicy)
-    reduce_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    sent_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def policy_of(self, name: str) -> GradientPolicy:
         """How the gradient of a parameter is summed."""
-        sent = self.reduce_dtypes.get(name)
+        sent = self.sent_dtypes.get(name)
         return self.gradient if sent is None else replace(self.gradient, reduce_dtype=sent)
 
     def has_wider_main(self, dtype: torch.dtype) -> bool:

@@ -53,7 +53,8 @@ class TorchAutocast(Section):
     dtype: Dtype | None = key(None, "autocast's dtype; null is bf16")
     lower_precision_safe_modules: tuple[str, ...] | None = key(
         None,
-        "classes whose gradients are reduced in autocast's dtype; null: none (DeepSpeed: Linear, Conv1d to 3d)",
+        "classes whose gradients are reduced, and at stage 3 parameters gathered, in autocast's dtype; null: none "
+        "(DeepSpeed: Linear, Conv1d to 3d)",
     )
 
 

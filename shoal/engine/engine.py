@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from shoal.device import in_backward, in_transform
 from shoal.engine.accumulation import Accumulation, NumTokens, check_for_backward, check_for_scale
 from shoal.engine.checkpointing import Checkpointing
 from shoal.engine.compiled import CompiledModel
-from shoal.engine.inputs import cast, explain_mismatch, explain_mixed_formats
+from shoal.engine.inputs import autocast, cast, explain_mismatch, explain_mixed_formats
 from shoal.engine.nonfinite import NonFinite
 from shoal.engine.offload_states import Offloaded, OffloadStates
 from shoal.engine.parts.part import Part, PartCalls
@@ -173,16 +173,11 @@ class Engine(PartShortcuts):
             self._check_model()
         if self.plan.input_dtype is not None:
             args, kwargs = cast(args, self.plan.input_dtype), cast(kwargs, self.plan.input_dtype)
-        autocast = (
-            torch.autocast(self.device.type, dtype=self.plan.autocast_dtype)
-            if self.plan.autocast_dtype is not None
-            else nullcontext()
-        )
         if is_transformed:
-            with autocast:
+            with self._autocast():
                 args, kwargs = self._before_forward(args, kwargs)
                 return self._cast_output(self.module(*args, **kwargs))
-        with self._failing("forward", (args, kwargs)), self.timers.phase("forward"), autocast:
+        with self._failing("forward", (args, kwargs)), self.timers.phase("forward"), self._autocast():
             args, kwargs = self._before_forward(args, kwargs)
             with self.sharded.outside_reads.searching(self.sharded.model):
                 output = self.module(*args, **kwargs)
@@ -190,6 +185,11 @@ class Engine(PartShortcuts):
                 call(output)
         self.sharding.check.after_forward()
         return self._cast_output(output)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        dtype = self.plan.autocast_dtype
+        is_sharded = any(unit.is_sharded for unit in self.sharded.units)
+        return nullcontext() if dtype is None else autocast(self.device, dtype, is_sharded=is_sharded)
 
     def _cast_output(self, output: Any) -> Any:
         return output if self.plan.output_dtype is None else cast(output, self.plan.output_dtype)

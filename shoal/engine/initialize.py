@@ -224,8 +224,8 @@ def _start(
     schedule = make_schedule(lr_scheduler, settings, made.optimizer)
     notes = made.notes + more_notes + schedule_notes(lr_scheduler, settings, made.optimizer)
     if world.size > 1:
-        reduce_dtypes = lower_precision_parameters(model, settings, plan)
-        plan = dataclasses.replace(plan, precision=dataclasses.replace(plan.precision, reduce_dtypes=reduce_dtypes))
+        sent_dtypes = lower_precision_parameters(model, settings, plan)
+        plan = dataclasses.replace(plan, precision=dataclasses.replace(plan.precision, sent_dtypes=sent_dtypes))
     device = Device(world.device)
     if not device.is_cuda and not heap_is_set():
         device.heap = HostHeap.begin()

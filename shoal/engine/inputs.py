@@ -1,8 +1,14 @@
-"""Casts a forward's inputs to the dtype that the model computes in, and explains errors of a forward."""
+"""The dtype that a forward computes in: casts of its inputs, autocast; and explanations of errors about dtypes.
+
+Under autocast a linear layer saves its weight's cast for backward, and autocast's own cache keeps it until the forward
+ends: in 16 bits, the whole model on every rank. Where backward gathers the parameters once more, it casts them once
+more, too, which gives the same bits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -10,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import CommError
+from shoal.parallel.saved_tensors import saving_parameters
 from shoal.sharding.unit import Unit
 
 
@@ -24,6 +31,21 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(cast(item, dtype) for item in value)
     return value
+
+
+def autocast(device: torch.device, dtype: torch.dtype, *, is_sharded: bool) -> AbstractContextManager[object]:
+    """Operators compute in ``dtype`` where autocast says so.
+
+    Args:
+        is_sharded: parameters are gathered for forward and for backward.
+
+    Memory: of sharded parameters that are trained, one cast at a time. Other casts are kept as torch keeps them.
+    """
+    stack = ExitStack()
+    stack.enter_context(torch.autocast(device.type, dtype=dtype, cache_enabled=not is_sharded))
+    if is_sharded:
+        stack.enter_context(saving_parameters())
+    return stack
 
 
 def explain_mixed_formats(error: Exception, model: nn.Module, parameter: torch.dtype | None, inputs: Any) -> None:

@@ -312,11 +312,12 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def lower_precision_parameters(model: nn.Module, config: Config, plan: Plan) -> dict[str, torch.dtype]:
-    """The reduce dtype by parameter name, where it is that of ``torch.autocast``, not the parameter's.
+    """The dtype in which a parameter is sent, by name, where it is that of ``torch.autocast``, not the parameter's.
 
     Under autocast a linear or convolutional module computes its weights' gradients in low precision and casts them to
     fp32 at the end. Reducing them in low precision loses little and halves the bytes. Sums are rounded: over several
-    micro-batches before they are reduced, and at stage 0 over the ranks. So the config has to ask for it.
+    micro-batches before they are reduced, and at stage 0 over the ranks. So the config has to ask for it. Such a module
+    reads its weights in low precision, so at stage 3 they are gathered so, which changes nothing.
 
     Parameters of these very classes, not of those derived from them, as in DeepSpeed. A shared parameter counts where
     all modules that hold it are of these classes.

@@ -39,6 +39,7 @@ from shoal.parallel.saved_tensors import (
     ForwardCall,
     InPlaceTensor,
     Packed,
+    ParameterCast,
     PartitionedTensor,
     SavedTensor,
     SavedTensors,
@@ -308,13 +309,17 @@ class HostActivations:
         pack, unpack = self._saved.hooks()
         parameters = {parameter.untyped_storage()._cdata for parameter in self._modules[name].parameters()}
 
-        def pack_activation(tensor: torch.Tensor) -> Packed | torch.Tensor:
+        def pack_activation(tensor: torch.Tensor) -> Packed | ParameterCast | torch.Tensor:
             is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-            return tensor if is_plain and tensor.untyped_storage()._cdata in parameters else pack(tensor)
+            if is_plain and tensor.untyped_storage()._cdata in parameters:
+                return tensor
+            return ParameterCast.of(tensor) or pack(tensor)
 
-        def unpack_activation(packed: Packed | torch.Tensor) -> torch.Tensor:
+        def unpack_activation(packed: Packed | ParameterCast | torch.Tensor) -> torch.Tensor:
             if isinstance(packed, torch.Tensor):
                 return packed
+            if isinstance(packed, ParameterCast):
+                return packed.values()
             try:
                 return unpack(packed)
             except UsageError as error:

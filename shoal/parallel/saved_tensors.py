@@ -18,6 +18,7 @@ from math import prod
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -220,6 +221,65 @@ class PartitionedStore:
 
     def reset(self) -> None:
         self._inner.reset()
+
+
+_VIEWS = {
+    f"{name}Backward0"
+    for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Expand")
+}
+
+
+class ParameterCast:
+    """In place of a parameter's values in another dtype, or of a view of them: the parameter, which is cast again.
+
+    The parameter has its values, in memory of the same strides, when they are asked for.
+    """
+
+    def __init__(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._parameter = parameter
+        self._form = Form.of(tensor)
+        self._offset = tensor.storage_offset()
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> ParameterCast | None:
+        """None: it is something else."""
+        node = tensor.grad_fn
+        while node is not None and node.name() in _VIEWS:
+            node = node.next_functions[0][0]
+        if node is None or node.name() != "ToCopyBackward0":
+            return None
+        parameter = getattr(node.next_functions[0][0], "variable", None)  # of the node that accumulates a gradient
+        if not isinstance(parameter, nn.Parameter) or not (is_plain(tensor) or is_fake(tensor)):
+            return None
+        return cls(parameter, tensor)
+
+    def values(self) -> torch.Tensor:
+        values = self._parameter.detach().to(self._form.dtype)
+        return values.as_strided(self._form.size, self._form.stride, self._offset)
+
+
+def saving_parameters() -> AbstractContextManager[object]:
+    """A context in which autograd saves a parameter in place of its cast. Other tensors are saved as they are."""
+
+    def pack(tensor: torch.Tensor) -> ParameterCast | tuple[torch.Tensor, int]:
+        # Its own graph would keep a tensor alive that is the result of what saves it.
+        found = ParameterCast.of(tensor)
+        return found or (tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+
+    def unpack(saved: ParameterCast | tuple[torch.Tensor, int]) -> torch.Tensor:
+        if isinstance(saved, ParameterCast):
+            return saved.values()
+        tensor, version = saved
+        if tensor._version != version:
+            raise UsageError(
+                f"a tensor that the backward pass needs was changed in place after autograd saved it ({tensor.dtype}, "
+                f"shape {tuple(tensor.shape)}).",
+                do="write x = x + y instead of x += y for what a later operation reads.",
+                code="activation-changed",
+            )
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 Packed = tuple[ForwardCall, SavedTensor]

@@ -247,6 +247,8 @@ def carried(run: Callable[[], T], thread: str) -> tuple[Callable[[], T], Callabl
     accelerator = _OF_THREAD.simulation
     if accelerator is not None:
         return accelerator.carried(run, thread)
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return called(run), _nothing  # a mode of tensors without values is one thread's
     if not torch.accelerator.is_available():
         return run, _nothing
     index = torch.accelerator.current_device_index()
@@ -256,6 +258,16 @@ def carried(run: Callable[[], T], thread: str) -> tuple[Callable[[], T], Callabl
         return run()
 
     return on_device, _nothing
+
+
+def called(run: Callable[[], T]) -> Callable[[], T]:
+    """Call ``run()`` now. Returns: a function that returns what it has returned, or raises what it has raised."""
+    result: Future[T] = Future()
+    try:
+        result.set_result(run())
+    except BaseException as error:
+        result.set_exception(error)
+    return result.result
 
 
 def host_mark() -> Callable[[], None]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -41,7 +40,7 @@ from shoal.simulation.memory import ACTIVATION, GATHERED, NCCL, WORKSPACE, Devic
 from shoal.simulation.modes import accessed, effects_of, needs_values, parts_of_memory, tensors_of, watching
 from shoal.simulation.nccl_memory import communicator_nbytes
 from shoal.simulation.times import COMPUTE, Cost, StreamTimes
-from shoal.streams import simulated
+from shoal.streams import called, simulated
 
 T = TypeVar("T")
 
@@ -275,14 +274,11 @@ class SimulatedAccelerator:
         other.join(own.clock)
         self._thread.host = other
         try:
-            result: Future[T] = Future()
-            result.set_result(run())
-        except BaseException as error:
-            result.set_exception(error)
+            result = called(run)
         finally:
             self._thread.host = own
         ended = other.clock.copy()
-        return result.result, lambda: self.host.join(ended)
+        return result, lambda: self.host.join(ended)
 
     def host_mark(self) -> Callable[[], None]:
         reached = self.host.clock.copy()

@@ -415,7 +415,7 @@ _MAKES_ZEROS = (
 _VIEWS = "view _unsafe_view reshape _reshape_alias squeeze flatten unflatten view_as"
 _LINEAR = (
     "_to_copy clone detach alias neg contiguous slice narrow split split_with_sizes chunk unsafe_split"
-    " unsafe_chunk constant_pad_nd slice_backward roll flip native_dropout resize"
+    " unsafe_chunk constant_pad_nd slice_backward roll flip native_dropout resize as_strided"
 )
 _RULES: dict[str, Rule] = {
     **_named(_VIEWS, _view),

@@ -259,8 +259,12 @@ class Types:
         names = tuple(dict.fromkeys(record.parameter for record in records if record.parameter))
         columns: list[list[Kind]] = []
         for digit in range(len(self.digits)):
+            own = [kinds[digit] for kinds in given]
+            if own and all(kind is ZERO for kind in own) and _in_transport():
+                columns.append([ZERO] * len(call.outs))  # what is encoded, also by a scale, is decoded as zeros
+                continue
             try:
-                columns.append(kinds_of_results(call, [kinds[digit] for kinds in given]))
+                columns.append(kinds_of_results(call, own))
             except Fault as fault:
                 columns.append([VARIES] * len(call.outs))
                 # Each rank's loss may be any function of its samples; a quotient of sums over a cut sequence is none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -204,6 +205,18 @@ def test_a_thread_starts_after_what_its_maker_has_done_and_is_waited_for_by_its_
     waits = False
     (found,) = faults(use)
     assert "the host must wait for the host's thread adder_0" in found
+
+
+def test_without_values_what_a_thread_would_do_is_done_at_once() -> None:
+    """A mode of fake tensors is one thread's: two that use it at a time are an error of torch's."""
+    thread = HostThread("other")
+    with FakeTensorMode():
+        assert thread.submit(threading.get_ident).result() == threading.get_ident()
+        failed = thread.submit(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        failed.result()
+    assert thread.submit(threading.get_ident).result() != threading.get_ident()
+    thread.close()
 
 
 @pytest.mark.parametrize("maker", ["tensor", "zeros"])

@@ -9,6 +9,8 @@ from tests.helpers.typed_runs import PLAIN, typed_step
 
 ROWS: list[Combination] = [
     {"stage": "3", "ranks": "2", "tp": "2 split", "recompute": "blocks"},
+    {"stage": "3", "tp": "2 split", "sp": "2", "pp": "2", "precision": "bf16"},
+    {"stage": "3", "ranks": "2", "tp": "2 split", "pp": "2", "wire": "yes", "sharing": "module", "spare": "unused"},
     {"stage": "1", "ranks": "2", "tp": "2", "experts": "ep 2 split"},
     {"stage": "2", "ranks": "2", "cp": "2", "sp": "2", "precision": "bf16"},
     {"stage": "1", "ranks": "2", "pp": "2", "schedule": "zb_h1", "tp": "2 split"},

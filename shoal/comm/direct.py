@@ -26,10 +26,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import ClassVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from shoal.comm.failure import FirstError
 from shoal.comm.memory_group import GroupCall, Mark, MemoryGroup
@@ -340,7 +342,7 @@ class DirectCommunicator(Backend):
                 work.seen += 1
             self._compare(work)
             assert work.first is not None
-            with torch.no_grad():
+            with torch.no_grad(), _unrecorded():
                 work.first([group.source(peer, number, work.call.dtype) for peer in range(self.size)])
             work.first = None
             work.seen = 0
@@ -354,7 +356,7 @@ class DirectCommunicator(Backend):
                     return False
                 work.seen += 1
             assert work.second is not None
-            with torch.no_grad():
+            with torch.no_grad(), _unrecorded():
                 work.second([group.source(peer, number, work.call.dtype) for peer in range(self.size)])
             work.second = None
         work.stage = Stage.FINISHED
@@ -466,3 +468,14 @@ class DirectCommunicator(Backend):
             do="see what the ranks that are behind were doing; if they were slow, give init_distributed more time.",
             code="comm-timeout",
         )
+
+
+def _unrecorded() -> AbstractContextManager[object]:
+    """Inside the block ``torch.utils.checkpoint`` does not see operators.
+
+    A policy takes what a function does by its order, and which call does a step depends on when the peers are ready.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    modules = {type(mode).__module__ for mode in _get_current_dispatch_mode_stack()}
+    return _disable_current_modes() if "torch.utils.checkpoint" in modules else nullcontext()

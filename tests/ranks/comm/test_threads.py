@@ -6,10 +6,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.comm.memory_group import GroupCall, Mark
 from shoal.comm.threads import ThreadGroup, ThreadWorld, run_ranks
@@ -28,6 +30,41 @@ def test_every_collective_is_bit_equal_to_the_plain_formula(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_works_may_be_waited_for_in_any_order(size: int) -> None:
     run_ranks(size, lambda: check_any_order(current_dp()))
+
+
+@pytest.mark.parametrize("is_in_forward", [False, True])
+def test_a_policy_of_recomputation_sees_no_step_of_a_collective_that_is_under_way(is_in_forward: bool) -> None:
+    """Whoever waits does the steps that are due, of other calls too."""
+
+    def job() -> torch.Tensor:
+        comm, works = current_dp(), []
+
+        def begin() -> None:
+            works.append(comm.all_reduce(torch.ones(5, dtype=torch.bfloat16), label="under way"))
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            x = x.sin()
+            comm.barrier(label="inside")
+            return x.cos()
+
+        def policy(*_args: object, **_kwargs: object) -> CheckpointPolicy:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+
+        x = torch.linspace(0, 1, 5).requires_grad_()
+        if is_in_forward:
+            begin()
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        out = checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+        if not is_in_forward:
+            begin()
+        out.sum().backward()
+        works[0].wait()
+        assert x.grad is not None
+        return x.grad
+
+    x = torch.linspace(0, 1, 5).requires_grad_()
+    x.sin().cos().sum().backward()
+    assert all(torch.equal(found, x.grad) for found in run_ranks(2, job))  # type: ignore[arg-type]
 
 
 def test_two_axes_may_be_waited_for_in_opposite_orders() -> None:

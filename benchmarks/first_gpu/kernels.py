@@ -1,9 +1,9 @@
 """The kernels that only a GPU has, each beside a plain path: the largest difference, and the time of both.
 
 Attention by flash and memory-efficient kernels with the log-sum-exp that ring attention merges, torch's grouped
-product for experts (also where experts have no rows), rows of experts gathered and summed, tiles of attention merged
-and the gated activation (in Triton kernels), the loss in chunks (in a Triton kernel), the fused optimizer, and AdamW in
-one Triton kernel with the casts around it. Shoal has no fp8 kernels of its own.
+product for experts (also where experts have no rows), rows of experts gathered and summed, tiles of attention merged,
+the gated activation and codes of 8 bits (in Triton kernels), the loss in chunks (in a Triton kernel), the fused
+optimizer, and AdamW in one Triton kernel with the casts around it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from shoal.optim import one_kernel_adam
 from shoal.optim.one_kernel_adam import AdamRange
 from shoal.parallel.expert import grouped
 from shoal.parallel.loss import linear_cross_entropy
+from shoal.parallel.low_precision.formats import ScaledFloat8
 from shoal.parallel.sequence import ring
 from shoal.parallel.sequence.attention import attention
 from shoal.parallel.sequence.chunks import Tile
@@ -46,6 +47,7 @@ def check(setting: Setting) -> Iterable[Finding]:
     yield attempt("rows of experts", lambda: _rows_of_experts(setting))
     yield attempt("merged tiles of attention", lambda: _merged_tiles(setting))
     yield attempt("gated activation", lambda: _gated(setting))
+    yield attempt("codes of 8 bits", lambda: _float8(setting))
     yield attempt("loss in chunks", lambda: _loss(setting))
     yield attempt("fused AdamW", lambda: _adamw(setting))
     yield attempt("AdamW in one kernel", lambda: _adamw_in_one_kernel(setting))
@@ -161,6 +163,18 @@ def _gated(setting: Setting) -> Finding:
         return functional.silu(gate) * up
 
     return _compare("gated activation", by(swiglu), by(by_operators), 2e-2, setting)
+
+
+def _float8(setting: Setting) -> Finding:
+    size = 32 if setting.is_tiny else 8192
+    matrix = torch.randn(size, 2 * size, device=setting.device, dtype=torch.bfloat16).t()  # as of the weight's gradient
+    form = ScaledFloat8(torch.float8_e4m3fn, (1, None))
+
+    def by_operators() -> Sequence[Tensor]:
+        codes, scales = form.quantize(matrix)
+        return codes.reshape(matrix.shape).contiguous(), scales.flatten()
+
+    return _compare("codes of 8 bits", lambda: form.encode(matrix), by_operators, 0.0, setting)
 
 
 def _loss(setting: Setting) -> Finding:

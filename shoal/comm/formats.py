@@ -350,7 +350,7 @@ def power_of_two(numbers: torch.Tensor) -> torch.Tensor:
     """The smallest powers of two that are not smaller; 1 of 0. fp32; infinities and NaN are unchanged."""
     bits = (numbers.view(torch.int32) + 0x007FFFFF) & -0x00800000
     powers = torch.where(numbers.isfinite(), bits.view(torch.float32), numbers)
-    return torch.where(numbers == 0, 1.0, powers)
+    return powers.masked_fill(numbers == 0, 1.0)
 
 
 def _scales_of(

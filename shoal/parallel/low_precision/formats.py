@@ -24,6 +24,8 @@ import torch
 from torch.nn import functional as F
 
 from shoal.comm.formats import power_of_two
+from shoal.device import is_fake
+from shoal.kernels.use import has_kernels, one_kernel
 
 Block = tuple[int | None, int | None]  # rows and columns that share a scale; None: all of them
 
@@ -48,6 +50,30 @@ class ScaledFloat8:
         blocks = _in_blocks(matrix.float(), self.block)
         scales = power_of_two(blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(self.dtype).max)
         return (blocks / scales).to(self.dtype), scales
+
+    def encode(self, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes, [rows, columns], contiguous; and the scales of rows, or the one of the matrix: [rows] or [1].
+
+        On a GPU in one pass after one that reads; compiled blocks have such a kernel of the compiler's.
+        """
+        if torch.compiler.is_compiling() or matrix.dtype is torch.float64 or not matrix.numel():
+            return self._encode(matrix)
+        if has_kernels(matrix):
+            from shoal.kernels import float8 as kernels
+
+            codes = torch.empty(matrix.shape, dtype=self.dtype, device=matrix.device)
+            scales = torch.empty(1 if self.block[0] is None else len(matrix), dtype=torch.float32, device=matrix.device)
+            kernels.encode(matrix, codes, scales)
+            return codes, scales
+        if is_fake(matrix):
+            with one_kernel():
+                matrix.abs().amax()
+        with one_kernel():
+            return self._encode(matrix)
+
+    def _encode(self, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = self.quantize(matrix)
+        return codes.reshape(matrix.shape).contiguous(), scales.flatten()
 
     def values(self, matrix: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
         codes, scales = self.quantize(matrix)

@@ -92,19 +92,24 @@ def _has_operator(formats: Pair) -> bool:
 def _by_operator(a: torch.Tensor, b: torch.Tensor, formats: Pair, dtype: torch.dtype) -> torch.Tensor:
     num_rows, num_columns = len(a), len(b)
     if a.device.type != "cpu":  # lengths of rows, and the number of columns of the result, are multiples of 16 there
-        a, b = (F.pad(each, (0, -each.shape[1] % _ALIGNED)) for each in (a, b))
-        b = F.pad(b, (0, 0, 0, -num_columns % _ALIGNED))
+        a, b = (_padded(each, (0, -each.shape[1] % _ALIGNED)) for each in (a, b))
+        b = _padded(b, (0, 0, 0, -num_columns % _ALIGNED))
     by_row = any(each.block[0] == 1 for each in formats if isinstance(each, ScaledFloat8))
     codes, scales = [], []
     for matrix, each in zip((a, b), formats, strict=True):
         assert isinstance(each, ScaledFloat8)
-        code, scale = each.quantize(matrix)
-        codes.append(code.reshape(matrix.shape).contiguous())
+        code, scale = each.encode(matrix)
+        codes.append(code)
         scales.append(scale.reshape(-1, 1).expand(len(matrix), 1).contiguous() if by_row else scale.reshape(()))
     result: torch.Tensor = torch._scaled_mm(
         codes[0], codes[1].t(), scale_a=scales[0], scale_b=scales[1].t() if by_row else scales[1], out_dtype=dtype
     )
     return result.narrow(0, 0, num_rows).narrow(1, 0, num_columns)
+
+
+def _padded(matrix: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:
+    """As ``F.pad``, which copies a matrix that needs none."""
+    return F.pad(matrix, padding) if any(padding) else matrix
 
 
 @cache

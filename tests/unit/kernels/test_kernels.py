@@ -26,6 +26,7 @@ from shoal.parallel import loss as loss_of_shoal
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.loss import linear_cross_entropy
+from shoal.parallel.low_precision.formats import Block, ScaledFloat8
 from shoal.parallel.sequence.chunks import Tile
 from shoal.parallel.sequence.ring import _MergedOutput
 from shoal.parallel.swiglu import swiglu
@@ -51,7 +52,7 @@ def run_python(*args: str, **environment: str) -> str:
 @pytest.mark.timeout(240)
 def test_kernels_compute_what_operators_compute() -> None:
     cases = sorted(map(str, Path("tests/helpers").glob("interpreted_*.py")))
-    assert len(cases) == 6
+    assert len(cases) == 7
     printed = run_python("-m", "pytest", "-q", "-p", "no:xdist", *cases, TRITON_INTERPRET="1")
     assert re.search(r"^\d+ passed in ", printed, re.MULTILINE), printed  # none is skipped
 
@@ -62,7 +63,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from shoal.kernels import adam, block_formats as kernels, cross_entropy, expert_rows, merge, swiglu
+from shoal.kernels import adam, block_formats as kernels, cross_entropy, expert_rows, float8, merge, swiglu
 
 name = sys.argv[1]
 
@@ -104,6 +105,11 @@ check_barrier(compile_for_gpu(merge._merge, {"IS_REVERSED": True, "QUERIES": 32,
 kinds = dict.fromkeys(("gate_up", "out", "gradient", "of_gate_up"), "*bf16")
 for kernel in (swiglu._forward, swiglu._backward):
     compile_for_gpu(kernel, {"BLOCK": 1024}, kinds)
+kinds = {"matrix": "*bf16", "largest": "*i32", "codes": "*u8", "scales": "*fp32"}
+for is_e5m2 in (False, True):
+    known = {"BY_ROW": not is_e5m2, "IS_E5M2": is_e5m2, "TILE": float8._TILE}
+    for kernel in (float8._largest, float8._encode):
+        compile_for_gpu(kernel, {key: value for key, value in known.items() if key in kernel.arg_names}, kinds)
 """
 
 
@@ -111,7 +117,8 @@ for kernel in (swiglu._forward, swiglu._backward):
 def test_kernels_compile_for_a_gpu(name: str, tmp_path: Path) -> None:
     """Triton's compiler refuses what its interpreter runs."""
     printed = run_python("-W", "ignore", "-c", COMPILED, name, TRITON_CACHE_DIR=str(tmp_path))
-    kernels = "_encode _decode _adam _cross_entropy _gather _sum _merge _forward _backward"
+    kernels = "_encode _decode _adam _cross_entropy _gather _sum _merge _forward _backward _largest _encode"
+    kernels += " _largest _encode"
     assert printed.split()[::2] == kernels.split()
 
 
@@ -126,6 +133,21 @@ def test_a_dry_run_times_an_encoding_as_one_pass_over_memory() -> None:
     once = numel * (4 + 1 + 4 / 256) / machine_of("h100").memory_bandwidth
     for step in run.steps:
         assert once <= step.by_kind[COMPUTE] <= 1.1 * once
+
+
+@pytest.mark.parametrize("block", [(1, None), (None, None)])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_dry_run_times_codes_of_8_bits_as_a_pass_that_reads_and_one_that_writes(
+    block: Block, is_transposed: bool
+) -> None:
+    size = 2**13
+    with shoal.dry_run(1, machine="h100") as run:
+        matrix = torch.empty(size, size, dtype=torch.bfloat16)
+        with run.step():
+            codes, _ = ScaledFloat8(torch.float8_e4m3fn, block).encode(matrix.t() if is_transposed else matrix)
+    assert codes.is_contiguous()
+    expected = size * size * (2 + 2 + 1) / machine_of("h100").memory_bandwidth
+    assert expected <= run.steps[0].by_kind[COMPUTE] <= 1.1 * expected
 
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [(torch.bfloat16, 28), (torch.float32, 30)])

@@ -174,7 +174,7 @@ class Engine(PartShortcuts):
         if self.plan.input_dtype is not None:
             args, kwargs = cast(args, self.plan.input_dtype), cast(kwargs, self.plan.input_dtype)
         if is_transformed:
-            with self._autocast():
+            with self._autocast(is_transformed=True):
                 args, kwargs = self._before_forward(args, kwargs)
                 return self._cast_output(self.module(*args, **kwargs))
         with self._failing("forward", (args, kwargs)), self.timers.phase("forward"), self._autocast():
@@ -186,9 +186,11 @@ class Engine(PartShortcuts):
         self.sharding.check.after_forward()
         return self._cast_output(output)
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        dtype = self.plan.autocast_dtype
-        is_sharded = any(unit.is_sharded for unit in self.sharded.units)
+    def _autocast(self, *, is_transformed: bool = False) -> AbstractContextManager[object]:
+        dtype, kind = self.plan.autocast_dtype, self.device.type
+        is_sharded = not is_transformed and any(unit.is_sharded for unit in self.sharded.units)
+        if dtype is None and is_sharded and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)  # of the script
         return nullcontext() if dtype is None else autocast(self.device, dtype, is_sharded=is_sharded)
 
     def _cast_output(self, output: Any) -> Any:

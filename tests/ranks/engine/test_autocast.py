@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import UsageError
@@ -43,17 +44,18 @@ def settings(stage: int, **sections: Any) -> dict[str, Any]:
     return config(stage, torch_autocast=AUTOCAST, gradient_accumulation_steps=2, **sections)
 
 
+@pytest.mark.parametrize("is_scripts", [False, True])
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_a_forward_at_stage_3_leaves_no_cast_of_the_weights_behind(is_recomputed: bool) -> None:
+def test_a_forward_at_stage_3_leaves_no_cast_of_the_weights_behind(is_recomputed: bool, is_scripts: bool) -> None:
     def job(stage: int) -> int:
-        engine = start(lambda: Layers(is_recomputed=is_recomputed), settings(stage))
-        for step in range(4):
-            engine.backward(engine(inputs_of(step, 0)).square().mean())
+        sections = {} if is_scripts else {"torch_autocast": AUTOCAST}
+        engine = start(lambda: Layers(is_recomputed=is_recomputed), config(stage, **sections))
+        for step in range(3):
+            with LiveStorages() as live, torch.autocast("cpu", torch.bfloat16, enabled=is_scripts):
+                loss = engine(inputs_of(step, 0)).square().mean()
+                kept = live.peak if is_recomputed else live.now()
+            engine.backward(loss)
             engine.step()
-        with LiveStorages() as live:
-            loss = engine(inputs_of(4, 0)).square().mean()
-            kept = live.peak if is_recomputed else live.now()
-        engine.backward(loss)
         engine.destroy()
         return kept
 
@@ -131,3 +133,15 @@ def test_weights_of_safe_modules_are_gathered_in_autocasts_dtype_with_the_same_b
     assert are_bit_equal(sharded, whole)
     _, in_fp32 = run_ranks(2, job, 3, {})[0]
     assert 2 * in_bf16 == pytest.approx(in_fp32, rel=0.01)
+
+
+def test_a_transform_of_torch_func_which_takes_no_hooks_runs_at_stage_3() -> None:
+    def job(stage: int) -> torch.Tensor:
+        engine = start(Layers, settings(stage))
+        with shoal.zero.GatheredParameters(engine.module.parameters()):
+            gradient = torch.func.grad(lambda x: engine(x).sum())(inputs_of(0, 0))
+        engine.destroy()
+        return gradient
+
+    whole, sharded = (run_ranks(2, job, stage)[0] for stage in (0, 3))
+    assert torch.equal(whole, sharded)

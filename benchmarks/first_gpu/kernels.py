@@ -9,6 +9,7 @@ optimizer, and AdamW in one Triton kernel with the casts around it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -169,12 +170,8 @@ def _float8(setting: Setting) -> Finding:
     size = 32 if setting.is_tiny else 8192
     matrix = torch.randn(size, 2 * size, device=setting.device, dtype=torch.bfloat16).t()  # as of the weight's gradient
     form = ScaledFloat8(torch.float8_e4m3fn, (1, None))
-
-    def by_operators() -> Sequence[Tensor]:
-        codes, scales = form.quantize(matrix)
-        return codes.reshape(matrix.shape).contiguous(), scales.flatten()
-
-    return _compare("codes of 8 bits", lambda: form.encode(matrix), by_operators, 0.0, setting)
+    plain = partial(form.encode_by_operators, matrix)
+    return _compare("codes of 8 bits", partial(form.encode, matrix), plain, 0.0, setting)
 
 
 def _loss(setting: Setting) -> Finding:

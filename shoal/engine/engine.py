@@ -188,7 +188,7 @@ class Engine(PartShortcuts):
 
     def _autocast(self, *, is_transformed: bool = False) -> AbstractContextManager[object]:
         dtype, kind = self.plan.autocast_dtype, self.device.type
-        is_sharded = not is_transformed and any(unit.is_sharded for unit in self.sharded.units)
+        is_sharded = not is_transformed and bool(self.sharded.sharded)
         if dtype is None and is_sharded and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)  # of the script
         return nullcontext() if dtype is None else autocast(self.device, dtype, is_sharded=is_sharded)

@@ -90,13 +90,16 @@ def _power_of_two(numbers):
 
 
 @triton.jit
-def _to_e4m3(values):
-    """The bits of numbers from -448 to 448, as int32 from 0 to 255."""
+def _to_float8(values, MANTISSA: tl.constexpr):
+    """The bits of numbers in the range of e4m3 (3 bits of mantissa) or e5m2 (2), as int32 from 0 to 255."""
+    BIAS: tl.constexpr = (1 << (6 - MANTISSA)) - 1
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    STEPS: tl.constexpr = 1 << (BIAS - 1 + MANTISSA)  # of 1, below the smallest normal number
     bits = values.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    small = _rounded(tl.abs(values) * 512.0).to(tl.int32)  # steps of 2^-9 below 2^-6
-    return tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
+    normal = ((size + ((1 << (SHIFT - 1)) - 1) + ((size >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    small = _rounded(tl.abs(values) * STEPS).to(tl.int32)
+    return tl.where(size < ((128 - BIAS) << 23), small, normal) | ((bits >> 24) & 0x80)
 
 
 @triton.jit
@@ -133,7 +136,7 @@ def _encode(
         if KIND == 3:
             scale = _power_of_two(largest / 448.0)
             factor = tl.minimum(1.0 / scale, 3e38)
-            number = _to_e4m3(sent * factor[:, None])
+            number = _to_float8(sent * factor[:, None], 3)
             arrived = _from_e4m3(number.to(tl.int8))
         else:
             steps: tl.constexpr = 127.0 if KIND == 0 else 7.0

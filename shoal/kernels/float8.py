@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.block_formats import _power_of_two, _rounded, _to_e4m3
+from shoal.kernels.block_formats import _power_of_two, _to_float8
 
 _TILE = 64
 
@@ -48,16 +48,6 @@ def _load(matrix, rows, columns, row_stride, column_stride, TILE: tl.constexpr):
 
 
 @triton.jit
-def _to_e5m2(values):
-    """The bits of numbers from -57344 to 57344, as int32 from 0 to 255."""
-    bits = values.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - (112 << 2)
-    small = _rounded(tl.abs(values) * 65536.0).to(tl.int32)  # steps of 2^-16 below 2^-14
-    return tl.where(size < 0x38800000, small, normal) | ((bits >> 24) & 0x80)
-
-
-@triton.jit
 def _largest(
     matrix, largest, rows, columns, row_stride, column_stride, BY_ROW: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
@@ -79,7 +69,7 @@ def _encode(
     bits = tl.load(largest + group, mask=row < rows, other=0)
     scale = _power_of_two(tl.div_rn(bits.to(tl.float32, bitcast=True), 57344.0 if IS_E5M2 else 448.0))
     scaled = values * tl.minimum(tl.div_rn(1.0, scale), 3e38)[:, None]
-    code = _to_e5m2(scaled) if IS_E5M2 else _to_e4m3(scaled)
+    code = _to_float8(scaled, 2 if IS_E5M2 else 3)
     tl.store(codes + row[:, None] * columns + column[None, :], (code & 0xFF).to(tl.uint8), mask=is_inside)
     if tl.program_id(1) == 0:
         scale = tl.where(bits < 0x7F800000, scale, float("nan"))

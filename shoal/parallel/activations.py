@@ -43,6 +43,7 @@ from shoal.parallel.saved_tensors import (
     PartitionedTensor,
     SavedTensor,
     SavedTensors,
+    activation_changed,
     checkpoint_around,
     input_changed,
     version_of,
@@ -323,10 +324,8 @@ class HostActivations:
             try:
                 return unpack(packed)
             except UsageError as error:
-                raise UsageError(
-                    f"an activation of {name!r} was changed in place after autograd saved it: {error.what}",
-                    do="write x = x + y instead of x += y for what a later operation reads.",
-                    code="activation-changed",
+                raise activation_changed(
+                    f"an activation of {name!r} was changed in place after autograd saved it: {error.what}"
                 ) from None
 
         return torch.autograd.graph.saved_tensors_hooks(pack_activation, unpack_activation)

@@ -271,11 +271,9 @@ def saving_parameters() -> AbstractContextManager[object]:
             return saved.values()
         tensor, version = saved
         if tensor._version != version:
-            raise UsageError(
+            raise activation_changed(
                 f"a tensor that the backward pass needs was changed in place after autograd saved it ({tensor.dtype}, "
-                f"shape {tuple(tensor.shape)}).",
-                do="write x = x + y instead of x += y for what a later operation reads.",
-                code="activation-changed",
+                f"shape {tuple(tensor.shape)})."
             )
         return tensor
 
@@ -418,6 +416,12 @@ def input_changed(tensor: torch.Tensor) -> UsageError:
         do="write x = x + y instead of x += y for an input of a recomputed segment, or pass x.clone() to it.",
         code="recompute-input-changed",
     )
+
+
+def activation_changed(what: str) -> UsageError:
+    """The error for a tensor that was changed after autograd saved it."""
+    do = "write x = x + y instead of x += y for what a later operation reads."
+    return UsageError(what, do=do, code="activation-changed")
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -57,7 +57,7 @@ class ScaledFloat8:
         On a GPU in one pass after one that reads; compiled blocks have such a kernel of the compiler's.
         """
         if torch.compiler.is_compiling() or matrix.dtype is torch.float64 or not matrix.numel():
-            return self._encode(matrix)
+            return self.encode_by_operators(matrix)
         if has_kernels(matrix):
             from shoal.kernels import float8 as kernels
 
@@ -69,9 +69,10 @@ class ScaledFloat8:
             with one_kernel():
                 matrix.abs().amax()
         with one_kernel():
-            return self._encode(matrix)
+            return self.encode_by_operators(matrix)
 
-    def _encode(self, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode_by_operators(self, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``encode`` returns, by torch's operators."""
         codes, scales = self.quantize(matrix)
         return codes.reshape(matrix.shape).contiguous(), scales.flatten()
 

@@ -201,7 +201,11 @@ class ZeroOptimization(Section):
         ge=1,
     )
     stage3_prefetch_bucket_size: int = key(
-        50_000_000, "elements gathered ahead of their use", alias=("prefetch_bucket_size",), ge=0
+        50_000_000,
+        "most elements that are gathered ahead at the use of a unit, or one unit; uses gather ahead until "
+        "stage3_max_live_parameters; 0 gathers nothing ahead",
+        alias=("prefetch_bucket_size",),
+        ge=0,
     )
     stage3_param_persistence_threshold: int = key(
         100_000,

@@ -3,12 +3,15 @@
 A step of ``n`` equal blocks and ``m`` equal micro-batches takes ``a + b n + c m + d n m``, once there are so many that
 each additional one does what the one before did. Four steps give the four numbers, for each figure of a step: seconds
 by kind, bytes by collective, memory at each place where it has a maximum. A wait that more blocks hide is not negative,
-and the peak is the place that has most in the whole model, which need not be that of a few blocks. What the allocator
-adds varies with sizes, not with blocks: the mean over the steps that are run.
+and the peak is the place that has most in the whole model, which need not be that of a few blocks. Of gathered
+parameters and of buffers in flight no place has more than the one that has most, extended too: one place may have those
+of one block more in the larger run, which each further block does not add. What the allocator adds varies with sizes,
+not with blocks: the mean over the steps that are run.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,13 +24,14 @@ from torch import nn
 from shoal.parallel.tensor.plan import join
 from shoal.pipeline.blocks import find_blocks
 from shoal.simulation.dry_run import StepTime
-from shoal.simulation.memory import ROUNDING, MemoryPeak, kept_by_graphs
+from shoal.simulation.memory import GATHERED, ROUNDING, MemoryPeak, kept_by_graphs
 from shoal.simulation.times import HOST
 
 _LONGEST_PERIOD = 8  # blocks, such as dense and expert layers in turn
 _NUMBER_OF_BLOCK = re.compile(r"_?(layer|block|index|number|id)(_?(idx|index|id|number|num))?")
 
-_OF_MEMORY = ("allocated", "kind")
+_OF_MEMORY = ("kind", "most")
+_OF_FEW_UNITS = (GATHERED, "buffers in flight")
 
 Values = dict[tuple[Hashable, ...], float]
 RunKey = tuple[int, int, int | None]  # repetitions, micro-batches, memory_budget
@@ -140,9 +144,14 @@ class RunGrid:
         def of(name: str) -> dict[Any, float]:
             return {key[1]: max(value, 0.0) for key, value in values.items() if key[0] == name}
 
-        used = of("allocated")
-        at: Any = max(used, key=lambda place: used[place])
-        by_kind = {str(key[2]): round(max(value, 0)) for key, value in values.items() if key[:2] == ("kind", at)}
+        most = of("most")
+        moments: dict[Any, dict[str, float]] = {}
+        for (name, *key), value in values.items():
+            if name == "kind":
+                place, kind = key[0], str(key[1])
+                moments.setdefault(place, {})[kind] = min(max(value, 0.0), most.get(kind, math.inf))
+        at: Any = max(moments, key=lambda place: sum(moments[place].values()))
+        by_kind = {kind: round(nbytes) for kind, nbytes in moments[at].items()}
         peaks = [step.memory for step in runs.values()]
         rounding = mean(peak.by_kind.get(ROUNDING, 0) / max(peak.allocated, 1) for peak in peaks)
         by_kind[ROUNDING] = round(sum(by_kind.values()) * rounding / (1 - rounding))
@@ -151,10 +160,6 @@ class RunGrid:
         largest = runs[self.largest]
         peak = MemoryPeak(allocated, reserved, by_kind, at[0], at[1], outside=largest.memory.outside)
         if largest.memory.in_graphs:
-            moments: dict[object, dict[str, float]] = {}
-            for key, value in values.items():
-                if key[0] == "kind":
-                    moments.setdefault(key[1], {})[str(key[2])] = max(value, 0.0)
             peak = replace(peak, in_graphs=kept_by_graphs(moments.values()))
         peak = replace(peak, is_beyond=capacity is not None and peak.device_nbytes > capacity)
         kinds, host_seconds = of("by_kind"), values["host_seconds",]
@@ -187,7 +192,7 @@ def values_of(step: StepTime) -> Values:
     for name in ("by_kind", "busy", "received", "links"):
         values |= {(name, key): float(value) for key, value in getattr(step, name).items()}
     for at, peak in step.peaks.items():
-        kinds = {kind: float(nbytes) for kind, nbytes in peak.by_kind.items() if kind != ROUNDING}
-        values["allocated", at] = sum(kinds.values())
-        values |= {("kind", at, kind): nbytes for kind, nbytes in kinds.items()}
+        values |= {("kind", at, kind): float(nbytes) for kind, nbytes in peak.by_kind.items() if kind != ROUNDING}
+    for kind in _OF_FEW_UNITS:
+        values["most", kind] = float(max(peak.by_kind.get(kind, 0) for peak in step.peaks.values()))
     return values

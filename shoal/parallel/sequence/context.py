@@ -29,6 +29,7 @@ from shoal.comm.world import has_scoped_world
 from shoal.compiler import eager_operator, untraced
 from shoal.device import on_host
 from shoal.errors import UsageError
+from shoal.parallel.host_reads import read_once
 from shoal.parallel.sequence.chunks import (
     ChunkOrder,
     Chunks,
@@ -247,10 +248,14 @@ class SequenceContext:
     def documents(self, ids: Tensor) -> Documents:
         """The documents of the whole rows, from this rank's numbers of them, [B, L of this rank].
 
-        The result is kept for the calls of other layers with the same tensor, until it is written to.
+        The result is kept for the calls of other layers with the same tensor, until it is written to, and for a
+        recomputation.
 
         Communicates: as :meth:`unshard`. Order: the host waits for the result.
         """
+        return read_once(lambda: self._documents_by(ids))
+
+    def _documents_by(self, ids: Tensor) -> Documents:
         cut = self._cut.get(ids)
         documents = self._kept((ids,), lambda: Documents.from_ids(self.unshard(ids)))
         assert documents is not None
@@ -286,7 +291,7 @@ class SequenceContext:
     def documents_of(self, positions: Tensor | None, padding: Tensor | None) -> Documents | None:
         """The documents of the whole rows, as models of transformers describe them; None: one document a row.
 
-        The result is kept for further calls with the same tensors, until they are written to.
+        The result is kept for further calls with the same tensors, until they are written to, and for a recomputation.
 
         Args:
             positions: ``position_ids`` of this rank, [B or 1, L of this rank]: a document begins where they do not go
@@ -297,6 +302,9 @@ class SequenceContext:
         Communicates: as :meth:`unshard`, for each of the two, and an exchange.
         Order: the host waits for the result, once.
         """
+        return read_once(lambda: self._documents_at(positions, padding))
+
+    def _documents_at(self, positions: Tensor | None, padding: Tensor | None) -> Documents | None:
         if positions is not None and padding is None and (known := self._cut.get(positions)) is not None:
             return known
         return self._kept((positions, padding), lambda: self._documents_of(positions, padding))

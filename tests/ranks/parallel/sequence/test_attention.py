@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
@@ -25,6 +26,8 @@ from shoal.parallel.sequence.ring import RingPlan, direct_blocks
 from tests.helpers.live_storages import LiveStorages
 from tests.helpers.places import ROOT
 from tests.ranks.comm.test_processes import own_world
+
+Contexts = Callable[[], tuple[Any, Any]]
 
 E = 8
 HEADS = [(8, 8), (7, 7), (6, 3), (4, 1)]  # of queries, and of keys and values
@@ -257,6 +260,43 @@ def test_documents_of_positions_are_exchanged_once_for_a_batch() -> None:
         assert found == Documents.of_lengths([[6, 10]])
 
     run_ranks(2, run)
+
+
+def recomputed_in_turn(policy: Contexts | None) -> tuple[torch.Tensor, int, int]:
+    """Two batches forward, then backward. Returns: a weight's gradient; gathers in forward, and in backward."""
+    context = context_of("both")
+    weight = torch.linspace(-1.0, 1.0, 64).view(8, 8).requires_grad_()
+
+    def block(hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        heads = hidden @ weight
+        first = attention(heads, heads, heads, is_causal=True, documents=ids, context=context)
+        return attention(first, heads, heads, is_causal=True, documents=ids, context=context)
+
+    with current_world().recorder.recording() as entries:
+        outputs = []
+        for begin in (3, 7):
+            hidden = context.shard(torch.linspace(-1.0, begin, 1024).sin().view(2, 4, 16, 8), 2)
+            ids = context.shard((torch.arange(16) >= begin).long().expand(2, 16))
+            outputs.append(
+                block(hidden, ids) if policy is None else checkpoint(block, hidden, ids, use_reentrant=False, context_fn=policy)
+            )  # fmt: skip
+        forward = len([entry for entry in entries if "gather" in entry.label])
+        for output in outputs:
+            output.square().sum().backward()
+        both = len([entry for entry in entries if "gather" in entry.label])
+    assert weight.grad is not None
+    return weight.grad, forward, both - forward
+
+
+@pytest.mark.parametrize("saved", [torch.ops.aten.mm.default, torch.ops.aten.ne.Tensor])
+def test_a_recomputation_takes_the_documents_of_its_forward_when_those_of_another_batch_are_kept(saved: Any) -> None:
+    policy = partial(create_selective_checkpoint_contexts, [saved])
+    expected = run_ranks(4, lambda: recomputed_in_turn(None))
+    found = run_ranks(4, lambda: recomputed_in_turn(policy))
+    for (gradient, in_forward, _), (again, in_forward_too, in_backward) in zip(expected, found, strict=True):
+        assert torch.equal(again, gradient)
+        assert in_forward == in_forward_too > 0
+        assert in_backward == 0
 
 
 def plain_check(dtype: torch.dtype, bound: float) -> None:

@@ -258,11 +258,9 @@ def _fewer(run: _ModelRun, num_micro: int) -> tuple[RunGrid, Callable[[int], Rem
     low = 1 if run.num_stages > 1 else 3
     if run.settings.zero_optimization.stage == 3:  # units that are gathered ahead, or kept for their next use
         zero = run.settings.zero_optimization
-        numel = max(int(zero.stage3_prefetch_bucket_size), int(zero.stage3_max_reuse_distance))
         live = int(zero.stage3_max_live_parameters)
-        if zero.stage3_prefetch_bucket_size and live > type(zero).model_fields["stage3_max_live_parameters"].default:
-            numel = live  # uses gather ahead until then; what the default's 2 GB hold is rarely at the peak
-        low += -(-min(numel, live) // max(found.numel, 1))
+        numel = live if zero.stage3_prefetch_bucket_size else min(int(zero.stage3_max_reuse_distance), live)
+        low += -(-numel // max(found.numel // run.degrees.get("tp", 1), 1))
     has_pattern = run.settings.activation_checkpointing.offload_every > 0  # of blocks that do not do the same
     blocks = (low, low + 1) if count > 2 * low + 1 and not has_pattern else (count, count)
     if blocks[0] == count and micro[0] == num_micro:

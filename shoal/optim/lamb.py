@@ -13,7 +13,7 @@ Source: You et al., Large Batch Optimization for Deep Learning, algorithm 2 (arX
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ import torch
 from shoal.comm.protocol import Communicator
 from shoal.optim.options import check_options
 from shoal.optim.tree_sum import CPU_CHUNK_LEVEL, GPU_CHUNK_LEVEL, SumTree, node_keys, partial_sums, plan_sums
-from shoal.optim.whole import ParameterPart, PartTable, RangeViews, WholeTensorOptimizer, chunks
+from shoal.optim.whole import Loads, ParameterPart, PartTable, RangeViews, WholeTensorOptimizer, chunks
 from shoal.streams import is_accelerator
 
 
@@ -74,7 +74,9 @@ class Lamb(WholeTensorOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None, tp: Communicator | None) -> None:
+    def _update(
+        self, flats: Sequence[RangeViews], comm: Communicator | None, tp: Communicator | None, loads: Loads
+    ) -> Iterator[None]:
         """Update ranges.
 
         Communicates: one exchange of 8 bytes for each parameter that a rank holds whole and at most 16 log2(numel) for
@@ -84,7 +86,7 @@ class Lamb(WholeTensorOptimizer):
         """
         if not flats:
             return
-        squares = self._squares_alone(flats) if comm is None else self._squares_shared(flats, comm)
+        squares = self._squares_alone(flats) if comm is None else (yield from self._squares_shared(flats, comm))
         if tp is not None:
             squares = _sum_over_parts(squares, tp, flats[0].device)
         for flat, own in zip(flats, squares, strict=True):
@@ -105,7 +107,9 @@ class Lamb(WholeTensorOptimizer):
             squares.append(torch.stack(nodes) if nodes else zero.new_zeros(0, 2))
         return squares
 
-    def _squares_shared(self, flats: Sequence[RangeViews], comm: Communicator) -> list[torch.Tensor]:
+    def _squares_shared(
+        self, flats: Sequence[RangeViews], comm: Communicator
+    ) -> Generator[None, None, list[torch.Tensor]]:
         """The same, by one exchange of partial sums."""
         device, home = flats[0].device, flats[0].weight.device
         table = PartTable(flats, comm)
@@ -124,8 +128,9 @@ class Lamb(WholeTensorOptimizer):
                     nodes += [zero] * len(node_keys(*own[number], numels[number]))
                 number += 1
         nodes += [zero] * (plan.width - len(nodes))
-        answers = comm.exchange(torch.stack(nodes).view(-1).to(device), label="lamb.norms").wait()
-        squares = plan.finish(answers.view(comm.size, plan.width, 2)).to(home)
+        work = comm.exchange(torch.stack(nodes).view(-1).to(device), label="lamb.norms")
+        yield
+        squares = plan.finish(work.wait().view(comm.size, plan.width, 2)).to(home)
         return list(squares.split([len(flat.shapes) for flat in flats]))
 
 

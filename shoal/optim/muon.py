@@ -3,10 +3,15 @@
     m = momentum m + (1 - momentum) g        d = momentum m + (1 - momentum) g  (Nesterov; else d = m)
     w = w (1 - lr weight_decay) - lr sqrt(max(1, rows / columns)) orthogonalize(d)
 
-Momentum is stored as shards. In a step, d is gathered over the shard axis, each matrix is orthogonalised by one rank
-(matrices are assigned by their operations, which balances the ranks), and the results are gathered. Orthogonalising
-everything on every rank would save the second gather and cost (ranks) times the work: a 512 x 2048 matrix takes a CPU
-core 50 times as long to orthogonalise as to receive.
+Momentum is stored as shards. Each matrix is orthogonalised by one rank: in a step, ranks send it their parts of d, and
+it sends each its part of the result.
+
+    rank 0  parts of A, B, C --+              +--> A  orthogonalize --+              +--> parts of A, B, C
+    rank 1  parts of A, B, C --+- all_to_all -+--> B  orthogonalize --+- all_to_all -+--> parts of A, B, C
+    rank 2  parts of A, B, C --+    (fp32)    +--> C  orthogonalize --+   (16 bits)  +--> parts of A, B, C
+
+Matrices are assigned by their operations, over the units of one call, so that ranks have as much to compute; while a
+rank computes, the parts of the next units are sent, and the results of those before.
 
 A matrix of which tensor-parallel ranks hold parts is put together on one of those ranks, which orthogonalises
 it, and every rank takes its part of the result.
@@ -17,18 +22,20 @@ arXiv:2502.16982, for weight decay and the assignment to ranks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Literal
+from heapq import heapify, heapreplace
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from shoal.comm.protocol import Communicator, Work
+from shoal.comm.protocol import Communicator
 from shoal.device import is_fake
 from shoal.errors import OptimizerError
 from shoal.optim.options import check_options
-from shoal.optim.whole import Interval, ParameterPart, PartTable, RangeViews, WholeTensorOptimizer, chunks
+from shoal.optim.whole import HeldPart, Loads, ParameterPart, PartTable, RangeViews, WholeTensorOptimizer, chunks
+from shoal.sharding.layout import ParameterSpec, Ranges
 from shoal.sharding.parts import cut, paste
 
 Method = Literal["gram", "standard"]
@@ -103,57 +110,85 @@ def num_operations(rows: int, columns: int, num_steps: int = 5) -> int:
     return num_steps * (2 * small * small * large + small**3)
 
 
-ALIGNMENT = 64  # elements
+class MatrixPart(NamedTuple):
+    """The part of a matrix that a rank holds."""
+
+    number: int  # of the matrix
+    rank: int
+    begin: int  # of its elements, flattened: of the whole matrix, or of what a tensor-parallel rank holds of it
+    end: int
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which rank orthogonalises which matrix, and where parts and results lie in the gathered buffers."""
+    """Which rank orthogonalises which matrix, and what one rank sends to it and gets for it.
 
-    parts: tuple[tuple[Interval, ...], ...]  # [rank][matrix]
-    places: tuple[tuple[int, ...], ...]  # [rank][matrix]: of its part, in the rank's shard of the gathered updates
-    shard_numel: int
-    owners: tuple[int, ...]  # [matrix]
-    results: tuple[int, ...]  # [matrix]: place in the owner's shard of the gathered results
-    result_numel: int
+    Attributes: ``owners``: by matrix. ``own``: the matrices of this rank. ``sent``: parts that this rank holds, in the
+    order of their owners; ``sent_splits``: elements for each owner. ``received``: parts of ``own``, in the order of the
+    ranks that hold them; ``received_splits``: elements from each. Results go the other way. ``loads``: operations that
+    each rank has to do then.
+    """
+
+    owners: tuple[int, ...]
+    own: tuple[int, ...]
+    sent: tuple[MatrixPart, ...]
+    sent_splits: tuple[int, ...]
+    received: tuple[MatrixPart, ...]
+    received_splits: tuple[int, ...]
+    loads: tuple[int, ...]
 
 
 def share_out(
-    parts: Sequence[Sequence[Interval]],
-    shapes: Sequence[torch.Size],
+    holders: Sequence[Sequence[HeldPart]],
+    tensor_shapes: Sequence[torch.Size],
+    loads: Sequence[int],
+    rank: int,
     num_steps: int = 5,
-    *,
-    tensor_shapes: Sequence[torch.Size] | None = None,
 ) -> Sharing:
     """Assign each matrix to the rank with the fewest operations, the costliest matrices first. Pure arithmetic, the
     same on every rank.
 
     Args:
-        tensor_shapes: of the tensors of which the matrices are parts; None: ``shapes``. Owners depend on these only, so
-            that they are the same for all parts.
+        holders: of each matrix: the ranks that hold it, and what they hold.
+        tensor_shapes: of the tensors that the matrices are, or are parts of. Owners depend on these only, so that they
+            are the same for all parts.
+        loads: operations that each rank has to do before.
     """
-    places = [list(accumulate((high - low for low, high in row), initial=0)) for row in parts]
-    load = [0] * len(parts)
-    filled = [0] * len(parts)
-    owners, results = [0] * len(shapes), [0] * len(shapes)
 
     def cost(index: int) -> int:
-        batch, rows, columns = _as_matrices((tensor_shapes or shapes)[index])
+        batch, rows, columns = _as_matrices(tensor_shapes[index])
         return batch * num_operations(rows, columns, num_steps)
 
-    for index in sorted(range(len(shapes)), key=lambda i: (-cost(i), i)):
-        owner = min(range(len(parts)), key=lambda rank: (load[rank], rank))
-        load[owner] += cost(index)
-        owners[index], results[index] = owner, filled[owner]
-        filled[owner] += shapes[index].numel()
+    owners = [0] * len(tensor_shapes)
+    heap = [(load, each) for each, load in enumerate(loads)]
+    heapify(heap)
+    for index in sorted(range(len(tensor_shapes)), key=lambda i: (-cost(i), i)):
+        load, owner = heap[0]
+        heapreplace(heap, (load + cost(index), owner))
+        owners[index] = owner
+    by_owner: list[list[MatrixPart]] = [[] for _ in loads]
+    by_holder: list[list[MatrixPart]] = [[] for _ in loads]
+    for index, (owner, parts) in enumerate(zip(owners, holders, strict=True)):
+        for part in (MatrixPart(index, *each) for each in parts):
+            if part.rank == rank:
+                by_owner[owner].append(part)
+            if owner == rank:
+                by_holder[part.rank].append(part)
     return Sharing(
-        tuple(tuple(row) for row in parts),
-        tuple(tuple(row[:-1]) for row in places),
-        _aligned(max(row[-1] for row in places)),
         tuple(owners),
-        tuple(results),
-        _aligned(max(filled)),
+        tuple(index for index, owner in enumerate(owners) if owner == rank),
+        *_in_order(by_owner),
+        *_in_order(by_holder),
+        tuple(load for _, load in sorted((owner, load) for load, owner in heap)),
     )
+
+
+def _in_order(parts: Sequence[Sequence[MatrixPart]]) -> tuple[tuple[MatrixPart, ...], tuple[int, ...]]:
+    return tuple(chain.from_iterable(parts)), tuple(sum(_sizes(each)) for each in parts)
+
+
+def _sizes(parts: Iterable[MatrixPart]) -> list[int]:
+    return [part.end - part.begin for part in parts]
 
 
 class Muon(WholeTensorOptimizer):
@@ -197,7 +232,7 @@ class Muon(WholeTensorOptimizer):
             },
         )
         self._sharings: dict[Hashable, Sharing] = {}
-        self._buffers: dict[Hashable, _Buffer] = {}
+        self._specs: dict[Hashable, list[list[ParameterSpec]]] = {}
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -230,14 +265,16 @@ class Muon(WholeTensorOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["use_muon"] else ("exp_avg", "exp_avg_sq")
 
-    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None, tp: Communicator | None) -> None:
+    def _update(
+        self, flats: Sequence[RangeViews], comm: Communicator | None, tp: Communicator | None, loads: Loads
+    ) -> Iterator[None]:
         """Update ranges.
 
-        Communicates: for the unit's Muon matrices, one all_gather of the updates (fp32) and one of the results (16
-            bits on GPUs), each about (size - 1) / size of the matrices' elements received per rank; and the exchange
-            of ``PartTable``. Along ``tp``, of the matrices that this rank's shard orthogonalises, one reduce_scatter
-            (fp32) and one all_gather of the results, each about (size - 1) / size of the whole matrices' elements.
-        Memory: all these buffers, on the device; not freed between steps.
+        Communicates: for the Muon matrices one all_to_all of the updates (fp32), of which a rank receives the matrices
+            that it orthogonalises, and one of the results (16 bits on GPUs), of which it receives its shard; and the
+            exchange of ``PartTable``. Along ``tp``, for what this rank receives of matrices, the same again; before
+            the first one every rank learns which parts the others have.
+        Memory: on the device, of this rank's shard and of the matrices that it orthogonalises: updates, then results.
         """
         matrices = [flat for flat in flats if flat.group["use_muon"] and flat.shapes]
         for flat in flats:
@@ -246,11 +283,11 @@ class Muon(WholeTensorOptimizer):
             else:
                 _adamw(flat)
         if comm is None:
-            self._update_alone(matrices, tp)
+            yield from self._update_alone(matrices, tp, loads)
         elif matrices:
-            self._update_shared(matrices, comm, tp)
+            yield from self._update_shared(matrices, comm, tp, loads)
 
-    def _update_alone(self, flats: Sequence[RangeViews], tp: Communicator | None) -> None:
+    def _update_alone(self, flats: Sequence[RangeViews], tp: Communicator | None, loads: Loads) -> Iterator[None]:
         updates: list[_Update] = []
         for flat in flats:
             for part in flat.parts:
@@ -262,150 +299,163 @@ class Muon(WholeTensorOptimizer):
                     updates.append((update, flat, part.parameter))
         if tp is not None:
             parts = [(flat, part) for flat in flats for part in flat.parts]
-            for (flat, part), direction in zip(parts, self._orthogonalized_parts(updates, tp), strict=True):
+            directions = yield from self._orthogonalized_parts(updates, tp, loads)
+            for (flat, part), direction in zip(parts, directions, strict=True):
                 _descend(flat, part, direction)
 
-    def _orthogonalized_parts(self, updates: Sequence[_Update], tp: Communicator) -> list[torch.Tensor]:
+    def _update_shared(
+        self, flats: Sequence[RangeViews], comm: Communicator, tp: Communicator | None, loads: Loads
+    ) -> Iterator[None]:
+        table = PartTable(flats, comm)
+        numbered = [(flat, index) for flat in flats for index in range(len(flat.shapes))]
+        sharing = self._sharing(table.key, table.holders, numbered, comm, loads)
+        parts = [_part_of(*numbered[part.number]) for part in sharing.sent]
+
+        def fill(places: Sequence[torch.Tensor]) -> None:
+            for (number, *_), part, place in zip(sharing.sent, parts, places, strict=True):
+                if part is None:
+                    place.zero_()  # not updated in this step
+                else:
+                    _momentum(numbered[number][0], part, place)
+
+        def whole(number: int, received: Sequence[_Received]) -> torch.Tensor:
+            # A matrix without elements has no parts.
+            return torch.cat([values for _, values in received]) if received else numbered[number][0].weight[:0]
+
+        def results_of(updates: Sequence[_Update]) -> _Results:
+            if tp is not None:
+                return (yield from self._orthogonalized_parts(updates, tp, loads))
+            return [_orthogonalized(update, flat.shapes[index], flat.group) for update, flat, index in updates]
+
+        def part_of(result: torch.Tensor, part: MatrixPart) -> torch.Tensor:
+            return result[part.begin : part.end]
+
+        directions = yield from _by_owners(sharing, comm, numbered, "muon", fill, whole, results_of, part_of)
+        for (number, *_), part, direction in zip(sharing.sent, parts, directions, strict=True):
+            if part is not None:
+                _descend(numbered[number][0], part, direction)
+
+    def _orthogonalized_parts(self, updates: Sequence[_Update], tp: Communicator, loads: Loads) -> _Results:
         """This rank's part of each orthogonalised matrix, of which it has its part of the update. Shape: [numel] each.
 
         Every rank along ``tp`` passes the same matrices.
         """
         if not updates:
             return []
-        device, group = updates[0][0].device, updates[0][1].group
-        specs = [flat.specs[index] for _, flat, index in updates]
-        shapes = [flat.tensor_shape(index) for _, flat, index in updates]
-        key = (tp.size, tuple(shapes))
-        sharing = self._sharings.get(key)
-        if sharing is None:
-            nothing = [[(0, 0)] * len(shapes)] * tp.size
-            sharing = self._sharings[key] = share_out(nothing, shapes, group["ns_steps"])
-        matrices = self._buffer(tp, "matrices", sharing.result_numel, torch.float32, device)
-        dtype = compute_dtype(group["ns_method"], device, updates[0][0])
-        results = self._buffer(tp, "results", sharing.result_numel, dtype, device)
+        numbered = [(flat, index) for _, flat, index in updates]
+        own = [flat.specs[index] for flat, index in numbered]
+        key = (id(tp), tuple((spec.name, spec.local) for spec in own))
+        if (specs := self._specs.get(key)) is None:
+            specs = self._specs[key] = [
+                [
+                    ParameterSpec.part(spec.name, spec.global_shape, _as_ranges(local))
+                    for spec, local in zip(own, of_rank, strict=True)
+                ]
+                for of_rank in tp.gather_objects([spec.local for spec in own], label="muon.specs")
+            ]
+        holders = [[(rank, 0, of_rank[at].numel) for rank, of_rank in enumerate(specs)] for at in range(len(own))]
+        sharing = self._sharing(key, lambda: holders, numbered, tp, loads)
 
-        def place(buffer: _Buffer, number: int) -> torch.Tensor:
-            shard = buffer.shard(sharing.owners[number])[sharing.results[number] :]
-            return shard[: shapes[number].numel()].view(shapes[number])
+        def fill(places: Sequence[torch.Tensor]) -> None:
+            for part, place in zip(sharing.sent, places, strict=True):
+                place.copy_(updates[part.number][0])
 
-        matrices.used.zero_()  # each element has one summand that is not zero
-        for number, ((update, _, _), spec) in enumerate(zip(updates, specs, strict=True)):
-            paste(update.view(spec.shape), spec, place(matrices, number))
-        matrices.reduce_scatter("muon.matrices")
-        for number, (_, flat, _) in enumerate(updates):
-            if sharing.owners[number] == tp.rank:
-                matrix, result = place(matrices, number), place(results, number)
-                result.copy_(_orthogonalized(matrix.reshape(-1), shapes[number], flat.group).view(result.shape))
-        results.gather("muon.parts")
-        return [cut(place(results, number), spec).reshape(-1) for number, spec in enumerate(specs)]
+        def whole(number: int, received: Sequence[_Received]) -> torch.Tensor:
+            matrix = updates[number][0].new_empty(own[number].global_shape)
+            for part, values in received:
+                spec = specs[part.rank][number]
+                paste(values.view(spec.shape), spec, matrix)
+            return matrix.view(-1)
 
-    def _update_shared(self, flats: Sequence[RangeViews], comm: Communicator, tp: Communicator | None) -> None:
-        table = PartTable(flats, comm)
-        numbered = [(flat, index) for flat in flats for index in range(len(flat.shapes))]
-        tensor_shapes = [flat.tensor_shape(index) for flat, index in numbered]
-        key = (table.key, tuple(tensor_shapes))
-        sharing = self._sharings.get(key)
-        if sharing is None:
-            ranks = [table.of(rank) for rank in range(comm.size)]
-            num_steps = flats[0].group["ns_steps"]
-            sharing = share_out(ranks, table.shapes, num_steps, tensor_shapes=tensor_shapes)
-            self._sharings[key] = sharing
-        device = flats[0].device
+        def results_of(updates: Sequence[_Update]) -> _Results:
+            yield from ()
+            return [_orthogonalized(each, flat.tensor_shape(index), flat.group) for each, flat, index in updates]
 
-        updates = self._buffer(comm, "updates", sharing.shard_numel, torch.float32, device)
-        own = updates.shard(comm.rank)
-        for number, (flat, index) in enumerate(numbered):
-            low, high = sharing.parts[comm.rank][number]
-            place = own[sharing.places[comm.rank][number] :][: high - low]
-            part = _part_of(flat, index)
-            if part is None:
-                place.zero_()  # not updated in this step
-            else:
-                _momentum(flat, part, place)
-        updates.gather("muon.updates")
+        def part_of(result: torch.Tensor, part: MatrixPart) -> torch.Tensor:
+            return cut(result.view(own[part.number].global_shape), specs[part.rank][part.number]).reshape(-1)
 
-        dtype = compute_dtype(flats[0].group["ns_method"], device, flats[0].weight)
-        results = self._buffer(comm, "results", sharing.result_numel, dtype, device)
-        of_parts: list[tuple[torch.Tensor, _Update]] = []  # a part's place among the results, and its update
-        for number, (flat, index) in enumerate(numbered):
-            if sharing.owners[number] != comm.rank:
-                continue
-            shape = table.shapes[number]
-            whole = own.new_empty(shape.numel())
-            for rank, row in enumerate(sharing.parts):
-                low, high = row[number]
-                whole[low:high] = updates.shard(rank)[sharing.places[rank][number] :][: high - low]
-            place = results.shard(comm.rank)[sharing.results[number] :][: shape.numel()]
-            if tp is None:
-                place.copy_(_orthogonalized(whole, shape, flat.group))
-            else:
-                of_parts.append((place, (whole, flat, index)))
-        if tp is not None:
-            result = self._orthogonalized_parts([update for _, update in of_parts], tp)
-            for (place, _), own in zip(of_parts, result, strict=True):
-                place.copy_(own)
-        results.gather("muon.results")
+        directions = yield from _by_owners(sharing, tp, numbered, "muon.parts", fill, whole, results_of, part_of)
+        by_number = {part.number: each for part, each in zip(sharing.sent, directions, strict=True)}
+        return [by_number[number] for number in range(len(updates))]
 
-        for number, (flat, index) in enumerate(numbered):
-            part = _part_of(flat, index)
-            if part is not None:
-                place = results.shard(sharing.owners[number])[sharing.results[number] + part.offset :]
-                _descend(flat, part, place[: part.numel])
-
-    def _buffer(
-        self, comm: Communicator, use: str, shard_numel: int, dtype: torch.dtype, device: torch.device
-    ) -> _Buffer:
-        key = (id(comm), use, dtype, device)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.capacity < shard_numel:
-            if buffer is not None:
-                buffer.free()
-            buffer = self._buffers[key] = _Buffer(comm, comm.empty(shard_numel * comm.size, dtype, device))
-        buffer.begin(shard_numel)
-        return buffer
+    def _sharing(
+        self,
+        key: Hashable,
+        holders: Callable[[], Sequence[Sequence[HeldPart]]],
+        numbered: Sequence[tuple[RangeViews, int]],
+        comm: Communicator,
+        loads: Loads,
+    ) -> Sharing:
+        shapes = tuple(flat.tensor_shape(index) for flat, index in numbered)
+        before = loads.get(comm, (0,) * comm.size)
+        found = self._sharings.get((key, shapes, before))
+        if found is None:
+            found = share_out(holders(), shapes, before, comm.rank, numbered[0][0].group["ns_steps"])
+            self._sharings[key, shapes, before] = found
+        loads[comm] = found.loads
+        return found
 
 
-class _Buffer:
-    """The buffers that a communicator gathers into; every unit and step reuses them."""
+def _by_owners(
+    sharing: Sharing,
+    comm: Communicator,
+    numbered: Sequence[tuple[RangeViews, int]],
+    label: str,
+    fill: Callable[[Sequence[torch.Tensor]], None],
+    whole: Callable[[int, Sequence[_Received]], torch.Tensor],
+    results_of: Callable[[Sequence[_Update]], _Results],
+    part_of: Callable[[torch.Tensor, MatrixPart], torch.Tensor],
+) -> _Results:
+    """Matrices go to their owners, results come back.
 
-    def __init__(self, comm: Communicator, memory: torch.Tensor) -> None:
-        self.comm = comm
-        self._memory = memory
-        self._shard_numel = 0
-        self._work: Work | None = None
+    Args:
+        fill: writes the update of each part of ``sharing.sent``.
+        whole: puts a matrix together, of the parts that were received. Shape: [numel].
+        results_of: of the matrices of this rank.
+        part_of: a rank's part of a result.
 
-    @property
-    def capacity(self) -> int:
-        return self._memory.numel() // self.comm.size
+    Returns: the result of each part of ``sharing.sent``.
+    """
+    flat = numbered[0][0]
+    there, back, sizes = sharing.sent_splits, sharing.received_splits, _sizes(sharing.sent)
+    parts = torch.empty(sum(there), dtype=torch.float32, device=flat.device)
+    received = torch.empty(sum(back), dtype=torch.float32, device=flat.device)
+    fill(parts.split(sizes))
+    work = comm.all_to_all(received, parts, out_splits=back, source_splits=there, label=f"{label}.updates")
+    yield
+    work.wait()
+    by_number: dict[int, list[_Received]] = {number: [] for number in sharing.own}
+    for part, values in zip(sharing.received, received.split(_sizes(sharing.received)), strict=True):
+        by_number[part.number].append((part, values))
+    updates = [(whole(number, each), *numbered[number]) for number, each in by_number.items()]
+    work.drain()
+    del parts, received, by_number
+    results = dict(zip(sharing.own, (yield from results_of(updates)), strict=True))
+    del updates
 
-    def begin(self, shard_numel: int) -> None:
-        self.free()
-        self._shard_numel = shard_numel
+    dtype = compute_dtype(flat.group["ns_method"], flat.device, flat.weight)
+    received = torch.empty(sum(back), dtype=dtype, device=flat.device)
+    if sharing.received:
+        torch.cat([part_of(results[part.number], part) for part in sharing.received], out=received)
+    del results
+    parts = torch.empty(sum(there), dtype=dtype, device=flat.device)
+    work = comm.all_to_all(parts, received, out_splits=there, source_splits=back, label=f"{label}.results")
+    yield
+    work.wait()
+    work.drain()
+    directions: Sequence[torch.Tensor] = parts.split(sizes)
+    return directions
 
-    @property
-    def used(self) -> torch.Tensor:
-        """The shards of all ranks."""
-        return self._memory[: self._shard_numel * self.comm.size]
 
-    def shard(self, rank: int) -> torch.Tensor:
-        return self._memory[rank * self._shard_numel : (rank + 1) * self._shard_numel]
-
-    def gather(self, label: str) -> None:
-        self._work = self.comm.all_gather(self.used, label=label)
-        self._work.wait()
-
-    def reduce_scatter(self, label: str) -> None:
-        self._work = self.comm.reduce_scatter(self.used, self.shard(self.comm.rank), label=label)
-        self._work.wait()
-
-    def free(self) -> None:
-        """Wait until no peer reads it."""
-        if self._work is not None:
-            self._work.drain()
-            self._work = None
+def _as_ranges(local: Sequence[Sequence[Sequence[int]]]) -> tuple[Ranges, ...]:
+    return tuple(tuple((start, stop) for start, stop in dim) for dim in local)
 
 
 _Update = tuple[torch.Tensor, RangeViews, int]  # of a matrix [numel]; the range and the index of its parameter
+
+
+_Received = tuple[MatrixPart, torch.Tensor]  # and its values [numel]
+_Results = Generator[None, None, Sequence[torch.Tensor]]
 
 
 def _part_of(flat: RangeViews, index: int) -> ParameterPart | None:
@@ -419,10 +469,6 @@ def _as_matrices(shape: torch.Size) -> tuple[int, int, int]:
     if len(shape) == 3:
         return shape[0], shape[1], shape[2]
     return 1, shape[0], shape[1:].numel()
-
-
-def _aligned(numel: int) -> int:
-    return max(-(-numel // ALIGNMENT), 1) * ALIGNMENT
 
 
 def _orthogonalized(update: torch.Tensor, shape: torch.Size, group: dict[str, Any]) -> torch.Tensor:

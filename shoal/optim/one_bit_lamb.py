@@ -15,7 +15,7 @@ Source: 1-bit LAMB, algorithm 1 (arXiv:2104.06069); the bounds of f, DeepSpeed's
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from shoal.comm.protocol import Communicator
 from shoal.errors import OptimizerError
 from shoal.optim.lamb import Lamb, descend, direction, trust_ratios
 from shoal.optim.sums_values import OwnValues, Sums, SumsValues
-from shoal.optim.whole import ParameterPart, RangeViews
+from shoal.optim.whole import Loads, ParameterPart, RangeViews
 
 _FRESH = "exp_avg_sq_fresh"
 
@@ -109,7 +109,10 @@ class OneBitLamb(SumsValues, Lamb):
             )
         return state[key][0]
 
-    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None, tp: Communicator | None) -> None:
+    def _update(
+        self, flats: Sequence[RangeViews], comm: Communicator | None, tp: Communicator | None, loads: Loads
+    ) -> Iterator[None]:
+        yield from ()  # nothing is sent
         assert comm is None and tp is None, "every rank holds whole parameters"
         if self.sums() == "values":
             for flat in flats:

@@ -7,6 +7,9 @@
 Every rank passes one ``OwnedRange`` per unit and parameter group, possibly of no elements, so all ranks issue the same
 collectives. A parameter without a part on any rank is not updated. An optimizer stores the state of its range
 (``state[owned.param]``) and exchanges what it needs: LAMB two numbers per parameter, Muon the matrices.
+
+The ranges of many units are updated in one call, so that each rank has a matrix to compute, and calls overlap: one
+begins while the exchanges of the one before are under way.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ CPU_CHUNK_NUMEL = 1 << 16
 GPU_CHUNK_NUMEL = 1 << 24
 
 Interval = tuple[int, int]  # [offset, end) of a flattened parameter; (0, 0): none of it
+Loads = dict[Communicator, tuple[int, ...]]  # by rank
+HeldPart = tuple[int, int, int]  # rank; and [offset, end) of a flattened parameter
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class RangeViews:
 class WholeTensorOptimizer(torch.optim.Optimizer):
     """Base of the optimizers that need whole parameters.
 
-    The sharded step calls ``step_unit()``; ``step()`` updates ordinary parameters, for use without Shoal's engine.
+    The sharded step calls ``step_ranges()``; ``step()`` updates ordinary parameters, for use without Shoal's engine.
     Subclasses say which state an element has and how flat ranges are updated.
     """
 
@@ -121,28 +126,33 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """Names of the per-element state of a group's parameters."""
 
     @abstractmethod
-    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None, tp: Communicator | None) -> None:
+    def _update(
+        self, flats: Sequence[RangeViews], comm: Communicator | None, tp: Communicator | None, loads: Loads
+    ) -> Iterator[None]:
         """Update the weights and the state in place. ``comm`` None: every parameter is on this rank. ``tp`` None: every
-        parameter is a whole tensor.
+        parameter is a whole tensor. As ``step_ranges`` it stops where it has issued a collective.
         """
 
     @torch.no_grad()
-    def step_unit(
+    def step_ranges(
         self,
         ranges: Sequence[OwnedRange],
         comm: Communicator,
         device: torch.device | None = None,
         tp: Communicator | None = None,
-    ) -> None:
-        """Update one unit's ranges.
+        loads: Loads | None = None,
+    ) -> Iterator[None]:
+        """Update ranges of one or more units. It stops after each collective that it issues; what follows waits for it.
+
+        Gradients are read before the first stop, weights are written after the last one.
 
         Args:
-            ranges: one per parameter group of the unit, the same groups on every rank. On one rank also several per
-                group.
-            comm: the axis over which the unit's parameters are sharded.
+            ranges: one per unit and parameter group, the same ones on every rank. On one rank also several.
+            comm: the axis over which the parameters are sharded.
             device: that computes forward and backward, where ranges may lie in host memory; None: where they lie.
             tp: the ranks that hold the other parts of the tensors of which the parameters are parts; the same
                 coordinate on ``comm`` on each of them. None: the parameters are whole tensors.
+            loads: of the calls of one step: an optimizer notes there what it gives each rank to compute.
 
         Communicates: along ``comm`` and ``tp``, as the optimizer documents; nothing where their size is 1.
         """
@@ -175,7 +185,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         others = None if comm.size == 1 else comm
         if others is None:
             _check_whole(ranges)
-        self._update(flats, others, tp)
+        yield from self._update(flats, others, tp, {} if loads is None else loads)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -201,7 +211,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 parts = (part,) if weight.numel() else ()
                 shapes = (param.shape,)
                 flats.append(RangeViews(weight, param.grad.reshape(-1), state, group, parts, shapes, weight.device))
-        self._update(flats, None, None)
+        for _ in self._update(flats, None, None, {}):
+            pass
         for param, weight in copies:
             param.copy_(weight.view(param.shape))
         return loss
@@ -228,7 +239,7 @@ def _check_whole(ranges: Sequence[OwnedRange]) -> None:
 
 
 class PartTable:
-    """Which part of each parameter each rank owns. Parameters are numbered through all ranges of a unit.
+    """Which part of each parameter each rank owns. Parameters are numbered through all ranges.
 
     ``key`` is equal for equal tables, so that what was computed from one can be cached.
     """
@@ -247,6 +258,25 @@ class PartTable:
         else:
             self._rows = self._ask(comm)
             self.key = (self.size, self.shapes, tuple(map(tuple, self._rows)))
+
+    def holders(self) -> list[list[HeldPart]]:
+        """Of each parameter: the ranks that own a part of it, and their intervals, in order."""
+        if self._rows is not None:
+            columns = zip(*self._rows, strict=True)
+            return [[(rank, *part) for rank, part in enumerate(column) if part[0] < part[1]] for column in columns]
+        found = []
+        for flat in self._flats:
+            assert flat.offsets is not None and flat.shard_numel is not None
+            for shape, offset in zip(flat.shapes, flat.offsets, strict=True):
+                parts, end = [], offset + shape.numel()
+                for rank in range(offset // max(flat.shard_numel, 1), self.size):
+                    begin = rank * flat.shard_numel
+                    if begin >= end:
+                        break
+                    low, high = max(offset, begin), min(end, begin + flat.shard_numel)
+                    parts.append((rank, low - offset, high - offset))
+                found.append([part for part in parts if part[1] < part[2]])
+        return found
 
     def of(self, rank: int) -> list[Interval]:
         """The intervals of all parameters that ``rank`` owns."""

@@ -179,6 +179,7 @@ class _ModelRun:
         self.build, self.config, self.settings, self.num_ranks, self.node = build, config, settings, num_ranks, node
         self.degrees = model_degrees(settings)
         self.num_stages = self.degrees.get("pp", 1)
+        self.has_muon = settings.optimizer is not None and str(settings.optimizer.type).lower() == "muon"
 
     def steps(
         self, num_micro: Sequence[int], remove: Removal | None = None, budget: int | None = None
@@ -261,7 +262,8 @@ def _fewer(run: _ModelRun, num_micro: int) -> tuple[RunGrid, Callable[[int], Rem
         live = int(zero.stage3_max_live_parameters)
         numel = live if zero.stage3_prefetch_bucket_size else min(int(zero.stage3_max_reuse_distance), live)
         low += -(-numel // max(found.numel // run.degrees.get("tp", 1), 1))
-    has_pattern = run.settings.activation_checkpointing.offload_every > 0  # of blocks that do not do the same
+    # Of blocks that do not do the same; Muon gives a rank as many matrices as come out even.
+    has_pattern = run.settings.activation_checkpointing.offload_every > 0 or run.has_muon
     blocks = (low, low + 1) if count > 2 * low + 1 and not has_pattern else (count, count)
     if blocks[0] == count and micro[0] == num_micro:
         return None

@@ -8,18 +8,19 @@ PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from shoal.comm.fake import SingleCommunicator
-from shoal.comm.protocol import Work
+from shoal.comm.protocol import Communicator, Work
 from shoal.device import Device
 from shoal.offload.cpu_optimizer import CpuOptimizer
 from shoal.optim.host import TRIAL_NUMEL, HostStep
 from shoal.optim.one_kernel_adam import AdamRange, takes
 from shoal.optim.one_kernel_adam import update as update_by_kernels
-from shoal.optim.whole import WholeTensorOptimizer
+from shoal.optim.whole import Loads, WholeTensorOptimizer
 from shoal.running.ranges import OptimizerRanges, in_fp32, round_back
 from shoal.sharding.encoded_state import StateFormat
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
@@ -34,6 +35,7 @@ HasGrad = Mapping[ParameterGroup, bytes]
 """By parameter group, one byte per parameter: did a gradient arrive on some rank?"""
 Gather = tuple[ParameterGroup, Work]
 """The all-gather of a group whose parameters are stored whole, after its update."""
+_ENDED = object()
 
 
 class ShardedStep(OptimizerRanges):
@@ -86,7 +88,7 @@ class ShardedStep(OptimizerRanges):
         super().__init__(optimizer, block_numel or sub_group, cpu_optimizer, state_dtype)
         self.groups = list(groups)
         self._step_number = step_number
-        self._batch_numel = 0 if block_numel else min(sub_group, BATCH_NUMEL)
+        self._batch_numel = 0 if block_numel and not self.is_whole_tensor else min(sub_group, BATCH_NUMEL)
         self._scratch: torch.Tensor | None = None
         self._user_groups: list[list[torch.nn.Parameter]] = []
         for group in self.groups:
@@ -157,48 +159,71 @@ class ShardedStep(OptimizerRanges):
 
     @optimizer_step()
     def update(self, units: Sequence[Unit], gradient_scale: float, has_grad: HasGrad) -> list[Gather]:
-        """Between ``begin`` and ``end``: ``step_unit`` of every unit. Args, Returns: as there.
+        """Between ``begin`` and ``end``: update the ranges of units, and start to bring their replicas up to date; on
+        the host, start to update them.
 
-        Groups whose state is on the device are updated together, ``BATCH_NUMEL`` elements in one call.
-        """
-        works: list[Gather] = []
-        batch: list[ParameterGroup] = []
-        for unit in units:
-            unit.has_pending_update = any(g.updates is not None and any(has_grad[g]) for g in unit.trained)
-            for group in unit.trained:
-                if not self._batch_numel or self.is_whole_tensor or group.updates or group.disk:
-                    works += self._step_group(group, gradient_scale, has_grad[group])
-                    continue
-                if batch and sum(g.owned_numel for g in (*batch, group)) > self._batch_numel:
-                    works += self._step_batch(batch, gradient_scale, has_grad)
-                    batch = []
-                batch.append(group)
-        return works + self._step_batch(batch, gradient_scale, has_grad)
-
-    @optimizer_step()
-    def step_unit(self, unit: Unit, gradient_scale: float, has_grad: HasGrad) -> list[Gather]:
-        """Update one unit's range, and start to bring its replicas up to date; on the host, start to update it.
+        Groups whose state is on the device are updated together, ``BATCH_NUMEL`` elements in one call. Those of an
+        optimizer of whole tensors are, too, those on the host as well; of three such calls each begins while the
+        exchanges of the one before are under way.
 
         Args:
             gradient_scale: the gradients are multiplied by it (clipping, loss scale).
 
         Returns: the all-gathers under way.
-        Communicates: where the row says so, one all-gather per group.
+        Communicates: where the row says so, one all-gather per group; and as a whole-tensor optimizer documents.
         """
-        return [work for group in unit.trained for work in self._step_group(group, gradient_scale, has_grad[group])]
+        works: list[Gather] = []
+        batches: list[list[ParameterGroup]] = []
+        last: dict[Hashable, list[ParameterGroup]] = {}  # of each kind of group
+        for unit in units:
+            unit.has_pending_update = any(g.updates is not None and any(has_grad[g]) for g in unit.trained)
+            for group in unit.trained:
+                if not self._is_batched(group):
+                    works += self._step_group(group, gradient_scale, has_grad[group])
+                    continue
+                kind = self._goes_with(group)
+                batch = last.get(kind, [])
+                if not batch or sum(each.owned_numel for each in (*batch, group)) > self._batch_numel:
+                    batch = last[kind] = []
+                    batches.append(batch)
+                batch.append(group)
+        step_all = self._step_whole_batches if self.is_whole_tensor else self._step_batches
+        return works + step_all(batches, gradient_scale, has_grad)
 
-    def _step_batch(self, batch: Sequence[ParameterGroup], gradient_scale: float, has_grad: HasGrad) -> list[Gather]:
-        """Update groups whose state is on the device, all in one call."""
-        for group in batch:
-            group.begin_update()
-        with_disk = [group for group in batch if any(has_grad[group])]
-        for group in with_disk:
-            group.buffer.storage.pin(is_overwritten=all(has_grad[group]))
-        ranges = [(group, part) for group in batch for part in self._with_grad(group, has_grad[group])]
-        self._step_ranges(ranges, gradient_scale, self._batch_numel)
-        for group in with_disk:
-            group.buffer.storage.unpin()
-        return [work for group in batch for work in _update_replicas(group)]
+    def _is_batched(self, group: ParameterGroup) -> bool:
+        is_on_disk = group.disk is not None or group.buffer.storage.tier is Tier.DISK
+        return bool(self._batch_numel) and not is_on_disk and (self.is_whole_tensor or group.updates is None)
+
+    def _goes_with(self, group: ParameterGroup) -> Hashable:
+        """Equal for groups that one call can update: of an optimizer of whole tensors those of the same ranks."""
+        is_on_host = group.updates is not None
+        return (self._ranks_of(group), self._parts_comm(group), is_on_host) if self.is_whole_tensor else None
+
+    def _step_batches(
+        self, batches: Sequence[Sequence[ParameterGroup]], gradient_scale: float, has_grad: HasGrad
+    ) -> list[Gather]:
+        works: list[Gather] = []
+        for batch in batches:
+            with_grad = _begin(batch, has_grad)
+            ranges = [(group, part) for group in batch for part in self._with_grad(group, has_grad[group])]
+            self._step_ranges(ranges, gradient_scale, self._batch_numel)
+            works += _end(batch, with_grad)
+        return works
+
+    def _step_whole_batches(
+        self, batches: Sequence[Sequence[ParameterGroup]], gradient_scale: float, has_grad: HasGrad
+    ) -> list[Gather]:
+        works: list[Gather] = []
+        loads: Loads = {}
+
+        def step(batch: Sequence[ParameterGroup]) -> Iterator[None]:
+            with_grad = _begin(batch, has_grad)
+            if with_grad:
+                yield from self._step_whole(with_grad, gradient_scale, has_grad, loads)
+            works.extend(_end(batch, with_grad))
+
+        run_overlapped(map(step, batches))
+        return works
 
     def _step_group(self, group: ParameterGroup, gradient_scale: float, has_grad: bytes) -> list[Gather]:
         group.begin_update()
@@ -208,7 +233,8 @@ class ShardedStep(OptimizerRanges):
             group.buffer.storage.pin(is_overwritten=all(has_grad))
         if self.is_whole_tensor:
             if any(has_grad):
-                self._step_whole(group, gradient_scale, has_grad)
+                for _ in self._step_whole([group], gradient_scale, {group: has_grad}, {}):
+                    pass
         else:
             ranges = self._with_grad(group, has_grad)
             cpu = self.cpu_optimizer if group.updates is not None else None
@@ -228,7 +254,7 @@ class ShardedStep(OptimizerRanges):
 
         Where parameters are stored as shards, the next ``unit.gather()`` waits for the update.
 
-        Returns, Communicates: as ``step_unit``.
+        Returns, Communicates: as ``update``.
         """
         works: list[Gather] = []
         for group in (group for unit in units for group in unit.trained):
@@ -356,15 +382,25 @@ class ShardedStep(OptimizerRanges):
                 self.cpu_optimizer.copy_back(group, [part for owner, part in ranges if owner is group])
                 self.cpu_optimizer.finish(group)
 
-    def _step_whole(self, group: ParameterGroup, gradient_scale: float, has_grad: bytes) -> None:
-        optimizer, buffer = self.optimizer, group.buffer
+    def _step_whole(
+        self, groups: Sequence[ParameterGroup], gradient_scale: float, has_grad: HasGrad, loads: Loads
+    ) -> Iterator[None]:
+        """Update groups that go together. It stops where ``WholeTensorOptimizer.step_ranges`` does."""
+        optimizer, first = self.optimizer, groups[0]
         assert isinstance(optimizer, WholeTensorOptimizer)
-        ranges = [(group, part) for part in group.ranges]
-        self._load_gradients(ranges, [part.param for part in group.ranges], gradient_scale)
-        is_whole = group.owned_numel == buffer.layout.numel
-        comm = SingleCommunicator(buffer.comm.axis) if is_whole else buffer.comm
-        optimizer.step_unit(self._owned_ranges(group, has_grad), comm, buffer.device, self._parts_comm(group))
+        ranges = [(group, part) for group in groups for part in group.ranges]
+        self._load_gradients(ranges, [part.param for _, part in ranges], gradient_scale)
+        owned = [each for group in groups for each in self._owned_ranges(group, has_grad[group])]
+        comm = self._ranks_of(first)
+        if comm is None:
+            comm = SingleCommunicator(first.buffer.comm.axis)
+        yield from optimizer.step_ranges(owned, comm, first.buffer.device, self._parts_comm(first), loads)
         self._round(ranges)
+
+    @staticmethod
+    def _ranks_of(group: ParameterGroup) -> Communicator | None:
+        """Over which the group's state is sharded; None: this rank has all of it."""
+        return None if group.owned_numel == group.buffer.layout.numel else group.buffer.comm
 
     def _scratch_of(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
         """Memory of values that are used up in the next call, in the memory that ``like`` lies in."""
@@ -385,6 +421,36 @@ class ShardedStep(OptimizerRanges):
             group.ranges = []
         self.groups = []
         self._scratch = None
+
+
+def run_overlapped(steps: Iterable[Iterator[None]]) -> None:
+    """Run all steps: one begins when the one before has stopped once, and goes on when others have."""
+    waiting = iter(steps)
+    under_way: deque[Iterator[None]] = deque()
+    while True:
+        if (begun := next(waiting, None)) is not None:
+            under_way.appendleft(begun)
+        if not under_way:
+            return
+        for step in tuple(under_way):  # the newest first: what it sends is under way while others compute
+            if next(step, _ENDED) is _ENDED:
+                under_way.remove(step)
+
+
+def _begin(batch: Sequence[ParameterGroup], has_grad: HasGrad) -> list[ParameterGroup]:
+    """Before groups are updated together. Returns: those that have a gradient."""
+    for group in batch:
+        group.begin_update()
+    with_grad = [group for group in batch if any(has_grad[group])]
+    for group in with_grad:
+        group.buffer.storage.pin(is_overwritten=all(has_grad[group]))
+    return with_grad
+
+
+def _end(batch: Sequence[ParameterGroup], with_grad: Sequence[ParameterGroup]) -> list[Gather]:
+    for group in with_grad:
+        group.buffer.storage.unpin()
+    return [work for group in batch if group.updates is None for work in _update_replicas(group)]
 
 
 def _update_replicas(group: ParameterGroup) -> list[Gather]:

@@ -119,5 +119,6 @@ def _steps(case: Case, make: Make, layout: BufferLayout, comm: Communicator, kno
                     layout.shard_numel if knows_layout else None,
                 )
             )
-        optimizer.step_unit(parts, comm)
+        for _ in optimizer.step_ranges(parts, comm):
+            pass
     return master

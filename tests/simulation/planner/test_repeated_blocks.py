@@ -16,9 +16,10 @@ from shoal.simulation.times import COMPUTE
 from tests.simulation.planner.test_dry_model import SHAPE, config
 
 UNITS = {"units": {"classes": ["Block"]}}  # else a small model is one unit, and its padding is not the blocks'
-NEAR = {  # less than one block is gathered ahead or kept
+NEAR = {  # at most two blocks are gathered ahead, none is kept
     "stage3_prefetch_bucket_size": 40_000,
     "stage3_max_reuse_distance": 40_000,
+    "stage3_max_live_parameters": 100_000,
     "stage3_param_persistence_threshold": 0,
 }
 AGAIN = {"modules": ["Block"]}
@@ -58,7 +59,7 @@ def check(short: PlannedStep, whole: PlannedStep) -> None:
         (9, config(0, **UNITS)),
         (2, config(1, 6, parallel={"tp": 2}, **UNITS)),
         (9, config(2, 1, zero_optimization={"stage": 2, **ON_HOST}, **UNITS)),
-        (11, config(3, 1, zero_optimization={"stage": 3, **NEAR}, activation_checkpointing=AGAIN, **UNITS)),
+        (15, config(3, 1, zero_optimization={"stage": 3, **NEAR}, activation_checkpointing=AGAIN, **UNITS)),
     ],
     ids=["stage 0", "stage 1, tp, accumulation", "stage 2, offload", "stage 3, recomputation"],
 )

@@ -156,4 +156,4 @@ def test_a_part_of_a_parameter_on_a_single_rank_is_refused() -> None:
     shape = torch.Size((2, 4))
     piece = OwnedRange(param, optimizer.param_groups[0], (ParameterPart(0, shape, 0, 4, 0),), (shape,), ("w",))
     with pytest.raises(OptimizerError, match=r"parameter 'w' has 8 elements, but one rank.* owns 4"):
-        optimizer.step_unit([piece], SingleCommunicator("dp_shard"))
+        next(optimizer.step_ranges([piece], SingleCommunicator("dp_shard")))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.comm.protocol import Communicator
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import OptimizerError
 from shoal.mesh import Mesh
-from shoal.optim.muon import Muon, orthogonalize, share_out
+from shoal.optim.muon import Muon, num_operations, orthogonalize, share_out
 from shoal.optim.whole import OwnedRange, ParameterPart
 from tests.helpers.optim_sharding import Case, step_sharded, step_whole
 
@@ -97,13 +94,19 @@ def test_a_vector_in_a_muon_group_is_refused() -> None:
 
 def test_costly_matrices_are_shared_out_first_to_the_rank_with_least_to_do() -> None:
     shapes = [torch.Size(s) for s in [(8, 8), (16, 16), (8, 8), (8, 8)]]
-    parts = [[(0, 64), (0, 100), (0, 0), (0, 0)], [(0, 0), (100, 256), (0, 64), (0, 64)]]
-    sharing = share_out(parts, shapes)
-    assert sharing.owners == (1, 0, 1, 1)
-    assert sharing.places == ((0, 64, 164, 164), (0, 0, 156, 220))
-    assert sharing.shard_numel == 320  # 156 + 64 + 64 on rank 1, in multiples of 64
-    assert sharing.results == (0, 0, 64, 128)
-    assert sharing.result_numel == 256
+    holders = [[(0, 0, 64)], [(0, 0, 100), (1, 100, 256)], [(1, 0, 64)], [(1, 0, 64)]]
+    first, second = (share_out(holders, shapes, (0, 0), rank) for rank in (0, 1))
+    assert first.owners == second.owners == (1, 0, 1, 1)
+    assert first.sent == ((1, 0, 0, 100), (0, 0, 0, 64))  # to rank 0, to rank 1
+    assert second.sent == ((1, 1, 100, 256), (2, 1, 0, 64), (3, 1, 0, 64))
+    assert (first.sent_splits, second.sent_splits) == ((100, 64), (156, 128))
+    assert (first.own, first.received) == ((1,), ((1, 0, 0, 100), (1, 1, 100, 256)))
+    assert (second.own, second.received) == ((0, 2, 3), ((0, 0, 0, 64), (2, 1, 0, 64), (3, 1, 0, 64)))
+    assert (first.received_splits, second.received_splits) == ((100, 156), (64, 128))
+    small, large = num_operations(8, 8), num_operations(16, 16)
+    assert first.loads == second.loads == (large, 3 * small)
+    # the next call begins with the rank that has had less to do
+    assert share_out(holders[:1], shapes[:1], first.loads, 0).owners == (1,)
 
 
 UNIT = Case(
@@ -140,51 +143,28 @@ def test_any_matrices_agree_on_any_number_of_ranks(shapes: list[tuple[int, int]]
         torch.testing.assert_close(expected, found, rtol=1e-4, atol=1e-5)
 
 
-class HostMemoryComm:
-    """A communicator that notes on which device memory was asked for, and gives host memory."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self.asked: list[tuple[str, torch.dtype]] = []
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self.asked.append((device.type, dtype))
-        return self._comm.empty(numel, dtype, torch.device("cpu"))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
+def half(param: torch.nn.Parameter, optimizer: Muon, rank: int) -> OwnedRange:
+    """Of an 8 x 8 matrix that two ranks hold."""
+    part = ParameterPart(0, torch.Size((8, 8)), 0, 32, 32 * rank)
+    return OwnedRange(param, optimizer.param_groups[0], (part,), (part.shape,), ("w",), (0,), 32)
 
 
-def test_weights_in_host_memory_are_gathered_and_orthogonalized_on_the_device() -> None:
-    def on_rank() -> list[tuple[str, torch.dtype]]:
-        comm: Any = HostMemoryComm(current_world().communicator("dp_shard", Mesh.of(2)))
-        param = torch.nn.Parameter(torch.ones(32))
-        param.grad = torch.ones(32)
-        shape = torch.Size((8, 8))
-        optimizer = Muon([torch.nn.Parameter(torch.zeros(8, 8))])
-        part = ParameterPart(0, shape, 0, 32, 32 * comm.rank)
-        piece = OwnedRange(param, optimizer.param_groups[0], (part,), (shape,), ("w",), (0,), 32)
-        optimizer.step_unit([piece], comm, torch.device("cuda"))
-        assert (param < 1).all()
-        return comm.asked
-
-    # the updates, then the results in the 16 bits in which a GPU iterates
-    assert run_ranks(2, on_rank) == [[("cuda", torch.float32), ("cuda", torch.float16)]] * 2
-
-
-def test_a_unit_costs_two_gathers_and_no_more() -> None:
+def test_a_call_sends_each_matrix_to_its_owner_and_the_results_back() -> None:
     def on_rank() -> list[tuple[str, str, int]]:
         world = current_world()
         comm = world.communicator("dp_shard", Mesh.of(2))
         param = torch.nn.Parameter(torch.ones(32))
         param.grad = torch.ones(32)
-        shape = torch.Size((8, 8))
-        segment = ParameterPart(0, shape, 0, 32, 32 * comm.rank)
         optimizer = Muon([torch.nn.Parameter(torch.zeros(8, 8))])
-        piece = OwnedRange(param, optimizer.param_groups[0], (segment,), (shape,), ("w",), (0,), 32)
         with world.recorder.recording() as entries:
-            optimizer.step_unit([piece], comm)
+            steps = optimizer.step_ranges([half(param, optimizer, comm.rank)], comm)
+            for _ in range(2):
+                next(steps)
+                assert (param == 1).all()  # written when the results are there
+            assert next(steps, "end") == "end"
+        assert (param < 1).all()
         return [(entry.op, entry.label, entry.nbytes) for entry in entries]
 
-    expected = [("all_gather", "muon.updates", 256), ("all_gather", "muon.results", 256)]  # shards of 64 elements
-    assert run_ranks(2, on_rank) == [expected, expected]
+    there, back = (("all_to_all", f"muon.{what}", 4 * 32) for what in ("updates", "results"))
+    nothing_there, nothing_back = ((op, label, 0) for op, label, _ in (there, back))
+    assert run_ranks(2, on_rank) == [[there, nothing_back], [nothing_there, back]]

@@ -253,7 +253,7 @@ def test_the_optimizer_can_be_run_unit_by_unit_in_any_order(stage: int, sections
         try:
             for unit in reversed(engine.sharded.units):
                 with torch.no_grad():
-                    works = step.step_unit(unit, 1.0, has_grad)
+                    works = step.update([unit], 1.0, has_grad)
                 assert len(works) == (1 if stage in (1, 2) else 0)
                 for _, work in works:
                     work.wait()
@@ -277,6 +277,34 @@ def test_a_step_in_small_parts_gives_the_bits_of_a_step_in_one() -> None:
     whole = run_ranks(2, job, 10**9)
     for numel in (1, 100, 1000):
         assert are_bit_equal(run_ranks(2, job, numel)[0], whole[0])
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Muon"])
+def test_whole_tensors_in_many_calls_that_overlap_have_the_bits_of_one_call(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job() -> tuple[dict[str, torch.Tensor], list[str]]:
+        torch.manual_seed(0)
+        settings = config(3, optimizer={"type": name, "params": {"lr": 1e-2}})
+        engine = start_with(Tower(), settings, None)
+        generator = torch.Generator().manual_seed(current_world().rank)
+        for _ in range(2):
+            tokens = torch.randint(VOCABULARY, (2, 2, 16), generator=generator)
+            with current_world().recorder.recording() as entries:
+                engine.backward(engine(*tokens))
+                engine.step()
+        return finish(engine, []).parameters, [entry.label for entry in entries if name.lower() in entry.label]
+
+    one = run_ranks(3, job)
+    monkeypatch.setattr("shoal.running.step.BATCH_NUMEL", 1)
+    many = run_ranks(3, job)
+    assert are_bit_equal(many[0][0], one[0][0])
+    first, second, last = "muon.updates", "muon.results", "lamb.norms"
+    if name == "Muon":
+        assert one[0][1] == [first, second]
+        assert many[0][1] == [first, first, second, first, second, second]
+    else:
+        assert (one[0][1], many[0][1]) == ([last], [last] * 5)
 
 
 def test_an_accelerator_updates_ranges_of_at_most_a_sub_group_and_many_units_in_one_call() -> None:

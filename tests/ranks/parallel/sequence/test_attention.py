@@ -277,9 +277,8 @@ def recomputed_in_turn(policy: Contexts | None) -> tuple[torch.Tensor, int, int]
         for begin in (3, 7):
             hidden = context.shard(torch.linspace(-1.0, begin, 1024).sin().view(2, 4, 16, 8), 2)
             ids = context.shard((torch.arange(16) >= begin).long().expand(2, 16))
-            outputs.append(
-                block(hidden, ids) if policy is None else checkpoint(block, hidden, ids, use_reentrant=False, context_fn=policy)
-            )  # fmt: skip
+            run = block if policy is None else partial(checkpoint, block, use_reentrant=False, context_fn=policy)
+            outputs.append(run(hidden, ids))
         forward = len([entry for entry in entries if "gather" in entry.label])
         for output in outputs:
             output.square().sum().backward()

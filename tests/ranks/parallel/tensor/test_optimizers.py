@@ -95,9 +95,9 @@ def test_the_step_sends_what_the_optimizers_document() -> None:
         return [(entry.op, entry.label, entry.nbytes) for entry in entries if entry.label.startswith(kind.lower())]
 
     assert run_ranks(2, job, "Lamb") == [[("all_reduce", "lamb.parts", 16)]] * 2
-    # each rank orthogonalises one matrix of 16 x 32: it receives the other rank's summands, and the other matrix
-    sent = [("reduce_scatter", "muon.matrices", 4 * 512), ("all_gather", "muon.parts", 4 * 512)]
-    assert run_ranks(2, job, "Muon") == [sent] * 2
+    # each rank orthogonalises one matrix of 16 x 32: it receives the other rank's half, and its half of the other one
+    sent = [("all_to_all", f"muon.parts.{what}", 4 * 256) for what in ("updates", "results")]
+    assert run_ranks(2, job, "Muon") == [[("gather_objects", "muon.specs", 0), *sent]] * 2
 
 
 @pytest.mark.parametrize("optimizer", [LAMB, MUON], ids=["Lamb", "Muon"])

@@ -41,7 +41,7 @@ def test_a_rank_receives_what_it_orthogonalizes_and_its_shard_of_the_results(zer
     received = [step_of(rank, size, zero).received["all_to_all"] for rank in range(size)]
     # fp32 to the owners and 16 bits back, of all but what the owner holds itself: about a quarter
     assert sum(received) == pytest.approx(6 * NUMEL * (size - 1) / size, rel=0.1)
-    assert max(received) < 1.2 * sum(received) / size
+    assert max(received) < 1.5 * sum(received) / size  # as many operations, not as many elements
 
 
 def test_with_more_ranks_a_rank_receives_and_holds_less() -> None:

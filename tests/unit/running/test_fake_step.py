@@ -284,9 +284,7 @@ def test_whole_tensors_in_many_calls_that_overlap_have_the_bits_of_one_call(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def job() -> tuple[dict[str, torch.Tensor], list[str]]:
-        torch.manual_seed(0)
-        settings = config(3, optimizer={"type": name, "params": {"lr": 1e-2}})
-        engine = start_with(Tower(), settings, None)
+        engine = start(Tower, config(3, optimizer={"type": name, "params": {"lr": 1e-2}}), None)
         generator = torch.Generator().manual_seed(current_world().rank)
         for _ in range(2):
             tokens = torch.randint(VOCABULARY, (2, 2, 16), generator=generator)

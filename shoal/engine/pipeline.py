@@ -427,7 +427,6 @@ class _EngineCompute:
         self.stays_partial = not sharded.sharded or self.keeps_gathered
         self._left: dict[int, Unit] = {}  # units that are not reduced yet
         self._pinned: list[Unit] = []
-        self._has_run: set[tuple[int, bool]] = set()  # stages, in training or not
         self.is_first_forward = False  # of the step
 
     def begin(self, actions: Iterable[Action]) -> None:
@@ -444,10 +443,7 @@ class _EngineCompute:
         self._pinned.clear()
 
     def forward(self, stage: int, received: Any, batch: Any) -> Any:
-        sharded, kind = self._engine.sharded, (stage, torch.is_grad_enabled())
-        if kind not in self._has_run:
-            self._has_run.add(kind)
-            sharded.outside_reads.search_again()
+        self._engine.sharded.outside_reads.part = stage
         for unit in self._units[stage]:
             if unit.pin_count:
                 unit.gather()

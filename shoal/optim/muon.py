@@ -338,9 +338,12 @@ class Muon(WholeTensorOptimizer):
     def _orthogonalized_parts(self, updates: Sequence[_Update], tp: Communicator, loads: Loads) -> _Results:
         """This rank's part of each orthogonalised matrix, of which it has its part of the update. Shape: [numel] each.
 
-        Every rank along ``tp`` passes the same matrices.
+        Every rank along ``tp`` passes the same matrices. It stops twice on every rank, also on one without matrices:
+        what the others issue after their stops comes in the same order.
         """
         if not updates:
+            for _ in range(_STOPS):
+                yield
             return []
         numbered = [(flat, index) for _, flat, index in updates]
         own = [flat.specs[index] for flat, index in numbered]
@@ -454,6 +457,7 @@ def _as_ranges(local: Sequence[Sequence[Sequence[int]]]) -> tuple[Ranges, ...]:
 _Update = tuple[torch.Tensor, RangeViews, int]  # of a matrix [numel]; the range and the index of its parameter
 
 
+_STOPS = 2  # of ``_by_owners``, without those of the results
 _Received = tuple[MatrixPart, torch.Tensor]  # and its values [numel]
 _Results = Generator[None, None, Sequence[torch.Tensor]]
 

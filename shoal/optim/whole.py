@@ -142,7 +142,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         tp: Communicator | None = None,
         loads: Loads | None = None,
     ) -> Iterator[None]:
-        """Update ranges of one or more units. It stops after each collective that it issues; what follows waits for it.
+        """Update ranges of one or more units. It stops where it has issued collectives; what follows waits for them.
+
+        It stops as often on every rank: the collectives of calls that overlap are in one order on all.
 
         Gradients are read before the first stop, weights are written after the last one.
 

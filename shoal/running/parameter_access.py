@@ -79,30 +79,33 @@ class OutsideReads:
     Args:
         unit_of: unit by ``id`` of a parameter.
         running: the units whose forward runs, the innermost last.
+
+    Attributes: ``part``: of the model that the next pass runs, where passes run different ones; each is searched.
     """
 
     def __init__(self, unit_of: Mapping[int, Unit], running: Sequence[Unit], deferred: DeferredGathers) -> None:
         self.is_searching = False
+        self.part = 0
         self._unit_of = unit_of
         self._running = running
         self._deferred = deferred
         self._has_sharded = any(unit.is_sharded for unit in unit_of.values())
-        self._searched: set[str] = set()  # kinds of passes in which they are known
+        self._searched: set[tuple[str, int]] = set()  # kinds of passes, and parts, in which they are known
 
     def searching(self, model: nn.Module) -> AbstractContextManager[object]:
         """Look for them inside the block, in which ``model`` runs, if this is a first pass."""
-        kind = kind_of_pass()
+        kind = (kind_of_pass(), self.part)
         has_any = self._has_sharded or self._deferred.is_pending
         if not has_any or kind in self._searched or torch.compiler.is_compiling():
             return nullcontext()
         return self._search(model, kind)
 
     def search_again(self) -> None:
-        """The next pass runs another part of the model: look once more."""
-        self._searched.discard(kind_of_pass())
+        """The last pass was not the script's: look once more."""
+        self._searched.discard((kind_of_pass(), self.part))
 
     @contextmanager
-    def _search(self, model: nn.Module, kind: str) -> Iterator[None]:
+    def _search(self, model: nn.Module, kind: tuple[str, int]) -> Iterator[None]:
         self.is_searching = True
         try:
             with ParameterAccessMode(self._on_access, leave_out=_DATA_ACCESS), eagerly(model):

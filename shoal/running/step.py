@@ -8,6 +8,7 @@ PyTorch.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
@@ -183,7 +184,7 @@ class ShardedStep(OptimizerRanges):
                     continue
                 kind = self._goes_with(group)
                 batch = last.get(kind, [])
-                if not batch or sum(each.owned_numel for each in (*batch, group)) > self._batch_numel:
+                if not batch or sum(map(self._numel_of, (*batch, group))) > self._batch_numel:
                     batch = last[kind] = []
                     batches.append(batch)
                 batch.append(group)
@@ -193,6 +194,15 @@ class ShardedStep(OptimizerRanges):
     def _is_batched(self, group: ParameterGroup) -> bool:
         is_on_disk = group.disk is not None or group.buffer.storage.tier is Tier.DISK
         return bool(self._batch_numel) and not is_on_disk and (self.is_whole_tensor or group.updates is None)
+
+    def _numel_of(self, group: ParameterGroup) -> int:
+        """Elements that this rank updates; of parts of tensors their mean over the ranks, which batch alike."""
+        parts = self._parts_comm(group) if self.is_whole_tensor else None
+        if parts is None:
+            return group.owned_numel
+        ranks = self._ranks_of(group)
+        numel = sum(math.prod(spec.global_shape) for spec in group.buffer.layout.specs)
+        return numel // parts.size // (1 if ranks is None else ranks.size)
 
     def _goes_with(self, group: ParameterGroup) -> Hashable:
         """Equal for groups that one call can update: of an optimizer of whole tensors those of the same ranks."""

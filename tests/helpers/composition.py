@@ -231,6 +231,24 @@ FOLDED: dict[str, Values] = {
 }
 
 
+# Optimizers of whole tensors, in fp32: Muon's iteration multiplies small parts of a gradient by hundreds, and what 16
+# bits round with them.
+_NOT_OF_WHOLE = {"zenflow", "local steps", "bf16", "fp16", "autocast", "bf16 alone", "int8", "yes", "difference"}
+WHOLE: dict[str, Values] = {
+    axis: {
+        value: keys
+        for value, keys in values.items()
+        if value not in _NOT_OF_WHOLE or axis not in ("state", "hybrid", "precision", "stored state", "wire")
+    }
+    for axis, values in AXES.items()
+} | {
+    "optimizer": {
+        "Muon": {**_optimizer("Muon", eps=_EPS, muon_lr=0.02), **_run(bound=1e-4)},
+        "Lamb": {**_optimizer("Lamb", eps=_EPS), **_run(bound=1e-5)},
+    }
+}
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Values, of two or more axes, that the engine refuses together with the error ``code``."""

@@ -20,6 +20,7 @@ from shoal.comm.formats import FORMATS
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.engine.engine import Engine
+from shoal.optim.build import build
 from shoal.optim.one_bit import OneBitAdam
 from shoal.optim.sums_values import OwnValues
 from shoal.parallel.expert.dispatch import run_experts
@@ -250,7 +251,10 @@ class AloneOneBit(OneBitAdam):
         self.num_steps += 1
 
 
-def _client(section: dict[str, Any], parameters: Any) -> torch.optim.Optimizer:
+def _client(section: dict[str, Any], parameters: Any, names: Sequence[str] = ()) -> torch.optim.Optimizer:
+    if section["type"] in ("Muon", "Lamb"):
+        by_id = {id(parameter): name for parameter, name in zip(parameters, names, strict=True)}
+        return build(section["type"], section["params"], parameters, names=by_id)[0]
     if section["type"] == "OneBitAdam":
         return AloneOneBit(parameters, **section["params"])
     return getattr(torch.optim, section["type"])(parameters, **section["params"])
@@ -388,7 +392,7 @@ def train_alone(settings: dict[str, Any], run: Run, device: torch.device = CPU) 
         name: nn.Parameter(p.detach().clone().to(torch.float32 if run.has_main else dtype)) for name, p in names.items()
     }
     model.to(dtype)
-    optimizer = _client(settings["optimizer"], list(main.values()))
+    optimizer = _client(settings["optimizer"], list(main.values()), list(main))
     accumulation = settings.get("gradient_accumulation_steps", 1)
     losses = []
     for step in range(run.steps):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.composition import Combination, all_pairs, covering, named, triples_of_sums
-from tests.helpers.composition_runs import check
+from tests.helpers.composition import WHOLE, Combination, all_pairs, covering, named, settings_of, triples_of_sums
+from tests.helpers.composition_runs import check, check_run
 
 TRIPLES = covering(3)
+OF_WHOLE = covering(2, WHOLE)
 COMPILED = [each for each in all_pairs() if each["compile"] == "yes"]
 OF_SUMS = triples_of_sums()  # what failed in use: with accumulation, and nothing else in the way
 
@@ -15,6 +16,13 @@ OF_SUMS = triples_of_sums()  # what failed in use: with accumulation, and nothin
 @pytest.mark.parametrize("combination", TRIPLES, ids=map(named, TRIPLES))
 def test_any_three_settings_together_end_where_one_process_ends(combination: Combination) -> None:
     check(combination)
+
+
+@pytest.mark.parametrize("combination", OF_WHOLE, ids=map(named, OF_WHOLE))
+def test_an_optimizer_of_whole_tensors_and_any_two_settings_end_where_one_process_ends(
+    combination: Combination,
+) -> None:
+    check_run(*settings_of(combination, WHOLE))
 
 
 @pytest.mark.parametrize("combination", COMPILED, ids=map(named, COMPILED))

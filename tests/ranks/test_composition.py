@@ -14,6 +14,7 @@ from tests.helpers.composition import (
     AXES,
     FOLDED,
     REFUSALS,
+    WHOLE,
     Combination,
     all_pairs,
     covering,
@@ -101,6 +102,29 @@ def test_packed_documents_reach_every_pipeline_stage(more: Combination) -> None:
 def test_experts_split_over_some_tensor_parallel_ranks_go_with_the_other_axes(more: Combination) -> None:
     plain = {axis: next(iter(values)) for axis, values in FOLDED.items()}
     check_run(*settings_of({**plain, "clipping": "yes", "accumulation": "2", **more}, FOLDED))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stage": "3", "ranks": "4", "tp": "2 split", "experts": "ep 2 split", "hybrid": "hpz", "state": "ratio"},
+        {"stage": "2", "ranks": "4", "tp": "2", "state": "host", "host memory": "apart", "heads": "6 and 3"},
+        {"stage": "1", "ranks": "2", "pp": "2", "schedule": "zb_h1", "hybrid": "mics", "overlap": "yes"},
+        {"stage": "3", "ranks": "2", "state": "disk", "parameters": "disk", "between": "resume", "spare": "unused"},
+        {"stage": "3", "ranks": "2", "tp": "2", "optimizer": "Lamb", "experts": "ep 2", "spare": "frozen"},
+    ],
+    ids=named,
+)
+def test_optimizers_of_whole_tensors_go_with_the_other_axes(more: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.running.step.BATCH_NUMEL", 400)  # a few units in a call, of which several are under way
+    plain = {axis: next(iter(values)) for axis, values in WHOLE.items()}
+    check_run(*settings_of({**plain, "clipping": "yes", **more}, WHOLE))
+
+
+def test_a_parameter_that_one_of_a_ranks_stages_reads_waits_for_its_update() -> None:
+    """Its unit's module is a list, which nothing calls, and the other stage does not read it."""
+    more = {"stage": "2", "ranks": "1", "pp": "2", "schedule": "zbv", "units": "root", "sharing": "module"}
+    check({**{axis: next(iter(values)) for axis, values in AXES.items()}, **more, "state": "host", "overlap": "yes"})
 
 
 @pytest.mark.parametrize(

@@ -426,12 +426,11 @@ def _by_owners(
     fill(parts.split(sizes))
     work = comm.all_to_all(received, parts, out_splits=back, source_splits=there, label=f"{label}.updates")
     yield
-    work.wait()
+    work.drain()
     by_number: dict[int, list[_Received]] = {number: [] for number in sharing.own}
     for part, values in zip(sharing.received, received.split(_sizes(sharing.received)), strict=True):
         by_number[part.number].append((part, values))
     updates = [(whole(number, each), *numbered[number]) for number, each in by_number.items()]
-    work.drain()
     del parts, received, by_number
     results = dict(zip(sharing.own, (yield from results_of(updates)), strict=True))
     del updates
@@ -444,7 +443,6 @@ def _by_owners(
     parts = torch.empty(sum(there), dtype=dtype, device=flat.device)
     work = comm.all_to_all(parts, received, out_splits=there, source_splits=back, label=f"{label}.results")
     yield
-    work.wait()
     work.drain()
     directions: Sequence[torch.Tensor] = parts.split(sizes)
     return directions

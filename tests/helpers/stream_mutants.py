@@ -118,7 +118,6 @@ UNREACHED = {
     "shoal/comm/nccl.py self._host.drain()": _HOST,
     "shoal/comm/nccl.py self.backend.issue(exchange).wait()": _HOST,
     "shoal/comm/nccl.py work.wait()": _HOST,
-    "shoal/optim/muon.py .drain()": _AGAIN,
     "shoal/parallel/saved_tensors.py work.drain()": _AGAIN,
     "shoal/parallel/segment.py Device(device).synchronize()": "measures times",
     "shoal/sharding/copied_gather.py self._work.drain()": _AGAIN,

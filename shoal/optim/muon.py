@@ -319,8 +319,10 @@ class Muon(WholeTensorOptimizer):
                     _momentum(numbered[number][0], part, place)
 
         def whole(number: int, received: Sequence[_Received]) -> torch.Tensor:
-            # A matrix without elements has no parts.
-            return torch.cat([values for _, values in received]) if received else numbered[number][0].weight[:0]
+            if received:
+                return torch.cat([values for _, values in received])
+            flat, index = numbered[number]  # no rank updates it in this step
+            return torch.zeros(flat.shapes[index].numel(), dtype=torch.float32, device=flat.device)
 
         def results_of(updates: Sequence[_Update]) -> _Results:
             if tp is not None:

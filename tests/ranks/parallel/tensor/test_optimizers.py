@@ -100,6 +100,35 @@ def test_the_step_sends_what_the_optimizers_document() -> None:
     assert run_ranks(2, job, "Muon") == [[("gather_objects", "muon.specs", 0), *sent]] * 2
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("optimizer", [LAMB, MUON], ids=["Lamb", "Muon"])
+def test_a_split_tensor_without_a_gradient_is_left_alone(optimizer: dict[str, Any], stage: int) -> None:
+    class Late(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (torch.nn.Linear(16, 32, bias=False) for _ in range(2))
+
+        def forward(self, x: torch.Tensor, is_late: bool) -> torch.Tensor:
+            y = self.first(x)
+            return ((y + self.second(x)) if is_late else y).square().mean()
+
+    def job(tp: int, rows: int) -> dict[str, Any]:
+        settings = config(stage, tp, optimizer=optimizer)
+        settings["train_micro_batch_size_per_gpu"] = rows
+        settings["parallel"]["tp_plan"] = {"first": "column_gather_output", "second": "column_gather_output"}
+        engine = shoal.initialize(model=made(Late, optimizer), config=settings)[0]
+        x = torch.linspace(-1, 1, rows * 16, dtype=torch.float64 if optimizer is MUON else torch.float32).view(rows, 16)
+        for is_late in (False, False, True, False):
+            engine.backward(engine(x, is_late))
+            engine.step()
+        return engine.module_state_dict()
+
+    (expected,) = run_ranks(1, job, 1, ROWS)
+    for values in run_ranks(4, job, 2, ROWS):
+        for name, value in expected.items():
+            assert float((values[name] - value).norm() / value.norm()) < BOUND[optimizer["type"]], name
+
+
 @pytest.mark.parametrize("optimizer", [LAMB, MUON], ids=["Lamb", "Muon"])
 def test_their_state_loads_on_another_number_of_ranks(optimizer: dict[str, Any], tmp_path: Path) -> None:
     def job(stage: int, tp: int, first: int, rows: int) -> dict[str, Any]:

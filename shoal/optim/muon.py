@@ -340,9 +340,19 @@ class Muon(WholeTensorOptimizer):
     def _orthogonalized_parts(self, updates: Sequence[_Update], tp: Communicator, loads: Loads) -> _Results:
         """This rank's part of each orthogonalised matrix, of which it has its part of the update. Shape: [numel] each.
 
-        Every rank along ``tp`` passes the same matrices. It stops twice on every rank, also on one without matrices:
-        what the others issue after their stops comes in the same order.
+        Every rank along ``tp`` passes the same matrices. Stacks of which each rank has whole matrices (of its experts)
+        are not exchanged. It stops twice on every rank, also on one without matrices: what the others issue after their
+        stops comes in the same order.
         """
+        is_split = [_is_split(flat.specs[index]) for _, flat, index in updates]
+        split = [update for update, is_one in zip(updates, is_split, strict=True) if is_one]
+        exchanged = iter((yield from self._exchanged_parts(split, tp, loads)))
+        return [
+            next(exchanged) if is_one else _orthogonalized(update, torch.Size(flat.specs[index].shape), flat.group)
+            for (update, flat, index), is_one in zip(updates, is_split, strict=True)
+        ]
+
+    def _exchanged_parts(self, updates: Sequence[_Update], tp: Communicator, loads: Loads) -> _Results:
         if not updates:
             for _ in range(_STOPS):
                 yield
@@ -448,6 +458,11 @@ def _by_owners(
     work.drain()
     directions: Sequence[torch.Tensor] = parts.split(sizes)
     return directions
+
+
+def _is_split(spec: ParameterSpec) -> bool:
+    """False: the part is a stack of whole matrices."""
+    return len(spec.global_shape) != 3 or spec.shape[1:] != spec.global_shape[1:]
 
 
 def _as_ranges(local: Sequence[Sequence[Sequence[int]]]) -> tuple[Ranges, ...]:

@@ -434,11 +434,8 @@ def _by_owners(
     flat = numbered[0][0]
     there, back, sizes = sharing.sent_splits, sharing.received_splits, _sizes(sharing.sent)
     parts = torch.empty(sum(there), dtype=torch.float32, device=flat.device)
-    received = torch.empty(sum(back), dtype=torch.float32, device=flat.device)
     fill(parts.split(sizes))
-    work = comm.all_to_all(received, parts, out_splits=back, source_splits=there, label=f"{label}.updates")
-    yield
-    work.drain()
+    received = yield from _exchanged(comm, parts, back, there, f"{label}.updates")
     by_number: dict[int, list[_Received]] = {number: [] for number in sharing.own}
     for part, values in zip(sharing.received, received.split(_sizes(sharing.received)), strict=True):
         by_number[part.number].append((part, values))
@@ -452,12 +449,19 @@ def _by_owners(
     if sharing.received:
         torch.cat([part_of(results[part.number], part) for part in sharing.received], out=received)
     del results
-    parts = torch.empty(sum(there), dtype=dtype, device=flat.device)
-    work = comm.all_to_all(parts, received, out_splits=there, source_splits=back, label=f"{label}.results")
-    yield
-    work.drain()
+    parts = yield from _exchanged(comm, received, there, back, f"{label}.results")
     directions: Sequence[torch.Tensor] = parts.split(sizes)
     return directions
+
+
+def _exchanged(
+    comm: Communicator, source: torch.Tensor, out_splits: Sequence[int], source_splits: Sequence[int], label: str
+) -> Generator[None, None, torch.Tensor]:
+    out = source.new_empty(sum(out_splits))
+    work = comm.all_to_all(out, source, out_splits=out_splits, source_splits=source_splits, label=label)
+    yield
+    work.drain()
+    return out
 
 
 def _is_split(spec: ParameterSpec) -> bool:
@@ -472,7 +476,7 @@ def _as_ranges(local: Sequence[Sequence[Sequence[int]]]) -> tuple[Ranges, ...]:
 _Update = tuple[torch.Tensor, RangeViews, int]  # of a matrix [numel]; the range and the index of its parameter
 
 
-_STOPS = 2  # of ``_by_owners``, without those of the results
+_STOPS = 2  # of ``_by_owners``, without those of ``results_of``
 _Received = tuple[MatrixPart, torch.Tensor]  # and its values [numel]
 _Results = Generator[None, None, Sequence[torch.Tensor]]
 

@@ -29,7 +29,7 @@ from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.planner.closed_forms import USABLE
 from shoal.planner.dry_model import PlannedStep, dry_run_model
 from shoal.planner.goodput import GPU_MTBF, checkpoint_interval, waste
-from shoal.planner.trial import attend_by_ranks
+from shoal.planner.model_of import attend_by_ranks
 from shoal.simulation.machines import GpuNode, machine_of, nearest_machine
 from shoal.simulation.times import COPY, UPDATE
 from shoal.text import counted, format_bytes, listed

@@ -29,7 +29,7 @@ from shoal.pipeline.blocks import find_blocks, find_outside
 from shoal.pipeline.cut import cut_bounds
 from shoal.pipeline.schedule import build_schedule
 from shoal.pipeline.stage import StageModule
-from shoal.planner.model_of import Batch, as_builder, token_batch
+from shoal.planner.model_of import Batch, as_builder, attend_by_ranks, token_batch
 from shoal.planner.repeated_blocks import Repeats, RunGrid, RunKey
 from shoal.planner.short_training import take_step
 from shoal.simulation.dry_run import DryRun, PipelineDryRun, StepTime, dry_run, dry_run_pipeline
@@ -108,7 +108,8 @@ def dry_run_model(
     """Run steps of ``config`` dry, as the first rank of each pipeline stage, and return the last one.
 
     Args:
-        model: as of ``build_model``: "6.7b", a Hugging Face folder, "module:function"; or a function that builds it.
+        model: as of ``build_model``: "6.7b", a Hugging Face folder, "module:function", which attends over the ranks of
+            ``sp`` and ``cp``; or a function that builds it.
         config: the JSON file's content; it makes the optimizer.
         machine: as of ``shoal.dry_run``.
         sequence: tokens of a whole row, of a language model; None: as many as it takes, at most 4096.
@@ -123,6 +124,7 @@ def dry_run_model(
     """
     settings = load(dict(config), world_size=num_ranks, warns=False)
     run = _ModelRun(as_builder(model, sequence), dict(config), settings, num_ranks, machine_of(machine))
+    run.attends_by_ranks = isinstance(model, str) and run.num_parts > 1
     run.batch, run.loss, run.sequence = batch, loss, sequence
     num_micro = int(settings.gradient_accumulation_steps)
     fewer = _fewer(run, num_micro) if repeats else None
@@ -166,6 +168,7 @@ class _ModelRun:
     batch: Callable[[int], Batch] | None
     loss: Callable[[Any], torch.Tensor] | None
     sequence: int | None
+    attends_by_ranks = False
     saved: Sequence[tuple[int, int]] = ()  # by block of the last run with a memory_budget, as ``BudgetedRecompute``'s
 
     def __init__(
@@ -179,6 +182,7 @@ class _ModelRun:
         self.build, self.config, self.settings, self.num_ranks, self.node = build, config, settings, num_ranks, node
         self.degrees = model_degrees(settings)
         self.num_stages = self.degrees.get("pp", 1)
+        self.num_parts = self.degrees.get("sp", 1) * self.degrees.get("cp", 1)  # of a row
         self.has_muon = settings.optimizer is not None and str(settings.optimizer.type).lower() == "muon"
 
     def steps(
@@ -195,6 +199,8 @@ class _ModelRun:
             config = dict(self.config)
             with run.building():
                 model = self.build()
+                if self.attends_by_ranks:
+                    attend_by_ranks(model)
                 starts = None if remove is None else remove(model)
             given = self._arguments(model)
             if starts:
@@ -237,7 +243,7 @@ class _ModelRun:
         num_rows = int(self.settings.train_micro_batch_size_per_gpu)
         if self.batch is not None:
             return self.batch(num_rows)
-        return token_batch(model, num_rows, self.sequence, self.degrees.get("sp", 1) * self.degrees.get("cp", 1))
+        return token_batch(model, num_rows, self.sequence, self.num_parts)
 
 
 def _fewer(run: _ModelRun, num_micro: int) -> tuple[RunGrid, Callable[[int], Removal] | None, int] | None:

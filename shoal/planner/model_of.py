@@ -115,6 +115,19 @@ def loss_of(output: Any) -> torch.Tensor:
     return loss.reshape(())
 
 
+def attend_by_ranks(model: nn.Module) -> None:
+    """Let attention run over the ranks of ``sp`` and ``cp``, as a script has to that uses them."""
+    from shoal.parallel.sequence.attention import attention
+
+    if isinstance(model, GPT):
+        model.attend_by(attention)
+    elif hasattr(model, "set_attn_implementation"):
+        from shoal.parallel.sequence.huggingface import register
+
+        register()
+        model.set_attn_implementation("shoal")  # type: ignore[operator]
+
+
 def as_builder(model: str | Callable[[], nn.Module], sequence: int | None) -> Callable[[], nn.Module]:
     """A function that builds the model. Args: ``model``: as of ``build_model``, or the function."""
     if isinstance(model, str):

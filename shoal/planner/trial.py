@@ -14,10 +14,10 @@ from torch import nn
 
 from shoal.engine.log import quiet
 from shoal.errors import ShoalError
-from shoal.models import GPT
 from shoal.planner.closed_forms import USABLE, Guess, in_flight, waiting
 from shoal.planner.dry_model import dry_run_model
 from shoal.planner.facts import ModelFacts, keep_blocks
+from shoal.planner.model_of import attend_by_ranks
 from shoal.planner.space import Candidate, PlanRequest
 from shoal.simulation.times import COMMUNICATION, COMPUTE, STAGES
 
@@ -152,16 +152,3 @@ def run_trial(
         received=step.received,
         links=step.links,
     )
-
-
-def attend_by_ranks(model: nn.Module) -> None:
-    """Let attention run over the ranks of ``sp`` and ``cp``, as a script has to that uses them."""
-    from shoal.parallel.sequence.attention import attention
-
-    if isinstance(model, GPT):
-        model.attend_by(attention)
-    elif hasattr(model, "set_attn_implementation"):
-        from shoal.parallel.sequence.huggingface import register
-
-        register()
-        model.set_attn_implementation("shoal")  # type: ignore[operator]

@@ -29,11 +29,10 @@ from shoal.device import Device
 from shoal.engine.entry import initialize
 from shoal.launch.local import LocalJob, run_local
 from shoal.planner.corrected import corrected
-from shoal.planner.model_of import build_model
+from shoal.planner.model_of import attend_by_ranks, build_model
 from shoal.planner.search import Progress, impossible, prepare, search
 from shoal.planner.short_training import take_steps
 from shoal.planner.space import Candidate, refused
-from shoal.planner.trial import attend_by_ranks
 from shoal.text import format_bytes, table
 
 _WARM_UP = 2  # steps that are not measured: the order of the units is learnt, state is made

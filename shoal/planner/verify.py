@@ -12,9 +12,8 @@ from torch import nn
 from shoal.config import load
 from shoal.config.ranks import mesh_of, model_degrees
 from shoal.engine.entry import initialize
-from shoal.planner.model_of import Batch, as_builder, token_batch
+from shoal.planner.model_of import Batch, as_builder, attend_by_ranks, token_batch
 from shoal.planner.short_training import take_step
-from shoal.planner.trial import attend_by_ranks
 from shoal.simulation.verify import TypeReport, verify
 
 

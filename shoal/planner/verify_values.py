@@ -32,9 +32,8 @@ from shoal.config.ranks import model_degrees
 from shoal.engine.entry import initialize
 from shoal.errors import UsageError
 from shoal.launch.local import LocalJob, run_local
-from shoal.planner.model_of import build_model
+from shoal.planner.model_of import attend_by_ranks, build_model
 from shoal.planner.short_training import take_steps
-from shoal.planner.trial import attend_by_ranks
 from shoal.planner.value_trace import Value, ValueTrace, read_values
 from shoal.text import counted, table
 

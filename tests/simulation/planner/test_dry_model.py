@@ -162,3 +162,10 @@ def test_bytes_are_told_by_link_a_ring_enters_each_node_once() -> None:
     assert link_nbytes("all_to_all", 1600, range(16), 8) == (700, 800)
     assert link_nbytes("all_reduce", 1600, (0, 8), 8) == (0, 1600)
     assert link_nbytes("recv", 1600, (0, 1), 8) == (1600, 0)
+
+
+def test_a_model_that_is_named_attends_over_the_ranks_of_sp_and_cp() -> None:
+    parallel = {"sp": 2, "cp": 2}
+    named = dry_run_model("nano", config(parallel=parallel), 4, sequence=64)
+    assert named.received["all_to_all"] > 0 < named.received["recv"]
+    assert "all_to_all" not in dry_run_model(gpt, config(parallel=parallel), 4, sequence=64).received  # it is told so

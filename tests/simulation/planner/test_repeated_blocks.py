@@ -78,7 +78,8 @@ def test_what_cuda_graphs_keep_grows_with_the_blocks() -> None:
     check(short, whole)
     assert whole.memory.in_graphs > 0
     assert short.memory.in_graphs == pytest.approx(whole.memory.in_graphs, rel=0.05)
-    assert short.memory.device_nbytes == pytest.approx(whole.memory.device_nbytes, rel=0.01)
+    # The allocator may take one segment of 20 MiB more for what Lamb's one call over all units holds.
+    assert short.memory.device_nbytes == pytest.approx(whole.memory.device_nbytes, abs=21e6)
 
 
 @pytest.mark.parametrize(("num_layers", "accumulation"), [(8, 2), (2, 6)])

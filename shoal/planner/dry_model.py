@@ -39,7 +39,6 @@ from shoal.simulation.modes import WithoutInitialValues
 from shoal.simulation.times import COLLECTIVE_WAYS, COMMUNICATION, STAGES
 from shoal.text import parse_bytes
 
-_NUM_WARM = 1  # step: it learns the order of the units, and makes the optimizer state
 _NO_BUDGET = 1 << 62  # bytes, with which no block is recomputed
 _FEW_MICRO = (2, 3)  # micro-batches: one after which gradients are reduced, one before it, and one more
 
@@ -182,6 +181,9 @@ class _ModelRun:
         self.build, self.config, self.settings, self.num_ranks, self.node = build, config, settings, num_ranks, node
         self.degrees = model_degrees(settings)
         self.num_stages = self.degrees.get("pp", 1)
+        # The first step learns the order of the units, and makes the optimizer state; with an optimizer on the host the
+        # second one is the first whose updates the next forward waits for.
+        self.num_warm = 1 if settings.zero_optimization.offload_optimizer.device == "none" else 2
         self.num_parts = self.degrees.get("sp", 1) * self.degrees.get("cp", 1)  # of a row
         self.has_muon = settings.optimizer is not None and str(settings.optimizer.type).lower() == "muon"
 
@@ -213,7 +215,7 @@ class _ModelRun:
                 config["gradient_accumulation_steps"] = num_micro[0]
             engine = initialize(model=model, config=config)[0]
             per_micro = engine.train_batch_size() // num_micro[0]
-            for num in (*[num_micro[0]] * _NUM_WARM, *num_micro):
+            for num in (*[num_micro[0]] * self.num_warm, *num_micro):
                 engine.set_train_batch_size(num * per_micro)
                 with run.step():
                     take_step(engine, repeat(given, num), self.loss)
@@ -236,7 +238,7 @@ class _ModelRun:
                 pipeline.seconds_of(number),
                 tuple(each.steps[number] for each in pipeline.stages),
             )
-            for number in range(_NUM_WARM, _NUM_WARM + len(num_micro))
+            for number in range(self.num_warm, self.num_warm + len(num_micro))
         ]
 
     def _arguments(self, model: nn.Module) -> Batch:

@@ -16,7 +16,7 @@ from shoal.models import GPT, GPTConfig
 from shoal.parallel.recompute_blocks import device_nbytes
 from shoal.planner.dry_model import dry_run_model
 from shoal.simulation.collective_times import link_nbytes
-from shoal.simulation.times import COMMUNICATION, STAGES
+from shoal.simulation.times import COMMUNICATION, STAGES, UPDATE
 
 SHAPE = GPTConfig(vocab_size=512, sequence_length=64, num_layers=4, hidden_size=64, num_heads=4)
 
@@ -36,10 +36,13 @@ def config(stage: int = 0, accumulation: int = 1, **sections: Any) -> dict[str, 
     }
 
 
-def test_it_is_the_third_step_of_a_script() -> None:
-    step = dry_run_model(gpt, config(3, 2), 8)
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_it_is_the_third_step_of_a_script(device: str) -> None:
+    made = config(zero_optimization={"stage": 3, "offload_optimizer": {"device": device}})
+    made["gradient_accumulation_steps"] = 2
+    step = dry_run_model(gpt, made, 8)
     with shoal.dry_run(8) as run:
-        engine, *_ = shoal.initialize(model=gpt(), config=config(3, 2))
+        engine, *_ = shoal.initialize(model=gpt(), config=made)
         tokens = torch.zeros(2, 64, dtype=torch.long)
         for _ in range(3):
             with run.step():
@@ -53,6 +56,16 @@ def test_it_is_the_third_step_of_a_script() -> None:
     assert step.memory.allocated == pytest.approx(last.memory.allocated, rel=0.002)
     assert step.exposed_communication == pytest.approx(last.by_kind[COMMUNICATION])
     assert step.bubble == 0 and step.fits
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_is_not_shorter_than_its_updates_on_the_host(stage: int) -> None:
+    """What the updates of a step leave to the next forward, that of the step before left to this one."""
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    wide = replace(SHAPE, num_layers=2, hidden_size=4096, num_heads=32)
+    step = dry_run_model(lambda: GPT(wide), config(zero_optimization=zero), 1)
+    assert step.stages[0].busy[UPDATE] > 0.5 * step.seconds
+    assert step.stages[0].busy[UPDATE] <= step.seconds
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shoal.comm.protocol import Communicator
-from shoal.device import Device
+from shoal.device import Device, read_vector
 from shoal.errors import OptimizerError
 from shoal.offload.cpu_optimizer import CpuOptimizer
 from shoal.optim.whole import OwnedRange, ParameterPart, WholeTensorOptimizer
@@ -243,7 +243,10 @@ def _runs(whole: ParameterRange, labels: Sequence[Any]) -> list[_Run]:
 
 def _label(scalars: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> tuple[Any, ...]:
     """Equal where two parameters may lie in one range. (A tensor's ``repr`` shows four digits only.)"""
-    numbers = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in scalars.items()}
+    numbers = {
+        key: read_vector(value.reshape(-1), when_fake=0.0) if isinstance(value, torch.Tensor) else value
+        for key, value in scalars.items()
+    }
     return sorted((key, repr(number)) for key, number in numbers.items()), sorted(dtypes.items(), key=str)
 
 

@@ -182,3 +182,10 @@ def test_a_model_that_is_named_attends_over_the_ranks_of_sp_and_cp() -> None:
     named = dry_run_model("nano", config(parallel=parallel), 4, sequence=64)
     assert named.received["all_to_all"] > 0 < named.received["recv"]
     assert "all_to_all" not in dry_run_model(gpt, config(parallel=parallel), 4, sequence=64).received  # it is told so
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "Lion", "RMSprop", "Lamb", "Muon"])
+def test_an_optimizer_that_is_named_runs_dry(name: str) -> None:
+    """Adagrad has its state before the first step."""
+    step = dry_run_model(gpt, config(3, optimizer={"type": name, "params": {"lr": 1e-3}}), 4)
+    assert step.received["all_gather"] > 0 and step.fits

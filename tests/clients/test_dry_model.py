@@ -25,4 +25,4 @@ def test_a_folder_of_hugging_face_is_run(tmp_path: Path, parallel: dict[str, int
     step = dry_run_model(str(tmp_path), config, 8, sequence=32)
     assert step.seconds > 0 and step.memory.allocated > 0
     assert len(step.stages) == parallel.get("pp", 1)
-    assert ("recv" in step.received) == ("pp" in parallel)
+    assert ("recv" in step.received) == bool({"pp", "cp"} & parallel.keys())  # attention runs over the ranks of cp

@@ -8,7 +8,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from tests import families  # noqa: E402
+from tests.helpers import families  # noqa: E402
 
 pytestmark = [
     pytest.mark.clients,

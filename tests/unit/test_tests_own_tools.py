@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import os
 import time
@@ -95,3 +96,20 @@ def test_every_test_that_is_left_out_is_in_a_file_that_runs() -> None:
     text = "".join((ROOT / file).read_text() for file in TEST_FILES)
     for name in LEFT_OUT:
         assert f"def {name.partition('[')[0]}(" in text
+
+
+def test_what_tests_import_of_each_other_is_there() -> None:
+    """Also where nothing imports them: at night, and with packages that this environment lacks."""
+    missing = []
+    for path in ROOT.glob("tests/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tests":
+                base = ROOT.joinpath(*str(node.module).split("."))
+                if not base.with_suffix(".py").is_file():  # a package
+                    names = [alias.name for alias in node.names]
+                    missing += [
+                        f"{path.relative_to(ROOT)}: {node.module}.{name}"
+                        for name in names
+                        if not (base / f"{name}.py").is_file() and not (base / name / "__init__.py").is_file()
+                    ]
+    assert missing == []

@@ -368,8 +368,11 @@ class Muon(WholeTensorOptimizer):
                 ]
                 for of_rank in tp.gather_objects([spec.local for spec in own], label="muon.specs")
             ]
-        holders = [[(rank, 0, of_rank[at].numel) for rank, of_rank in enumerate(specs)] for at in range(len(own))]
-        sharing = self._sharing(key, lambda: holders, numbered, tp, loads)
+
+        def holders() -> list[list[HeldPart]]:
+            return [[(rank, 0, spec.numel) for rank, spec in enumerate(each)] for each in zip(*specs, strict=True)]
+
+        sharing = self._sharing(key, holders, numbered, tp, loads)
 
         def fill(places: Sequence[torch.Tensor]) -> None:
             for part, place in zip(sharing.sent, places, strict=True):

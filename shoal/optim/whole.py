@@ -270,13 +270,9 @@ class PartTable:
         for flat in self._flats:
             assert flat.offsets is not None and flat.shard_numel is not None
             for shape, offset in zip(flat.shapes, flat.offsets, strict=True):
-                parts, end = [], offset + shape.numel()
-                for rank in range(offset // max(flat.shard_numel, 1), self.size):
-                    begin = rank * flat.shard_numel
-                    if begin >= end:
-                        break
-                    low, high = max(offset, begin), min(end, begin + flat.shard_numel)
-                    parts.append((rank, low - offset, high - offset))
+                numel, each = shape.numel(), max(flat.shard_numel, 1)
+                ranks = range(offset // each, min(-(-(offset + numel) // each), self.size))
+                parts = [(rank, *_owned_by(rank, offset, numel, flat.shard_numel)) for rank in ranks]
                 found.append([part for part in parts if part[1] < part[2]])
         return found
 
@@ -287,10 +283,8 @@ class PartTable:
         parts = []
         for flat in self._flats:
             assert flat.offsets is not None and flat.shard_numel is not None
-            begin, end = rank * flat.shard_numel, (rank + 1) * flat.shard_numel
             for shape, offset in zip(flat.shapes, flat.offsets, strict=True):
-                low, high = max(offset, begin), min(offset + shape.numel(), end)
-                parts.append((low - offset, high - offset) if low < high else (0, 0))
+                parts.append(_owned_by(rank, offset, shape.numel(), flat.shard_numel))
         return parts
 
     def _ask(self, comm: Communicator) -> list[list[Interval]]:
@@ -303,6 +297,11 @@ class PartTable:
         vector = torch.tensor(own, dtype=torch.int64, device=self._flats[0].device)
         answers = comm.exchange(vector, label="optimizer.parts").wait()
         return [[(low, high) for low, high in row] for row in answers.view(self.size, -1, 2).tolist()]
+
+
+def _owned_by(rank: int, offset: int, numel: int, shard_numel: int) -> Interval:
+    low, high = max(offset, rank * shard_numel), min(offset + numel, (rank + 1) * shard_numel)
+    return (low - offset, high - offset) if low < high else (0, 0)
 
 
 def chunks(start: int, stop: int, device: torch.device) -> Iterator[tuple[int, int]]:

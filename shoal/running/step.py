@@ -175,25 +175,25 @@ class ShardedStep(OptimizerRanges):
         """
         works: list[Gather] = []
         batches: list[list[ParameterGroup]] = []
-        last: dict[Hashable, list[ParameterGroup]] = {}  # of each kind of group
+        last: dict[Hashable, tuple[list[ParameterGroup], int]] = {}  # of each kind of group; and its elements
         for unit in units:
             unit.has_pending_update = any(g.updates is not None and any(has_grad[g]) for g in unit.trained)
             for group in unit.trained:
                 if not self._is_batched(group):
                     works += self._step_group(group, gradient_scale, has_grad[group])
                     continue
-                kind = self._goes_with(group)
-                batch = last.get(kind, [])
-                if not batch or sum(map(self._numel_of, (*batch, group))) > self._batch_numel:
-                    batch = last[kind] = []
+                kind, more = self._goes_with(group), self._numel_of(group)
+                batch, numel = last.get(kind, ([], 0))
+                if not batch or numel + more > self._batch_numel:
+                    batch, numel = [], 0
                     batches.append(batch)
                 batch.append(group)
+                last[kind] = batch, numel + more
         step_all = self._step_whole_batches if self.is_whole_tensor else self._step_batches
         return works + step_all(batches, gradient_scale, has_grad)
 
     def _is_batched(self, group: ParameterGroup) -> bool:
-        is_on_disk = group.disk is not None or group.buffer.storage.tier is Tier.DISK
-        return bool(self._batch_numel) and not is_on_disk and (self.is_whole_tensor or group.updates is None)
+        return bool(self._batch_numel) and not _is_on_disk(group) and (self.is_whole_tensor or group.updates is None)
 
     def _numel_of(self, group: ParameterGroup) -> int:
         """Elements that this rank updates; of parts of tensors their mean over the ranks, which batch alike."""
@@ -250,7 +250,7 @@ class ShardedStep(OptimizerRanges):
             cpu = self.cpu_optimizer if group.updates is not None else None
             if cpu is None or not cpu.start(group, ranges, gradient_scale):
                 self._step_ranges([(group, part) for part in ranges], gradient_scale, self._block_of(group))
-        if group.updates is not None and (group.disk is not None or group.buffer.storage.tier is Tier.DISK):
+        if group.updates is not None and _is_on_disk(group):
             group.updates.finish(group)  # memory holds few groups of what is stored on a disk
         if group.disk is not None:
             group.disk.store(group)
@@ -445,6 +445,10 @@ def run_overlapped(steps: Iterable[Iterator[None]]) -> None:
         for step in tuple(under_way):  # the newest first: what it sends is under way while others compute
             if next(step, _ENDED) is _ENDED:
                 under_way.remove(step)
+
+
+def _is_on_disk(group: ParameterGroup) -> bool:
+    return group.disk is not None or group.buffer.storage.tier is Tier.DISK
 
 
 def _begin(batch: Sequence[ParameterGroup], has_grad: HasGrad) -> list[ParameterGroup]:

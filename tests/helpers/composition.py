@@ -218,7 +218,7 @@ _OF_TRIPLES: dict[str, tuple[str, ...]] = {
 def triples_of_sums() -> list[Combination]:
     """Combinations of any three values of stage, schedule, the axes of sums, precision and recomputation."""
     axes = {axis: {value: AXES[axis][value] for value in values} for axis, values in _OF_TRIPLES.items()}
-    plain = {axis: next(iter(values)) for axis, values in AXES.items()}
+    plain = plainest()
     return [{**plain, **row} for row in covering(3, axes)]
 
 
@@ -351,6 +351,11 @@ class Run:
         return self.ranks * self.tp * self.sp * self.cp * self.pp
 
 
+def plainest(axes: Mapping[str, Values] = AXES) -> dict[str, str]:
+    """The first value of each axis."""
+    return {axis: next(iter(values)) for axis, values in axes.items()}
+
+
 def settings_of(combination: Combination, axes: Mapping[str, Values] = AXES) -> tuple[dict[str, Any], Run]:
     """The config of a combination, and what the test does beside it."""
     settings: dict[str, Any] = {
@@ -441,7 +446,7 @@ def _divides_experts(combination: Mapping[str, str]) -> bool:
 
 def refused() -> Iterator[tuple[Combination, str]]:
     """Every refused set of values, in an otherwise plain combination, with the code of its error."""
-    plain = {axis: next(iter(values)) for axis, values in AXES.items()} | {"ranks": "2"}
+    plain = plainest() | {"ranks": "2"}
     for each in REFUSALS:
         for values in itertools.product(*each.values.values()):
             yield {**plain, **dict(zip(each.values, values, strict=True))}, each.code

@@ -15,10 +15,10 @@ from shoal.config import load
 from shoal.config.ranks import mesh_of
 from shoal.errors import ConfigError
 from shoal.mesh import Coordinate
-from tests.helpers.composition import AXES, FOLDED, settings_of
+from tests.helpers.composition import FOLDED, plainest, settings_of
 from tests.helpers.composition_runs import Model, batch, check_run
 
-PLAIN = {axis: next(iter(values)) for axis, values in AXES.items()}
+PLAIN = plainest()
 INSIDE = ("dp_shard", "cp", "sp", "tp", "dp_replicate", "pp")  # pipeline stages are neighbours
 REVERSED = ("tp", "sp", "cp", "dp_shard", "dp_replicate", "pp")
 
@@ -45,7 +45,7 @@ def test_ranks_in_another_order_end_where_one_process_ends(order: tuple[str, ...
 
 
 def test_experts_split_over_some_tensor_parallel_ranks_in_another_order_end_where_one_process_ends() -> None:
-    plain = {axis: next(iter(values)) for axis, values in FOLDED.items()}
+    plain = plainest(FOLDED)
     more = {"ranks": "2", "tp": "4 split", "experts": "ep 2", "stage": "3", "clipping": "yes"}
     settings, run = settings_of({**plain, **more}, FOLDED)
     settings["parallel"] = {**settings["parallel"], "order": ["ep", "tp", "dp_shard"]}

@@ -21,6 +21,7 @@ from tests.helpers.composition import (
     is_allowed,
     named,
     num_ranks,
+    plainest,
     refused,
     settings_of,
 )
@@ -47,7 +48,7 @@ def test_any_two_settings_together_end_where_one_process_ends(combination: Combi
     check(combination)
 
 
-VIRTUAL = {**{axis: next(iter(values)) for axis, values in AXES.items()}, "pp": "2", "schedule": "zbv"}
+VIRTUAL = plainest() | {"pp": "2", "schedule": "zbv"}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ PACKED = covering(
 @pytest.mark.parametrize("more", [pytest.param(each, id=" ".join(each.values())) for each in PACKED])
 def test_packed_documents_reach_every_pipeline_stage(more: Combination) -> None:
     axes = {**AXES, "schedule": {**AXES["schedule"], "interleaved": INTERLEAVED}}
-    plain = {axis: next(iter(values)) for axis, values in AXES.items()}
+    plain = plainest()
     check_run(*settings_of({**plain, "stage": "1", "ranks": "1", "pp": "2", "accumulation": "2", **more}, axes))
 
 
@@ -100,7 +101,7 @@ def test_packed_documents_reach_every_pipeline_stage(more: Combination) -> None:
     ids=str,
 )
 def test_experts_split_over_some_tensor_parallel_ranks_go_with_the_other_axes(more: Combination) -> None:
-    plain = {axis: next(iter(values)) for axis, values in FOLDED.items()}
+    plain = plainest(FOLDED)
     check_run(*settings_of({**plain, "clipping": "yes", "accumulation": "2", **more}, FOLDED))
 
 
@@ -117,14 +118,14 @@ def test_experts_split_over_some_tensor_parallel_ranks_go_with_the_other_axes(mo
 )
 def test_optimizers_of_whole_tensors_go_with_the_other_axes(more: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.running.step.BATCH_NUMEL", 400)  # a few units in a call, of which several are under way
-    plain = {axis: next(iter(values)) for axis, values in WHOLE.items()}
+    plain = plainest(WHOLE)
     check_run(*settings_of({**plain, "clipping": "yes", **more}, WHOLE))
 
 
 def test_a_parameter_that_one_of_a_ranks_stages_reads_waits_for_its_update() -> None:
     """Its unit's module is a list, which nothing calls, and the other stage does not read it."""
     more = {"stage": "2", "ranks": "1", "pp": "2", "schedule": "zbv", "units": "root", "sharing": "module"}
-    check({**{axis: next(iter(values)) for axis, values in AXES.items()}, **more, "state": "host", "overlap": "yes"})
+    check({**plainest(), **more, "state": "host", "overlap": "yes"})
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_experts_gathered_if_used_end_where_one_process_ends(
     more: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.engine.settings.UnitRules", partial(UnitRules, min_block_numel=1))
-    plain = {axis: next(iter(values)) for axis, values in AXES.items()}
+    plain = plainest()
     settings, run = settings_of({**plain, "stage": "3", "accumulation": "2", **more})
     settings["expert_parallel"] = {**settings["expert_parallel"], "gather_if_used": True}
     of_experts: list[Unit] = []

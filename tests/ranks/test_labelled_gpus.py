@@ -25,7 +25,7 @@ from shoal.engine.peer_state import ExportedState
 from shoal.parallel.recompute import Recompute, RecomputeSettings, recompute_blocks
 from tests.device import test_host_synchronization_gpu, test_recompute_gpu
 from tests.helpers import models
-from tests.helpers.composition import AXES, Combination, named, settings_of
+from tests.helpers.composition import Combination, named, plainest, settings_of
 from tests.helpers.composition_runs import check_run
 from tests.helpers.labelled_gpus import GPU, HOST, labelled_gpus
 from tests.helpers.training import STAGES, batch, config, largest_difference, make
@@ -300,5 +300,5 @@ PAIRS: list[Combination] = [
 
 @pytest.mark.parametrize("combination", PAIRS, ids=named)
 def test_settings_together_end_on_a_gpu_where_one_process_ends(combination: Combination) -> None:
-    plain = {axis: next(iter(values)) for axis, values in AXES.items()}
+    plain = plainest()
     check_run(*settings_of({**plain, **combination}), device=GPU)

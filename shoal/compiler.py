@@ -31,6 +31,11 @@ def is_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def num_compiled_graphs() -> int:
+    """Graphs that the compiler has found in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"]) if is_imported() else 0
+
+
 def untraced(function: Callable[P, R], *, recursive: bool = True) -> Callable[P, R]:
     """``function``, which runs as it is in compiled callers too: ``torch.compiler.disable``, once it is imported.
 

@@ -34,7 +34,7 @@ if settings.get_current_profile_name() != "thorough":
     settings.load_profile("few")
 
 LINGER_SECONDS = 5.0  # what a test's threads and processes get to end by themselves
-SERVICE_THREADS = ("pytest_timeout", "Thread-timeout", "execnet", "QueueFeederThread")
+SERVICE_THREADS = ("pytest_timeout", "Thread-timeout", "execnet", "QueueFeederThread", "tqdm_monitor")
 # Files that take longest, the longest first: test workers begin with them, so that at the end none runs alone.
 LONG_FILES = (
     "tests/ranks/test_composition.py",

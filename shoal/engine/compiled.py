@@ -7,6 +7,7 @@ graph has returned: PyTorch does not know when that has ended.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from shoal.compiler import GRAPH_STEPS, untraced, with_cuda_graphs
+from shoal.compiler import GRAPH_STEPS, num_compiled_graphs, untraced, with_cuda_graphs
 from shoal.config import Config
 from shoal.engine.parts.part import Part
 from shoal.engine.settings import Plan, Properties
@@ -23,6 +24,8 @@ from shoal.errors import ModelError
 from shoal.parallel.recompute_blocks import find_blocks
 from shoal.running.hooks import tensors_in
 from shoal.streams import simulation
+
+logger = logging.getLogger("shoal")
 
 _MODES_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -76,6 +79,15 @@ class CompiledModel:
         what = f"{len(blocks)} blocks" if blocks else f"the whole model ({type(self._module).__name__})"
         return f'compile: {what} by torch.compile(mode="{section.mode}"), in the first steps, which take longer.'
 
+    def check_first_step(self) -> None:
+        """Log a warning if the section ``compile`` had no effect: the compiler has found no graph in this process."""
+        if self._by_config and self._properties.world.rank == 0 and not num_compiled_graphs():
+            logger.warning(
+                "compile: nothing was compiled in the first step, which ran as if compile.enabled were false: the"
+                " compiler gave up each of the %d modules. TORCH_LOGS=graph_breaks shows where.",
+                len(self._by_config),
+            )
+
     def undo(self) -> None:
         """Modules that the config compiled run uncompiled again. Idempotent."""
         for module in self._by_config:
@@ -115,11 +127,13 @@ class CompiledModel:
         return kept
 
 
-class CudaGraphs(Part):
-    """Says where a step begins, and when the optimizer has stepped: micro-batches of a step share its memory."""
+class CompiledSteps(Part):
+    """Looks after the first step at what was compiled. Tells CUDA graphs where a step begins and ends: its micro-batches
+    share memory."""
 
     def __init__(self) -> None:
         self._engine: Any = None
+        self._has_stepped = False
 
     def prepare(self, engine: Any) -> None:
         self._engine = engine
@@ -130,6 +144,9 @@ class CudaGraphs(Part):
 
     def after_step(self) -> None:
         GRAPH_STEPS.end(self)
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._engine.compiled.check_first_step()
 
     def after_destroy(self) -> None:
         GRAPH_STEPS.end(self)

@@ -34,7 +34,7 @@ from shoal.engine.client_optimizer import (
     schedule_notes,
     with_own_sums,
 )
-from shoal.engine.compiled import CudaGraphs, refuse_cuda_graphs
+from shoal.engine.compiled import CompiledSteps, refuse_cuda_graphs
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible
 from shoal.engine.model_parts import axes_of, levels_of, parts_of, with_experts
@@ -349,7 +349,7 @@ def _parts(
     if balance.is_needed:
         yield balance
     yield CheckClipping(sharding, accumulation)
-    yield CudaGraphs()
+    yield CompiledSteps()
     wire = properties.plan.zero.wire
     if wire.has_error and not wire.is_by_optimizer:
         yield ErrorFeedback(sharding, accumulation, wire.error_reset)

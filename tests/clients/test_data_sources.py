@@ -18,7 +18,6 @@ parquet = pytest.importorskip("pyarrow.parquet")
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("tqdm").tqdm.monitor_interval = 0  # without the thread that it leaves behind
 
 TEXTS = [f"text {number}" for number in range(3000)]
 

@@ -11,6 +11,9 @@ import torch
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.parallel.recompute import recompute_blocks
+from shoal.parallel.sequence import context
+from shoal.parallel.sequence.huggingface import register
+from tests.helpers.compiling import CountsGraphs, compiling
 
 transformers = pytest.importorskip("transformers")
 
@@ -102,3 +105,24 @@ def test_a_recomputation_reads_the_cache_as_it_was_before_the_block(llama: Any) 
     recomputed.remove()
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
     assert length == length_again == 10
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+def test_attention_of_one_rank_is_in_the_graph_of_a_compiled_block_that_the_model_recomputes(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register()
+    monkeypatch.setattr(context._Known, "has_been_set", False)  # as in a process whose sequences were never spread
+    backend, compile_ = CountsGraphs("aot_eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, *, mode: compile_(function, backend=backend, dynamic=False))
+    model = copy.deepcopy(llama)
+    model.set_attn_implementation("shoal")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    expected, _ = train(model, {})
+    with compiling():
+        torch._dynamo.utils.counters.clear()
+        losses, _ = train(model, {"compile": {"enabled": True}})
+        breaks = dict(torch._dynamo.utils.counters["graph_break"])
+    assert losses == expected
+    assert backend.num_graphs == 1
+    assert breaks == {}

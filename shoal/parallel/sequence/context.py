@@ -470,6 +470,8 @@ def _setting_here() -> _Setting:
 
 def current_sequence_context() -> SequenceContext | None:
     """The context that is set; None: attention is not spread over ranks."""
+    if not may_be_spread():  # a compiler reads no further, which would divide its graph
+        return None
     setting = _of_thread.get() or _of_process
     return setting.blocks[-1] if setting.blocks else setting.default
 

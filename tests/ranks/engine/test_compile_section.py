@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
@@ -17,6 +19,9 @@ from tests.helpers.compiling import CountsGraphs, compiling, overwriting
 from tests.helpers.composition import AXES, settings_of
 from tests.helpers.composition_runs import Trainer, Values
 from tests.helpers.training import config, finish, largest_difference, run_steps, start, train_alone
+
+
+SCALE: ContextVar[float] = ContextVar("scale", default=0.5)
 
 
 def plain() -> nn.Module:
@@ -78,6 +83,38 @@ def test_a_model_without_alike_blocks_is_compiled_whole(
     assert 'compile: the whole model (Linear) by torch.compile(mode="max-autotune")' in caplog.text
     assert not engine.is_compiled
     assert counting.num_graphs == 1
+
+
+class Unreadable(nn.Module):
+    """The compiler cannot read ``ContextVar.get``, and divides no recomputed function into several graphs."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._inner, x, use_reentrant=False)
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * SCALE.get()
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_section_without_effect_is_logged(
+    readable: bool, counting: CountsGraphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(4, 4) if readable else Unreadable(4) for _ in range(2)))
+
+    with compiling():
+        torch._dynamo.utils.counters.clear()
+        engine = start(model, {"train_batch_size": 1, "compile": {"enabled": True}})
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+        engine.destroy()
+    assert caplog.text.count("nothing was compiled in the first step") == (not readable)
+    assert (counting.num_graphs == 0) == (not readable)
 
 
 def test_without_the_section_nothing_is_compiled() -> None:

@@ -128,8 +128,7 @@ class CompiledModel:
 
 
 class CompiledSteps(Part):
-    """Looks after the first step at what was compiled. Tells CUDA graphs where a step begins and ends: its micro-batches
-    share memory."""
+    """Tells CUDA graphs where a step, whose micro-batches share memory, begins and ends; checks the first step."""
 
     def __init__(self) -> None:
         self._engine: Any = None

@@ -20,7 +20,6 @@ from tests.helpers.composition import AXES, settings_of
 from tests.helpers.composition_runs import Trainer, Values
 from tests.helpers.training import config, finish, largest_difference, run_steps, start, train_alone
 
-
 SCALE: ContextVar[float] = ContextVar("scale", default=0.5)
 
 

@@ -113,6 +113,11 @@ class World:
         self._on_close = on_close
         self.is_closed = False
 
+    @property
+    def is_dry(self) -> bool:
+        """True if there are no other ranks, and tensors have no values: a dry run."""
+        return self.backend == "fake"
+
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, device={self.device}, backend={self.backend!r})"
 

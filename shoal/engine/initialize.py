@@ -136,7 +136,7 @@ def initialize(
         split = {"expert_tensor_parallel_size": model_degrees(settings).get("tp", 1)}
         settings = settings.model_copy(update={"expert_parallel": settings.expert_parallel.model_copy(update=split)})
     world.heartbeat.end_log()
-    if settings.goodput.file is not None and world.rank == 0:
+    if settings.goodput.file is not None and world.rank == 0 and not world.is_dry:
         world.heartbeat.log = GoodputLog(pathlib.Path(settings.goodput.file), world.size)
     world.heartbeat.enter("init", settings.timeouts.init)
     try:
@@ -273,16 +273,16 @@ def _start(
             is_dropping = settings.data_efficiency.random_ltd is not None
             dropping = [RandomLayerTokenDrop(model, properties, accumulation)] if is_dropping else []
             curriculum = Curriculum(sharding, properties, accumulation.counters)
-            monitor = make_monitor(settings, world.rank)
+            monitor = None if world.is_dry else make_monitor(settings, world.rank)
             own = _parts(sharding, properties, accumulation, curriculum, monitor, hosts)
             joining = [*checks, *checking_types(), *products, activations, *dropping, *own, *given_parts]
             run = RunState(sharding, properties, accumulation, curriculum, schedule, parts=joining)
-            if settings.flops_profiler.enabled:
+            if settings.flops_profiler.enabled and not world.is_dry:
                 timers: StepTimers = ProfilingTimers(model, properties, accumulation, activations.num_recomputed)
             else:
                 clocks, memory = bool(settings.wall_clock_breakdown), bool(settings.memory_breakdown)
                 timers = StepTimers(device, is_on=clocks, reads_memory=memory)
-            progress = Progress(settings, world.rank, timers, monitor, activations.recompute)
+            progress = Progress(settings, world.rank == 0 and not world.is_dry, timers, monitor, activations.recompute)
             make_engine = pipeline_class if isinstance(model, StageModule) else engine_class
             engine = make_engine(sharding, properties, accumulation, offloaded, run, joining, timers, progress)
             for part in joining:
@@ -353,7 +353,7 @@ def _parts(
     wire = properties.plan.zero.wire
     if wire.has_error and not wire.is_by_optimizer:
         yield ErrorFeedback(sharding, accumulation, wire.error_reset)
-    has_replicas = properties.config.fault_tolerance.quorum is not None and properties.world.backend != "fake"
+    has_replicas = properties.config.fault_tolerance.quorum is not None and not properties.world.is_dry
     if has_replicas and sharding.step is not None:
         yield FaultTolerance(sharding, properties, accumulation)
     if axes.apart is not None and sharding.step is not None:
@@ -363,7 +363,7 @@ def _parts(
     if properties.config.debug.replica_check_steps is not None:
         steps = properties.config.debug.replica_check_steps
         yield ReplicaCheck(sharding, properties, accumulation.counters, steps)
-    if properties.config.device_check.every is not None and properties.world.backend != "fake":
+    if properties.config.device_check.every is not None and not properties.world.is_dry:
         yield DeviceCheck(axes.world, properties, accumulation.counters, hosts)
     if properties.config.checkpoint.save_on_signal:
         yield SaveOnSignal()

@@ -31,16 +31,17 @@ class Progress:
     """Called after each step. Reports nothing unless the config asks for it.
 
     Args:
+        speaks: rank 0, but in a dry run, whose losses have no values and whose times are this machine's.
         monitor: gets learning rate, loss, loss scale and times by samples seen; or None.
         recompute: whose times by segment are logged.
     """
 
     def __init__(
-        self, config: Config, rank: int, timers: StepTimers, monitor: Monitor | None, recompute: Recompute
+        self, config: Config, speaks: bool, timers: StepTimers, monitor: Monitor | None, recompute: Recompute
     ) -> None:
         every = config.steps_per_print
         self._every = int(every) if every is not None and math.isfinite(every) and every > 0 else None
-        self._rank = rank
+        self._speaks = speaks
         self._timers = timers
         self._times: Counter[str] = Counter()  # milliseconds since the last line
         self._num_steps = 0  # since then
@@ -55,7 +56,7 @@ class Progress:
         """
         times = self._timers.end_step()
         times = {} if self._timers.is_for_ranks else times
-        if self._rank != 0:
+        if not self._speaks:
             return
         self._times.update(times)
         self._num_steps += 1

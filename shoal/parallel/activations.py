@@ -46,6 +46,7 @@ from shoal.parallel.saved_tensors import (
     activation_changed,
     checkpoint_around,
     input_changed,
+    is_plain,
     version_of,
 )
 from shoal.sharding.placement import Tier
@@ -311,8 +312,7 @@ class HostActivations:
         parameters = {parameter.untyped_storage()._cdata for parameter in self._modules[name].parameters()}
 
         def pack_activation(tensor: torch.Tensor) -> Packed | ParameterCast | torch.Tensor:
-            is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-            if is_plain and tensor.untyped_storage()._cdata in parameters:
+            if is_plain(tensor) and tensor.untyped_storage()._cdata in parameters:
                 return tensor
             return ParameterCast.of(tensor) or pack(tensor)
 

@@ -249,7 +249,7 @@ class ParameterCast:
         if node is None or node.name() != "ToCopyBackward0":
             return None
         parameter = getattr(node.next_functions[0][0], "variable", None)  # of the node that accumulates a gradient
-        if not isinstance(parameter, nn.Parameter) or not (is_plain(tensor) or is_fake(tensor)):
+        if not isinstance(parameter, nn.Parameter) or not is_plain(tensor):
             return None
         return cls(parameter, tensor)
 
@@ -325,7 +325,7 @@ class SavedTensors:
         return saved.get() if isinstance(saved, InPlaceTensor) else self._store.fetch(saved, call)
 
     def _save(self, tensor: torch.Tensor, call: ForwardCall) -> SavedTensor:
-        if not (is_plain(tensor) or is_fake(tensor)):
+        if not is_plain(tensor):
             return self._counted(InPlaceTensor(tensor, Tier.DEVICE))
         storage = StorageWeakRef(tensor.untyped_storage())  # while it lives no other storage has this number
         key = (
@@ -430,5 +430,6 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True for strided memory and nothing else (no DTensor, no sparse tensor, no nested one)."""
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    """True for strided memory and nothing else (no DTensor, no sparse tensor, no nested one), also in a dry run."""
+    is_tensor = type(tensor) is torch.Tensor or is_fake(tensor)
+    return is_tensor and tensor.layout is torch.strided and not tensor.is_nested

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.comm.protocol import Communicator
+from shoal.device import is_fake, read_vector
 from shoal.engine.accumulation import Counters
 from shoal.engine.parts.part import Part
 from shoal.engine.settings import Properties
@@ -76,7 +77,11 @@ class ReplicaCheck(Part):
         rank = torch.tensor(self._properties.rank, dtype=torch.int64, device=device)
         for comm in sorted(names, key=lambda comm: comm.axis):
             mine = torch.stack([rank, *(total.to(device) for total in sums[comm])])
-            ranks, *columns = comm.exchange(mine, label="replicas").wait().T.tolist()
+            exchanged = comm.exchange(mine, label="replicas").wait()
+            if is_fake(exchanged):
+                read_vector(exchanged.flatten(), when_fake=0.0)  # waits as tolist() does
+                continue
+            ranks, *columns = exchanged.T.tolist()
             differing = {name: column for name, column in zip(names[comm], columns, strict=True) if len({*column}) > 1}
             if differing:
                 where = f"step {step}; they were alike after step {self._last_alike}"

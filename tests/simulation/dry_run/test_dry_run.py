@@ -444,6 +444,33 @@ def test_experts_launch_as_many_kernels_for_many_tokens_as_for_few(tmp_path: Pat
     assert kernels[0] == kernels[1] > 0
 
 
+def test_what_reports_on_a_run_writes_nothing_of_a_dry_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its losses have no values, its times are those of this machine, and the files are those of the real run."""
+    caplog.set_level("INFO")
+    reports: dict[str, Any] = {
+        **{name: {"enabled": True, "output_path": f"{tmp_path}/{name}"} for name in ("csv_monitor", "tensorboard")},
+        "goodput": {"file": f"{tmp_path}/goodput.jsonl", "rank_times_every": 1},
+        "flops_profiler": {"enabled": True, "profile_step": 1},
+        "comms_logger": {"enabled": True, "verbose": True},
+        "wall_clock_breakdown": True,
+        "memory_breakdown": True,
+        "steps_per_print": 1,
+        "debug": {"replica_check_steps": 1},
+    }
+    with shoal.dry_run(4) as run:
+        settings = {**config(3), **reports, "optimizer": ADAM}
+        engine, *_ = shoal.initialize(model=Tower(), config=settings)
+        take_steps(run, engine, torch.zeros(2, 8, dtype=torch.long), 3)
+        engine.destroy()
+    assert list(tmp_path.iterdir()) == []
+    assert "step 1" not in caplog.text
+    assert "Gbit/s" not in caplog.text
+    assert capfd.readouterr().out == ""
+    assert run.steps[-1].received["exchange"] > 0  # of the check of replicas, which runs
+
+
 def test_bad_arguments_are_errors() -> None:
     with pytest.raises(UsageError, match="no figures of a machine 'h9000'"), shoal.dry_run(2, machine="h9000"):
         pass

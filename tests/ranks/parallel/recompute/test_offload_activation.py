@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import shoal
@@ -133,6 +135,18 @@ def test_slow_copies_arrive_before_they_are_read_and_parameters_stay(passes: int
     assert kept.peak_saved_bytes == 5 * 2 * x.nbytes
     assert kept.saved_bytes_by_tier() == {}
     kept.remove()
+
+
+def test_a_dry_run_offloads_as_much_as_a_run_and_no_parameters() -> None:
+    peaks = []
+    for mode in (nullcontext(), FakeTensorMode()):
+        with mode:
+            model, x = Chain(5), torch.randn(32, 64)
+            kept = HostActivations(model, copies_of=lambda _: SlowCopies())
+            model(x).sum().backward()
+            peaks.append(kept.peak_saved_bytes)
+            kept.remove()
+    assert peaks == [5 * 2 * 32 * 64 * 4] * 2
 
 
 class Inside(nn.Module):

@@ -97,7 +97,7 @@ def _norm(weight: int, is_training: Callable[[tuple[Any, ...]], bool] = lambda a
 
 # Multiply-adds, 2 flops each.
 MATRIX: dict[Any, Formula] = {
-    **dict.fromkeys(_named("_int_mm"), _product(0)),
+    **dict.fromkeys(_named("_int_mm _scaled_mm_v2"), _product(0)),
     **dict.fromkeys(_named("_addmm_activation"), _product(1)),
     **dict.fromkeys(_named("mv dot vdot"), _per_element(0, 2)),
     **dict.fromkeys(_named("addmv"), _per_element(1, 2)),

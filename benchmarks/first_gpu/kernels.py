@@ -2,8 +2,8 @@
 
 Attention by flash and memory-efficient kernels with the log-sum-exp that ring attention merges, torch's grouped
 product for experts (also where experts have no rows), rows of experts gathered and summed, tiles of attention merged,
-the gated activation and codes of 8 bits (in Triton kernels), the loss in chunks (in a Triton kernel), the fused
-optimizer, and AdamW in one Triton kernel with the casts around it.
+the gated activation and codes of 8 bits (in Triton kernels), products of 8 bits against those of 16, the loss in chunks
+(in a Triton kernel), the fused optimizer, and AdamW in one Triton kernel with the casts around it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,17 @@ from shoal.optim.one_kernel_adam import AdamRange
 from shoal.parallel.expert import grouped
 from shoal.parallel.loss import linear_cross_entropy
 from shoal.parallel.low_precision.formats import ScaledFloat8
+from shoal.parallel.low_precision.products import LowPrecisionProducts
+from shoal.parallel.low_precision.recipes import RECIPES
+from shoal.parallel.products import Products
 from shoal.parallel.sequence import ring
 from shoal.parallel.sequence.attention import attention
 from shoal.parallel.sequence.chunks import Tile
 from shoal.parallel.sequence.kernels import PlainKernel, kernel_for
 from shoal.parallel.swiglu import swiglu
+
+# By capability, the recipes that torch's operators compute.
+_RECIPES_OF = {(9, 0): ("tensorwise", "rowwise", "blockwise"), (10, 0): ("tensorwise", "rowwise", "mxfp8")}
 
 Kernel = Callable[[], Sequence[Tensor]]
 
@@ -49,6 +55,9 @@ def check(setting: Setting) -> Iterable[Finding]:
     yield attempt("merged tiles of attention", lambda: _merged_tiles(setting))
     yield attempt("gated activation", lambda: _gated(setting))
     yield attempt("codes of 8 bits", lambda: _float8(setting))
+    for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8"):
+        what = f"products in 8 bits, {recipe}"
+        yield attempt(what, lambda r=recipe, w=what: _products(setting, r, w))  # type: ignore[misc]
     yield attempt("loss in chunks", lambda: _loss(setting))
     yield attempt("fused AdamW", lambda: _adamw(setting))
     yield attempt("AdamW in one kernel", lambda: _adamw_in_one_kernel(setting))
@@ -172,6 +181,23 @@ def _float8(setting: Setting) -> Finding:
     form = ScaledFloat8(torch.float8_e4m3fn, (1, None))
     plain = partial(form.encode_by_operators, matrix)
     return _compare("codes of 8 bits", partial(form.encode, matrix), plain, 0.0, setting)
+
+
+def _products(setting: Setting, recipe: str, what: str) -> Finding:
+    """On a GPU whose products know the recipe by torch's operator; elsewhere the reason why not is the finding."""
+    products = LowPrecisionProducts(RECIPES[recipe])
+    if (reason := products.refusal(torch.bfloat16, setting.device)) is not None:
+        capability = torch.cuda.get_device_capability(setting.device) if setting.is_gpu else (0, 0)
+        is_known = recipe in _RECIPES_OF.get(capability, ())
+        return Finding(what, not is_known, f"emulated: {reason}")
+    rows, width, columns = (32, 32, 48) if setting.is_tiny else (4096, 4096, 16_384)
+    x, weight = (torch.randn(size, width, device=setting.device, dtype=torch.bfloat16) for size in (rows, columns))
+    gradient = torch.randn(rows, columns, device=setting.device, dtype=torch.bfloat16)
+
+    def by(kind: Products) -> Kernel:
+        return lambda: [kind.output(x, weight), kind.of_input(gradient, weight), kind.of_weight(gradient, x)]
+
+    return _compare(what, by(products), by(Products()), 8e-2, setting)
 
 
 def _loss(setting: Setting) -> Finding:

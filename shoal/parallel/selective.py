@@ -37,6 +37,7 @@ _MATMUL = (
     "aten::bmm",
     "aten::baddbmm",
     "aten::_scaled_mm",
+    "aten::_scaled_mm_v2",
     "aten::convolution",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",

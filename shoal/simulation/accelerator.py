@@ -132,6 +132,9 @@ class SimulatedAccelerator:
     def is_timed_gpu(self) -> bool:
         return self.times is not None and not self.is_cpu
 
+    def multiplies_blocks(self, width: int) -> bool:
+        return self.times is None or width in self.times.machine.scaled_blocks
+
     @property
     def is_cpu(self) -> bool:
         return self.times is not None and self.times.machine.is_cpu

@@ -29,7 +29,8 @@ _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 _SPLITS = (1, 2, 4, 8, 16)
 _QUERIES = 128  # of a tile of attention
 _DIAGONAL = 512  # keys that causal attention computes for a query in addition to its half, and what unequal tiles cost
-_PRODUCTS = {"mm": 0, "_scaled_mm": 0, "_int_mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0}
+_FROM_0 = ("mm", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "bmm", "_grouped_mm")  # their arguments
+_PRODUCTS = dict.fromkeys(_FROM_0, 0) | {"addmm": 1, "baddbmm": 1}
 # Words in the names of aten's operators that compute more than elements and sums.
 _TAKE_FLOPS = frozenset(
     (

@@ -64,6 +64,7 @@ class GpuNode:
     kernel_latency: float = 1.5e-6
     peak_flops: float = 0.0  # that the manufacturer gives for bf16, else fp16; MFU is the part of it that is reached
     operator_bandwidths: Mapping[str, float] = field(default_factory=dict)
+    scaled_blocks: tuple[int, ...] = ()  # of a row of 8 bits, that have a scale in one product
     is_cpu: bool = False  # a rank is a process that computes on the CPU: it waits for each operation
 
     def compiled(self) -> GpuNode:
@@ -153,6 +154,7 @@ class _GpuFigures(_Figures):
     kernel: float = Field(2e-6, ge=0)
     latency: float = Field(1.5e-6, ge=0)
     operators: dict[str, Annotated[float, Field(gt=0)]] = {}
+    scaled_blocks: tuple[int, ...] = ()
 
 
 class _NodeFigures(_Figures):
@@ -279,5 +281,6 @@ def _node_of(name: str, figures: Any, *, where: str) -> GpuNode:
         kernel_latency=gpu.latency,
         peak_flops=gpu.flops.peak,
         operator_bandwidths=gpu.operators,
+        scaled_blocks=gpu.scaled_blocks,
         is_cpu=gpu.generation == "cpu",
     )

@@ -43,7 +43,7 @@ def test_codes_and_scales_have_the_bits_of_operators(
     assert torch.equal(found.float(), expected.reshape(matrix.shape).float())
 
 
-@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered:RuntimeWarning")  # numpy, of a NaN's row
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_what_is_not_finite_makes_its_scale_nan(block: str, value: float) -> None:
@@ -51,6 +51,43 @@ def test_what_is_not_finite_makes_its_scale_nan(block: str, value: float) -> Non
     matrix[2, 65] = value
     _, scales = ScaledFloat8(torch.float8_e4m3fn, BLOCKS[block]).encode(matrix)
     assert scales.isnan().tolist() == ([False, False, True, False, False] if block == "rows" else [True])
+
+
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, 32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_and_scales_of_blocks_have_the_bits_of_operators(
+    dtype: torch.dtype, block: tuple[int, int], is_transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = counting(monkeypatch, kernels, "encode_blocks")
+    generator = torch.Generator().manual_seed(0)
+    shape = (256, 384) if block[0] == 128 else (144, 256)
+    sizes = torch.randn(shape, generator=generator) * 10
+    matrix = (torch.randn(shape, generator=generator) * sizes.exp2()).clamp(-60_000, 60_000).to(dtype)
+    matrix[:, 128:256] *= 0.0 if block[0] == 128 else 1.0
+    matrix[3] = 0
+    matrix[4, 5] = float("inf")
+    matrix[5, 200] = float("nan")
+    if is_transposed:
+        matrix = matrix.t().contiguous().t()
+    form = ScaledFloat8(torch.float8_e4m3fn, block)
+    codes, scales = form.encode_blocks(matrix)
+    monkeypatch.setattr("shoal.parallel.low_precision.formats.has_kernels", lambda *_: False)
+    expected, of_expected = form.encode_blocks(matrix)
+    assert ran == ["encode_blocks"]
+    assert (codes.shape, scales.shape, scales.stride()) == (expected.shape, of_expected.shape, of_expected.stride())
+    found, wanted = scales.float(), of_expected.float()
+    is_bad = ~wanted.isfinite()
+    assert is_bad.any() and torch.equal(~found.isfinite(), is_bad)
+    assert torch.equal(found[~is_bad], wanted[~is_bad])
+    with_bad = expected.float().isnan() | ~_of_elements(form, matrix).isfinite()
+    assert torch.equal(codes.float()[~with_bad], expected.float()[~with_bad])
+
+
+def _of_elements(form: ScaledFloat8, matrix: torch.Tensor) -> torch.Tensor:
+    codes, scales = form.quantize(matrix)
+    return scales.expand_as(codes).reshape(matrix.shape)
 
 
 def test_a_part_of_a_matrix_is_read_where_it_lies() -> None:

@@ -27,6 +27,8 @@ from shoal.comm.formats import power_of_two
 from shoal.device import is_fake
 from shoal.kernels.use import has_kernels, one_kernel
 
+_TILE = 128  # rows of a tile of scales of 8 bits, and elements of 4 of them
+
 Block = tuple[int | None, int | None]  # rows and columns that share a scale; None: all of them
 
 
@@ -49,6 +51,8 @@ class ScaledFloat8:
         """Codes and scales of the blocks. Shapes: [rows / r, r, columns / c, c], [rows / r, 1, columns / c, 1]."""
         blocks = _in_blocks(matrix.float(), self.block)
         scales = power_of_two(blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(self.dtype).max)
+        if self.block == (1, 32):
+            scales = scales.clamp_min(torch.finfo(torch.float32).tiny)  # of what 8 bits stand for
         return (blocks / scales).to(self.dtype), scales
 
     def encode(self, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,6 +79,49 @@ class ScaledFloat8:
         """What ``encode`` returns, by torch's operators."""
         codes, scales = self.quantize(matrix)
         return codes.reshape(matrix.shape).contiguous(), scales.flatten()
+
+    def encode_blocks(self, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes, [rows, columns], contiguous; and the scales of blocks as torch's operator takes them.
+
+            block      dtype   scales
+            1 x 128    fp32    [rows, columns / 128], those of a column adjacent
+            128 x 128  fp32    [columns / 128 rounded up to 4, rows / 128], those of a column adjacent
+            1 x 32     e8m0    flat: of each 128 rows and 4 scales [32, 4, 4], of rows r, r + 32, r + 64, r + 96
+
+        Rows are multiples of the block's, columns of 128. On a GPU in one pass. Source: cuBLAS 13, "1D Block Scaling
+        Factors Layout".
+        """
+        if not torch.compiler.is_compiling() and has_kernels(matrix) and matrix.dtype is not torch.float64:
+            from shoal.kernels import float8 as kernels
+
+            codes = torch.empty(matrix.shape, dtype=self.dtype, device=matrix.device)
+            scales = self._empty_scales(matrix)
+            kernels.encode_blocks(matrix, codes, scales, self.block)
+            return codes, scales
+        with one_kernel():
+            blocks, of_blocks = self.quantize(matrix)
+            codes, of_blocks = blocks.reshape(matrix.shape).contiguous(), of_blocks[:, 0, :, 0]
+            if self.block == (1, 128):
+                return codes, of_blocks.t().contiguous().t()
+            if self.block == (128, 128):
+                return codes, F.pad(of_blocks, (0, -of_blocks.shape[1] % 4)).contiguous().t()
+            bits = (of_blocks.contiguous().view(torch.int32) >> 23).to(torch.uint8)  # the exponent, without a bias
+            tiles = F.pad(bits, (0, 0, 0, -len(bits) % _TILE)).view(-1, 4, 32, bits.shape[1] // 4, 4)
+            return codes, tiles.permute(0, 3, 2, 1, 4).flatten().view(torch.float8_e8m0fnu)
+
+    def _empty_scales(self, matrix: torch.Tensor) -> torch.Tensor:
+        num_rows, num_blocks = len(matrix), matrix.shape[1] // self._width
+        if self.block == (1, 32):
+            numel = -(-num_rows // _TILE) * _TILE * num_blocks
+            return torch.empty(numel, dtype=torch.float8_e8m0fnu, device=matrix.device)
+        if self.block == (128, 128):
+            num_rows, num_blocks = num_rows // 128, -(-num_blocks // 4) * 4
+            return torch.zeros(num_rows, num_blocks, dtype=torch.float32, device=matrix.device).t()
+        return torch.empty(num_blocks, num_rows, dtype=torch.float32, device=matrix.device).t()
+
+    @property
+    def _width(self) -> int:
+        return self.block[1] or 1
 
     def values(self, matrix: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
         codes, scales = self.quantize(matrix)

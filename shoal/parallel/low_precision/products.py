@@ -1,7 +1,8 @@
 """Products of operands in few bits: by the operator of torch, or in fp32 of the values that the codes stand for.
 
-Where one scale counts for a whole row, the operator sums the products of codes and multiplies the sums by both scales.
-Scales are powers of two, so both ways compute the same products, and sums of them in fp32.
+The operator sums the products of codes and multiplies the sums, of a row or of a block, by both scales. Scales are
+powers of two, so both ways compute the same products, and sums of them in fp32. Whether the operator computes them on a
+device is found out by a small product there, whose result is compared.
 """
 
 from __future__ import annotations
@@ -13,11 +14,22 @@ from torch.nn import functional as F
 
 from shoal.comm.formats import hadamard
 from shoal.device import is_fake
-from shoal.parallel.low_precision.formats import ScaledFloat8
+from shoal.parallel.low_precision.formats import Block, Format, ScaledFloat8
 from shoal.parallel.low_precision.recipes import Pair, Recipe
 from shoal.parallel.products import Products
+from shoal.streams import simulation
 
 _ALIGNED = 16  # elements, on GPUs
+_BLOCKED = 128  # elements, where blocks have scales
+_IS_SAME = 2.0**-6  # of the largest number of a product: rounded to 8 bits of mantissa, and another order of sums
+# By the block of a scale, numbers of torch.nn.functional.ScalingType, and of SwizzleType: none, or SWIZZLE_32_4_4. Read
+# here, since compiled code cannot read them.
+_TYPES = getattr(F, "ScalingType", None)
+_SCALING: dict[Block, tuple[int, int]] = {} if _TYPES is None else {
+    (1, 128): (int(_TYPES.BlockWise1x128.value), 0),
+    (128, 128): (int(_TYPES.BlockWise128x128.value), 0),
+    (1, 32): (int(_TYPES.BlockWise1x32.value), 1),
+}  # fmt: skip
 _ROTATED = 16  # tokens that are mixed
 
 
@@ -57,26 +69,39 @@ class LowPrecisionProducts(Products):
         """``a @ b.t()`` in the dtype of ``a``. Shapes: [M, K], [N, K] -> [M, N]."""
         if a.dtype not in self.refused and _has_operator(formats):
             return _by_operator(a, b, formats, a.dtype)
-        dtype = a.dtype
+        return self._emulated(a, b, formats, is_rotated).to(a.dtype)
+
+    def _emulated(self, a: torch.Tensor, b: torch.Tensor, formats: Pair, is_rotated: bool) -> torch.Tensor:
         with torch.autocast(a.device.type, enabled=False):
             if is_rotated:
                 a, b = _rotated(a), _rotated(b)
             of_a, of_b = formats
-            return (of_a.values(a, self._generator) @ of_b.values(b, self._generator).t()).to(dtype)
+            return of_a.values(a, self._generator) @ of_b.values(b, self._generator).t()
 
     def refusal(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why torch's operator does not compute results of ``dtype`` on ``device``; None: it does."""
         recipe = self._recipe
-        ones = torch.ones(_ALIGNED, _ALIGNED, dtype=dtype, device=device)
+        a, b = _sample(144, device).to(dtype), _sample(176, device).to(dtype)
         for pair in (recipe.output, recipe.of_input, recipe.of_weight):
             if pair is None:
                 continue
             if not _has_operator(pair):
-                return "blocks of this recipe are not given to torch's operator"
+                return "4 bits are not given to torch's operator"
+            width, simulated = _width(pair[0]), simulation()
+            if width is not None and not _SCALING:
+                return "this version of torch has no products with scales of blocks"
+            if width is not None and simulated is not None and not simulated.multiplies_blocks(width):
+                return f"the simulated GPU has no products with a scale for each {width} elements"
             try:
-                _by_operator(ones, ones, pair, dtype)
+                found = _by_operator(a, b, pair, dtype)
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 return f"torch's operator says: {str(error).strip().partition(chr(10))[0]}"
+            if is_fake(found):
+                continue
+            expected = self._emulated(a, b, pair, is_rotated=False)
+            off = float((found.float() - expected).abs().max() / expected.abs().max())
+            if not off < _IS_SAME:
+                return f"torch's operator is off by {off:.1g} of the largest number of a product"
         return None
 
 
@@ -84,13 +109,28 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def _sample(num_rows: int, device: torch.device) -> torch.Tensor:
+    """A matrix of 256 columns whose blocks have scales that differ along both dims. fp32, up to 5.5."""
+    row = torch.arange(num_rows, dtype=torch.int64, device=device)[:, None]
+    column = torch.arange(256, dtype=torch.int64, device=device)
+    powers = (row // 16 + 3 * (column // 32)) % 5 + 2 * (row // 128) + 3 * (column // 128) - 9
+    return ((7 * row + 3 * column) % 11 - 5.5) * powers.float().exp2()
+
+
+def _width(of: Format) -> int | None:
+    """Elements of a row that share a scale in a recipe of blocks; None: all of them."""
+    return of.block[1] if isinstance(of, ScaledFloat8) else None
+
+
 def _has_operator(formats: Pair) -> bool:
-    """True if each operand has a scale for a row, or one in all."""
-    return all(isinstance(each, ScaledFloat8) and each.block in ((None, None), (1, None)) for each in formats)
+    """True if each operand has 8 bits, and a scale for a block that the operator knows, for a row, or one in all."""
+    return all(isinstance(each, ScaledFloat8) for each in formats)
 
 
 def _by_operator(a: torch.Tensor, b: torch.Tensor, formats: Pair, dtype: torch.dtype) -> torch.Tensor:
     num_rows, num_columns = len(a), len(b)
+    if _width(formats[0]) is not None:
+        return _by_blocks(a, b, formats, dtype).narrow(0, 0, num_rows).narrow(1, 0, num_columns)
     if a.device.type != "cpu":  # lengths of rows, and the number of columns of the result, are multiples of 16 there
         a, b = (_padded(each, (0, -each.shape[1] % _ALIGNED)) for each in (a, b))
         b = _padded(b, (0, 0, 0, -num_columns % _ALIGNED))
@@ -105,6 +145,24 @@ def _by_operator(a: torch.Tensor, b: torch.Tensor, formats: Pair, dtype: torch.d
         codes[0], codes[1].t(), scale_a=scales[0], scale_b=scales[1].t() if by_row else scales[1], out_dtype=dtype
     )
     return result.narrow(0, 0, num_rows).narrow(1, 0, num_columns)
+
+
+def _by_blocks(a: torch.Tensor, b: torch.Tensor, formats: Pair, dtype: torch.dtype) -> torch.Tensor:
+    """With zeros for rows and columns up to whole blocks. Shapes: [M, K], [N, K] -> [at least M, at least N]."""
+    codes, scales, recipes, swizzles = [], [], [], []
+    for matrix, each in zip((a, b), formats, strict=True):
+        assert isinstance(each, ScaledFloat8)
+        rows = _BLOCKED if each.block[0] == _BLOCKED else _ALIGNED
+        code, scale = each.encode_blocks(_padded(matrix, (0, -matrix.shape[1] % _BLOCKED, 0, -len(matrix) % rows)))
+        recipe, swizzle = _SCALING[each.block]
+        codes.append(code)
+        scales.append([scale])
+        recipes.append([recipe])
+        swizzles.append([swizzle])
+    result: torch.Tensor = torch._scaled_mm_v2(
+        codes[0], codes[1].t(), scales[0], recipes[0], swizzles[0], scales[1], recipes[1], swizzles[1], None, dtype
+    )
+    return result
 
 
 def _padded(matrix: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:

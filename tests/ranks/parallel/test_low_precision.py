@@ -19,6 +19,7 @@ from shoal.parallel.low_precision.products import LowPrecisionProducts
 from shoal.parallel.low_precision.recipes import RECIPES
 from shoal.parallel.products import LayerProducts, Products
 from tests.helpers.compiling import CountsGraphs, compiling
+from tests.helpers.low_precision import skip_where_torch_refuses
 from tests.helpers.models import Checkpointed, Plain
 from tests.helpers.training import (
     Trained,
@@ -47,7 +48,9 @@ def fp8(recipe: str = "rowwise", **keys: Any) -> dict[str, Any]:
 
 def low_precision(model: nn.Module, recipe: str, names: tuple[str, ...] = ()) -> nn.Module:
     """The model, whose linear layers compute as a recipe says, without an engine."""
-    products = LayerProducts(LowPrecisionProducts(RECIPES[recipe]))
+    here = LowPrecisionProducts(RECIPES[recipe])
+    skip_where_torch_refuses(here)
+    products = LayerProducts(here)
     products.is_on = True
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and (not names or n in names)}
     LowPrecisionLayers(linears, products, products)

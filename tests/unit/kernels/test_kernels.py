@@ -110,6 +110,9 @@ for is_e5m2 in (False, True):
     known = {"BY_ROW": not is_e5m2, "IS_E5M2": is_e5m2, "TILE": float8._TILE}
     for kernel in (float8._largest, float8._encode):
         compile_for_gpu(kernel, known, kinds)
+for is_square, width, scales in ((False, 128, "*fp32"), (True, 128, "*fp32"), (False, 32, "*u8")):
+    known = {"IS_SQUARE": is_square, "WIDTH": width, "TILE": float8._BLOCKS}
+    compile_for_gpu(float8._encode_blocks, known, {**kinds, "scales": scales})
 """
 
 
@@ -118,7 +121,7 @@ def test_kernels_compile_for_a_gpu(name: str, tmp_path: Path) -> None:
     """Triton's compiler refuses what its interpreter runs."""
     printed = run_python("-W", "ignore", "-c", COMPILED, name, TRITON_CACHE_DIR=str(tmp_path))
     kernels = "_encode _decode _adam _cross_entropy _gather _sum _merge _forward _backward _largest _encode"
-    kernels += " _largest _encode"
+    kernels += " _largest _encode _encode_blocks _encode_blocks _encode_blocks"
     assert printed.split()[::2] == kernels.split()
 
 

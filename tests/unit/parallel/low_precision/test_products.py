@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,6 +20,7 @@ from tests.helpers.low_precision import skip_where_torch_refuses
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(7, 53, 29), (64, 160, 96), (1, 3, 5)]  # tokens, in, out
+BY_BLOCKS = ["blockwise", "mxfp8"]
 BY_OPERATOR = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 # Of the result, relative to the exact one, in the Frobenius norm.
 LOST = dict.fromkeys(RECIPES, 0.06) | {"nvfp4": 0.25}
@@ -96,6 +99,82 @@ def test_the_operator_is_used_where_it_computes_the_recipe(monkeypatch: pytest.M
         assert len(calls) == wanted
         assert (products.refusal(torch.float32, torch.device("cpu")) is None) == bool(wanted)
     assert "not given to torch's operator" in str(products_of("nvfp4").refusal(torch.float32, torch.device("cpu")))
+
+
+def read_scales(scales: torch.Tensor, recipe: int, shape: tuple[int, int]) -> torch.Tensor:
+    """The scale of each element of a matrix of ``shape``, as cuBLAS reads them."""
+    row, column = torch.arange(shape[0])[:, None], torch.arange(shape[1])
+    name = F.ScalingType(recipe).name
+    if name == "BlockWise1x128":
+        return scales[row, column // 128]
+    if name == "BlockWise128x128":
+        return scales[column // 128, row // 128]
+    assert name == "BlockWise1x32" and scales.dim() == 1
+    at = column // 32
+    tile = (row // 128) * (shape[1] // 128) + at // 4
+    return scales[tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + at % 4].float()
+
+
+def as_on_a_gpu(calls: list[int], lost: float = 0.0) -> Callable[..., torch.Tensor]:
+    """torch's operator for scales of blocks, which CPUs do not have; torch checks dtypes, shapes and strides.
+
+    Args:
+        lost: of each number.
+    """
+
+    def multiply(a: Any, b: Any, of_a: Any, recipes_a: Any, swizzles_a: Any, of_b: Any, *more: Any) -> torch.Tensor:
+        (recipes_b, _, bias, dtype), arguments = more, (a, b, of_a, recipes_a, swizzles_a, of_b, *more)
+        with FakeTensorMode() as mode:
+            fakes = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, arguments)
+            shape = torch.ops.aten._scaled_mm_v2(*fakes).shape
+        assert a.is_contiguous() and b.t().is_contiguous() and bias is None
+        assert all(length % 16 == 0 for length in (*a.shape, *b.shape))
+        calls.append(recipes_a[0])
+        whole_a = a.float() * read_scales(of_a[0], recipes_a[0], tuple(a.shape))
+        whole_b = b.t().float() * read_scales(of_b[0], recipes_b[0], tuple(b.t().shape))
+        result = ((whole_a @ whole_b.t()) * (1 - lost)).to(dtype)
+        assert result.shape == shape
+        return result
+
+    return multiply
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BY_BLOCKS)
+def test_codes_and_scales_of_blocks_are_those_that_the_operator_reads(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(torch, "_scaled_mm_v2", as_on_a_gpu(calls))
+    products = LowPrecisionProducts(RECIPES[name])
+    assert products.refusal(dtype, torch.device("cpu")) is None
+    for shape in (*SHAPES, (300, 512, 400)):
+        calls.clear()
+        ours, emulated = results(products, shape, dtype), results(products_of(name, refused=True), shape, dtype)
+        assert len(calls) == 3
+        for found, wanted in zip(ours, emulated, strict=True):
+            assert found.shape == wanted.shape
+            assert (found - wanted).abs().max() <= wanted.abs().max() * max(1e-6, torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("name", BY_BLOCKS)
+def test_an_operator_with_other_numbers_is_not_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it reads the scales in another order."""
+    device = torch.device("cpu")
+    monkeypatch.setattr(torch, "_scaled_mm_v2", as_on_a_gpu([], lost=0.1))
+    assert "off by 0.1" in str(LowPrecisionProducts(RECIPES[name]).refusal(torch.float32, device))
+    right = as_on_a_gpu([])
+
+    def reversed_(a: Any, b: Any, of_a: Any, *more: Any) -> torch.Tensor:
+        scale = of_a[0]
+        if scale.dim() == 1:
+            turned = scale.view(torch.uint8).flip(0).view(scale.dtype)
+        else:
+            turned = scale.t().flip(0, 1).contiguous().t()
+        return right(a, b, [turned], *more)
+
+    monkeypatch.setattr(torch, "_scaled_mm_v2", reversed_)
+    assert "off by" in str(LowPrecisionProducts(RECIPES[name]).refusal(torch.float32, device))
 
 
 def test_an_operator_that_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from shoal.optim.whole import OwnedRange, ParameterPart, WholeTensorOptimizer
 from shoal.sharding.encoded_state import decoded, is_elementwise
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.stochastic_rounding import round_stochastically
+from shoal.streams import optimizer_step
 
 HOST_RANGE_NUMEL = 16 * 1024 * 1024  # of state that is updated on the host: one call's overhead is negligible
 VECTOR_NUMEL = 32  # most elements that torch's fused optimizers update at once on a CPU; the rest go one by one
@@ -214,6 +215,7 @@ class OptimizerRanges:
         """State of one number for each parameter of a range, and what it begins with."""
         return self.optimizer.by_parameter if isinstance(self.optimizer, WholeTensorOptimizer) else {}
 
+    @optimizer_step()
     def _fill_range(self, part: ParameterRange, scalars: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> None:
         if not scalars and not dtypes:
             return

@@ -444,6 +444,16 @@ def test_experts_launch_as_many_kernels_for_many_tokens_as_for_few(tmp_path: Pat
     assert kernels[0] == kernels[1] > 0
 
 
+def test_state_that_is_there_before_the_first_step_is_optimizer_state() -> None:
+    with shoal.dry_run(4) as run:
+        settings = {**config(3), "optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}}}
+        engine, *_ = shoal.initialize(model=Tower(), config=settings)
+        take_steps(run, engine, torch.zeros(2, 8, dtype=torch.long), 2)
+        engine.destroy()
+    first, second = (step.memory.by_kind for step in run.steps)
+    assert first["optimizer state"] == first["parameter"] == second["optimizer state"]
+
+
 def test_what_reports_on_a_run_writes_nothing_of_a_dry_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

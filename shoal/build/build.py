@@ -333,7 +333,7 @@ class _Builder:
             kind = SparseGradient
         elif self.has_direct_step or (is_alone and planned.axes.data is self.plan.axes.data and not is_offloaded):
             kind = ShownGradient
-        elif is_state_offloaded and planned.row.is_gradient_sharded and not is_alone:
+        elif is_state_offloaded and planned.row.is_gradient_sharded:
             comm = buffer.comm
             shards = self.shards.setdefault(planned.axes.shard, ShardBuffers(self.device, MAX_SHARDS + (comm.size > 1)))
             kind = partial(OffloadedGradient, shards=shards)

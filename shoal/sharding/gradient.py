@@ -82,6 +82,7 @@ class Gradient:
 
     is_sparse: ClassVar[bool] = False  # True if it has the rows that were looked up, not the table
     is_view: ClassVar[bool] = False  # True if ``parameter.grad`` shows the sum
+    moves_to_host: ClassVar[bool] = False  # True if no whole sum waits for the step, on one rank either
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class Gradient:
         dtype = policy.accumulate_dtype or buffer.dtype
         self.sum_dtype = sum_dtype or dtype
         self.is_alone = buffer.comm.size == 1 and len(axes) == 1  # True if there is one rank
-        between = row.gradient if self.is_alone else row.gradient_between
+        between = row.gradient if self.is_alone and not self.moves_to_host else row.gradient_between
         self.is_whole = not between.is_sharded  # True if the sum is the whole buffer
         self._is_whole_at_step = not row.gradient_at_step.is_sharded
         self.sum, self.unsynced = (

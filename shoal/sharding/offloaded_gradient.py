@@ -6,7 +6,7 @@ The next micro-batch is reduced into a *part* on the device, which the host adds
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -80,6 +80,8 @@ class OffloadedGradient(Gradient):
 
     Memory: on the device a buffer that groups share, from a reduction until it has been copied to the host.
     """
+
+    moves_to_host: ClassVar[bool] = True
 
     def __init__(self, *args: Any, shards: ShardBuffers, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

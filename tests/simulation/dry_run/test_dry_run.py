@@ -263,6 +263,29 @@ def test_an_offloaded_optimizer_updates_on_the_host_and_copies_both_ways() -> No
     assert host.busy[COPY] > 2 * 720_896 * 2 / H100.bus_bandwidth
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gradients_on_the_host_take_device_memory_of_a_few_blocks_however_many_there_are(
+    num_ranks: int, stage: int
+) -> None:
+    found = []
+    for num_layers in (4, 8):
+        shape = GPTConfig(vocab_size=512, sequence_length=64, num_layers=num_layers, hidden_size=256, num_heads=4)
+        settings = config(stage, bf16={"enabled": True}, gradient_accumulation_steps=2, optimizer=ADAM)
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        with shoal.dry_run(num_ranks) as run:
+            engine, *_ = shoal.initialize(model=GPT(shape), config=settings)
+            tokens = torch.zeros(1, 64, dtype=torch.long)
+            for _ in range(2):
+                with run.step():
+                    for _ in range(2):
+                        engine.backward(engine(tokens, tokens))
+                        engine.step()
+            engine.destroy()
+        found.append(run.steps[-1].memory.by_kind["gradient"])
+    assert found[0] == found[1] < 4 * 12 * 256**2 * 4  # of four blocks, in fp32
+
+
 @pytest.mark.parametrize(("stage", "num_copies"), [(2, 16), (3, 24)], ids=["whole", "sharded"])
 def test_parameters_are_copied_beside_the_forward_before_though_their_update_is_pending(
     stage: int, num_copies: int

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.first_gpu.common import Finding, Setting, attempt, main
+from shoal.device import capability
 from shoal.kernels.use import launch_obstacle
 from shoal.optim import one_kernel_adam
 from shoal.optim.one_kernel_adam import AdamRange
@@ -47,17 +48,17 @@ def check(setting: Setting) -> Iterable[Finding]:
         (torch.float32, (16, 4), 2e-3),
     ):
         what = f"attention, {str(dtype)[6:]}, {heads[0]} heads on {heads[1]}"
-        yield attempt(what, lambda d=dtype, h=heads, b=bound, w=what: _attention(setting, d, h, b, w))  # type: ignore[misc]
+        yield attempt(what, partial(_attention, setting, dtype, heads, bound, what))
     for counts in ([512, 512, 512, 512], [1024, 0, 1000, 24], [0, 0, 0, 2048]):
         what = f"grouped product, rows of experts {counts}"
-        yield attempt(what, lambda c=counts, w=what: _grouped(setting, c, w))  # type: ignore[misc]
+        yield attempt(what, partial(_grouped, setting, counts, what))
     yield attempt("rows of experts", lambda: _rows_of_experts(setting))
     yield attempt("merged tiles of attention", lambda: _merged_tiles(setting))
     yield attempt("gated activation", lambda: _gated(setting))
     yield attempt("codes of 8 bits", lambda: _float8(setting))
     for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8"):
         what = f"products in 8 bits, {recipe}"
-        yield attempt(what, lambda r=recipe, w=what: _products(setting, r, w))  # type: ignore[misc]
+        yield attempt(what, partial(_products, setting, recipe, what))
     yield attempt("loss in chunks", lambda: _loss(setting))
     yield attempt("fused AdamW", lambda: _adamw(setting))
     yield attempt("AdamW in one kernel", lambda: _adamw_in_one_kernel(setting))
@@ -187,8 +188,7 @@ def _products(setting: Setting, recipe: str, what: str) -> Finding:
     """On a GPU whose products know the recipe by torch's operator; elsewhere the reason why not is the finding."""
     products = LowPrecisionProducts(RECIPES[recipe])
     if (reason := products.refusal(torch.bfloat16, setting.device)) is not None:
-        capability = torch.cuda.get_device_capability(setting.device) if setting.is_gpu else (0, 0)
-        is_known = recipe in _RECIPES_OF.get(capability, ())
+        is_known = recipe in _RECIPES_OF.get(capability(torch.empty(0, device=setting.device)), ())
         return Finding(what, not is_known, f"emulated: {reason}")
     rows, width, columns = (32, 32, 48) if setting.is_tiny else (4096, 4096, 16_384)
     x, weight = (torch.randn(size, width, device=setting.device, dtype=torch.bfloat16) for size in (rows, columns))

@@ -118,6 +118,11 @@ class World:
         """True if there are no other ranks, and tensors have no values: a dry run."""
         return self.backend == "fake"
 
+    @property
+    def reports(self) -> bool:
+        """True on the rank that logs and writes what it measures: the first one of a run that is not dry."""
+        return self.rank == 0 and not self.is_dry
+
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, device={self.device}, backend={self.backend!r})"
 

@@ -136,7 +136,7 @@ def initialize(
         split = {"expert_tensor_parallel_size": model_degrees(settings).get("tp", 1)}
         settings = settings.model_copy(update={"expert_parallel": settings.expert_parallel.model_copy(update=split)})
     world.heartbeat.end_log()
-    if settings.goodput.file is not None and world.rank == 0 and not world.is_dry:
+    if settings.goodput.file is not None and world.reports:
         world.heartbeat.log = GoodputLog(pathlib.Path(settings.goodput.file), world.size)
     world.heartbeat.enter("init", settings.timeouts.init)
     try:
@@ -282,7 +282,7 @@ def _start(
             else:
                 clocks, memory = bool(settings.wall_clock_breakdown), bool(settings.memory_breakdown)
                 timers = StepTimers(device, is_on=clocks, reads_memory=memory)
-            progress = Progress(settings, world.rank == 0 and not world.is_dry, timers, monitor, activations.recompute)
+            progress = Progress(settings, world.reports, timers, monitor, activations.recompute)
             make_engine = pipeline_class if isinstance(model, StageModule) else engine_class
             engine = make_engine(sharding, properties, accumulation, offloaded, run, joining, timers, progress)
             for part in joining:

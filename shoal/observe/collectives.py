@@ -220,7 +220,7 @@ _LOGS: weakref.WeakKeyDictionary[World, CollectiveLog] = weakref.WeakKeyDictiona
 
 def collective_log(world: World) -> CollectiveLog:
     """The one log of this rank of a world."""
-    return _LOGS.setdefault(world, CollectiveLog(speaks=world.rank == 0 and not world.is_dry))
+    return _LOGS.setdefault(world, CollectiveLog(speaks=world.reports))
 
 
 def current_log() -> CollectiveLog | None:

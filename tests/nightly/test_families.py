@@ -8,7 +8,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from tests.helpers import families  # noqa: E402
+from tests.helpers import families  # noqa: E402, it imports transformers
 
 pytestmark = [
     pytest.mark.clients,

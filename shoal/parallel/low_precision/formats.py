@@ -110,7 +110,7 @@ class ScaledFloat8:
             return codes, tiles.permute(0, 3, 2, 1, 4).flatten().view(torch.float8_e8m0fnu)
 
     def _empty_scales(self, matrix: torch.Tensor) -> torch.Tensor:
-        num_rows, num_blocks = len(matrix), matrix.shape[1] // self._width
+        num_rows, num_blocks = len(matrix), matrix.shape[1] // (self.block[1] or 1)
         if self.block == (1, 32):
             numel = -(-num_rows // _TILE) * _TILE * num_blocks
             return torch.empty(numel, dtype=torch.float8_e8m0fnu, device=matrix.device)
@@ -118,10 +118,6 @@ class ScaledFloat8:
             num_rows, num_blocks = num_rows // 128, -(-num_blocks // 4) * 4
             return torch.zeros(num_rows, num_blocks, dtype=torch.float32, device=matrix.device).t()
         return torch.empty(num_blocks, num_rows, dtype=torch.float32, device=matrix.device).t()
-
-    @property
-    def _width(self) -> int:
-        return self.block[1] or 1
 
     def values(self, matrix: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
         codes, scales = self.quantize(matrix)

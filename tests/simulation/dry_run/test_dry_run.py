@@ -36,6 +36,7 @@ from shoal.simulation.times import (
     exposed,
 )
 from shoal.streams import simulation
+from tests.helpers.dry_runs import take_steps
 from tests.helpers.training import config
 from tests.unit.running.test_fake_step import Tower
 
@@ -54,14 +55,6 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-4}}
 
 def stream(name: str) -> SimulatedStream:
     return SimulatedStream(name, lambda: None, lambda stream: None, lambda stream: None)
-
-
-def take_steps(run: DryRun, engine: Any, batch: torch.Tensor, count: int) -> None:
-    """Steps of a model that returns its loss of a batch."""
-    for _ in range(count):
-        with run.step():
-            engine.backward(engine(batch, batch))
-            engine.step()
 
 
 def third_step(
@@ -276,11 +269,7 @@ def test_gradients_on_the_host_take_device_memory_of_a_few_blocks_however_many_t
         with shoal.dry_run(num_ranks) as run:
             engine, *_ = shoal.initialize(model=GPT(shape), config=settings)
             tokens = torch.zeros(1, 64, dtype=torch.long)
-            for _ in range(2):
-                with run.step():
-                    for _ in range(2):
-                        engine.backward(engine(tokens, tokens))
-                        engine.step()
+            take_steps(run, engine, tokens, 2, num_micro=2)
             engine.destroy()
         found.append(run.steps[-1].memory.by_kind["gradient"])
     assert found[0] == found[1] < 4 * 12 * 256**2 * 4  # of four blocks, in fp32
@@ -682,10 +671,7 @@ def test_cuda_graphs_keep_activations_from_all_else() -> None:
         with shoal.dry_run(1, machine=machine) as run:
             engine, *_ = shoal.initialize(model=Tower(), config=made)
             tokens = torch.zeros(4, 32, dtype=torch.int64)
-            for _ in range(2):
-                with run.step():
-                    engine.backward(engine(tokens, tokens))
-                    engine.step()
+            take_steps(run, engine, tokens, 2)
         return run.steps[-1].memory
 
     plain, graphs = step("default", 1 << 30), step("reduce-overhead", 1 << 30)

@@ -10,6 +10,7 @@ import torch
 import shoal
 from shoal.models import GPT, GPTConfig
 from shoal.simulation.dry_run import StepTime
+from tests.helpers.dry_runs import take_steps
 
 SHAPE = GPTConfig(vocab_size=512, sequence_length=64, num_layers=6, hidden_size=256, num_heads=4)
 NUMEL = 6 * 12 * 256**2  # of the matrices, 24 of them
@@ -27,10 +28,7 @@ def step_of(rank: int, size: int, zero: dict[str, Any], **more: Any) -> StepTime
     with shoal.dry_run(size, rank) as run:
         engine, *_ = shoal.initialize(model=GPT(SHAPE), config=config)
         tokens = torch.zeros(1, 64, dtype=torch.long)
-        for _ in range(2):
-            with run.step():
-                engine.backward(engine(tokens, tokens))
-                engine.step()
+        take_steps(run, engine, tokens, 2)
         engine.destroy()
     return run.steps[-1]
 

@@ -12,6 +12,7 @@ import torch
 import shoal
 from shoal.simulation.dry_run import DryRun
 from shoal.simulation.machines import machine_of
+from tests.helpers.dry_runs import take_steps
 from tests.helpers.training import config
 from tests.simulation.dry_run.test_dry_run_pipeline import config as pipeline_config
 from tests.simulation.dry_run.test_dry_run_pipeline import trains
@@ -24,9 +25,7 @@ def run() -> DryRun:
         optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
         engine = shoal.initialize(model=Tower(), config=config(3, optimizer=optimizer))[0]
         batch = torch.zeros(2, 64, dtype=torch.long)
-        with run.step():
-            engine.backward(engine(batch, batch))
-            engine.step()
+        take_steps(run, engine, batch, 1)
         engine.destroy()
     return run
 

@@ -17,6 +17,7 @@ from shoal.parallel.recompute_blocks import device_nbytes
 from shoal.planner.dry_model import dry_run_model
 from shoal.simulation.collective_times import link_nbytes
 from shoal.simulation.times import COMMUNICATION, STAGES, UPDATE
+from tests.helpers.dry_runs import take_steps
 
 SHAPE = GPTConfig(vocab_size=512, sequence_length=64, num_layers=4, hidden_size=64, num_heads=4)
 
@@ -44,11 +45,7 @@ def test_it_is_the_third_step_of_a_script(device: str) -> None:
     with shoal.dry_run(8) as run:
         engine, *_ = shoal.initialize(model=gpt(), config=made)
         tokens = torch.zeros(2, 64, dtype=torch.long)
-        for _ in range(3):
-            with run.step():
-                for _ in range(2):
-                    engine.backward(engine(tokens, tokens))
-                    engine.step()
+        take_steps(run, engine, tokens, 3, num_micro=2)
         engine.destroy()
     last = run.steps[-1]
     assert step.seconds == pytest.approx(last.seconds)

@@ -101,7 +101,7 @@ MATRIX: dict[Any, Formula] = {
     **dict.fromkeys(_named("_addmm_activation"), _product(1)),
     **dict.fromkeys(_named("mv dot vdot"), _per_element(0, 2)),
     **dict.fromkeys(_named("addmv"), _per_element(1, 2)),
-    **dict.fromkeys(_named("_grouped_mm"), _grouped),
+    **dict.fromkeys(_named("_grouped_mm _scaled_grouped_mm"), _grouped),
     **dict.fromkeys(
         _named("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable"),
         _attention(0, with_keys=1, with_values=1),

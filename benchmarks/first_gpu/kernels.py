@@ -2,7 +2,8 @@
 
 Attention by flash and memory-efficient kernels with the log-sum-exp that ring attention merges, torch's grouped
 product for experts (also where experts have no rows), rows of experts gathered and summed, tiles of attention merged,
-the gated activation and codes of 8 bits (in Triton kernels), products of 8 bits against those of 16, the loss in chunks
+the gated activation and codes of 8 bits (in Triton kernels), products of 8 bits against those of 16 (also of
+experts), the loss in chunks
 (in a Triton kernel), the fused optimizer, and AdamW in one Triton kernel with the casts around it.
 """
 
@@ -21,11 +22,13 @@ from shoal.kernels.use import launch_obstacle
 from shoal.optim import one_kernel_adam
 from shoal.optim.one_kernel_adam import AdamRange
 from shoal.parallel.expert import grouped
+from shoal.parallel.expert.route import RowCounts
 from shoal.parallel.loss import linear_cross_entropy
 from shoal.parallel.low_precision.formats import ScaledFloat8
+from shoal.parallel.low_precision.groups import take_groups
 from shoal.parallel.low_precision.products import LowPrecisionProducts
 from shoal.parallel.low_precision.recipes import RECIPES
-from shoal.parallel.products import Products
+from shoal.parallel.products import LayerProducts, Products
 from shoal.parallel.sequence import ring
 from shoal.parallel.sequence.attention import attention
 from shoal.parallel.sequence.chunks import Tile
@@ -59,6 +62,9 @@ def check(setting: Setting) -> Iterable[Finding]:
     for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8"):
         what = f"products in 8 bits, {recipe}"
         yield attempt(what, partial(_products, setting, recipe, what))
+    for recipe in ("rowwise", "rowwise_with_gw_hp"):
+        what = f"grouped product in 8 bits, {recipe}"
+        yield attempt(what, partial(_grouped_in_8_bits, setting, recipe, what))
     yield attempt("loss in chunks", lambda: _loss(setting))
     yield attempt("fused AdamW", lambda: _adamw(setting))
     yield attempt("AdamW in one kernel", lambda: _adamw_in_one_kernel(setting))
@@ -98,18 +104,44 @@ def _grouped(setting: Setting, counts: list[int], what: str) -> Finding:
         torch.randn(*shape, device=setting.device, dtype=torch.bfloat16).requires_grad_()
         for shape in ((sum(counts), width), (len(counts), width, inner), (len(counts), inner))
     )
-    is_used = grouped._has_kernel(rows, weight)
+    groups = grouped.GROUPS_IN_BF16
 
-    def by(function: type[torch.autograd.Function]) -> Kernel:
+    def by(function: type[torch.autograd.Function], *arguments: object) -> Kernel:
         def run() -> Sequence[Tensor]:
-            out: Tensor = function.apply(rows, weight, bias, counts)
+            out: Tensor = function.apply(rows, weight, bias, counts, *arguments)
             return [out.detach(), *torch.autograd.grad(out, (rows, weight, bias), torch.ones_like(out))]
 
         return run
 
-    if is_used or not setting.is_gpu:
-        return _compare(what, by(grouped._InOneKernel), by(grouped._OneByOne), 1e-2, setting)
+    if groups.takes(rows, weight) or not setting.is_gpu:
+        return _compare(what, by(grouped._InOneKernel, groups), by(grouped._OneByOne), 1e-2, setting)
     return Finding(what, None, "torch's grouped kernel does not take these tensors on this GPU")
+
+
+def _grouped_in_8_bits(setting: Setting, recipe: str, what: str) -> Finding:
+    """128 experts of 256 rows, as a rank of Qwen3-30B-A3B with 4,096 tokens has them."""
+    products = LowPrecisionProducts(RECIPES[recipe])
+    if (reason := take_groups(products, setting.device)) is not None:
+        is_known = setting.is_gpu and capability(torch.empty(0, device=setting.device))[0] in (9, 10)
+        return Finding(what, not is_known, f"a product for each expert: {reason}")
+    counts, width, inner = RowCounts([256] * 128), 2048, 1536
+    rows, weight = (
+        torch.randn(*shape, device=setting.device, dtype=torch.bfloat16).requires_grad_()
+        for shape in ((sum(counts), width), (len(counts), width, inner))
+    )
+
+    def by(kind: Products) -> Kernel:
+        layer = LayerProducts(kind)
+        layer.is_on = kind is products
+
+        def run() -> Sequence[Tensor]:
+            counts.products = layer
+            out = grouped.grouped_linear(rows, weight, counts)
+            return [out.detach(), *torch.autograd.grad(out, (rows, weight), torch.ones_like(out))]
+
+        return run
+
+    return _compare(what, by(products), by(Products()), 8e-2, setting)
 
 
 def _rows_of_experts(setting: Setting) -> Finding:

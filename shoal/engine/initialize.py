@@ -87,6 +87,7 @@ from shoal.observe.timers import StepTimers
 from shoal.optim.host_rules import host_note
 from shoal.parallel.expert.apply import prepare_experts
 from shoal.parallel.expert.held import built_for, experts_if_used, let_trace
+from shoal.parallel.expert.huggingface import is_stack
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.stage import StageModule
 from shoal.processor import emulation_notes
@@ -195,6 +196,8 @@ def _start(
     _check_same_everywhere(axes, settings, model)
     whole = list(model.parameters())
     section = settings.expert_parallel
+    if settings.fp8.recipe is not None and any(map(is_stack, model.modules())):  # whose own products are not ours
+        section = section.model_copy(update={"enabled": True})
     if section.enabled or section.load_balance_coeff is not None or axes.get("ep") is not None:
         prepare_experts(model, axes.get("ep"), section, is_part=isinstance(model, StageModule))
     specs = parts_of(model, axes, settings, world.device, plan.activations.tensor)

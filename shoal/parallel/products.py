@@ -10,7 +10,7 @@ Tokens may have several dims, which come first.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch.nn import functional as F
@@ -19,8 +19,35 @@ from shoal.comm.autograd import once_differentiable
 from shoal.parallel.needed_gradients import needed_gradients
 
 
+class GroupProducts(Protocol):
+    """The products of groups of rows, each in one kernel. Groups may have no rows.
+
+        output      y  = x W        [rows, in], [groups, in, out]     -> [rows, out]
+        of_input    dx = dy W^T     [rows, out], [groups, in, out]    -> [rows, in]
+        of_weight   dW = x^T dy     [rows, in], [rows, out]           -> [groups, in, out]
+
+    ``ends``: int32, on the device, the row after the last one of each group. Rows are contiguous.
+    """
+
+    def takes(self, rows: torch.Tensor, weight: torch.Tensor) -> bool:
+        """True if there is a kernel for these on their device."""
+        ...
+
+    def output(self, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor: ...
+
+    def of_input(self, gradient: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor: ...
+
+    def of_weight(self, left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor: ...
+
+
 class Products:
-    """In the dtype of the operands."""
+    """In the dtype of the operands.
+
+    Attributes:
+        groups: those of groups of rows; None: each group has products of its own.
+    """
+
+    groups: GroupProducts | None = None
 
     def output(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.linear(x, weight)

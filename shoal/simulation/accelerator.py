@@ -136,6 +136,10 @@ class SimulatedAccelerator:
         return self.times is None or width in self.times.machine.scaled_blocks
 
     @property
+    def multiplies_groups(self) -> bool:
+        return self.times is not None and self.times.machine.multiplies_groups
+
+    @property
     def is_cpu(self) -> bool:
         return self.times is not None and self.times.machine.is_cpu
 

@@ -29,7 +29,8 @@ _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 _SPLITS = (1, 2, 4, 8, 16)
 _QUERIES = 128  # of a tile of attention
 _DIAGONAL = 512  # keys that causal attention computes for a query in addition to its half, and what unequal tiles cost
-_FROM_0 = ("mm", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "bmm", "_grouped_mm")  # their arguments
+_GROUPED = ("_grouped_mm", "_scaled_grouped_mm")
+_FROM_0 = ("mm", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "bmm", *_GROUPED)  # their arguments
 _PRODUCTS = dict.fromkeys(_FROM_0, 0) | {"addmm": 1, "baddbmm": 1}
 # Words in the names of aten's operators that compute more than elements and sums.
 _TAKE_FLOPS = frozenset(
@@ -100,9 +101,9 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
 def _shape(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> tuple[int, ...]:
     if name in _PRODUCTS:
         left, right = (value.shape for value in args[_PRODUCTS[name] :][:2])
-        if name == "_grouped_mm" and len(left) == len(right) == 2:  # of weights: the groups divide what is summed over
+        if name in _GROUPED and len(left) == len(right) == 2:  # of weights: the groups divide what is summed over
             return int(result.shape[0]), int(left[0]), int(right[1]), -(-int(left[1]) // int(result.shape[0]))
-        if name == "_grouped_mm" and len(left) == 2:
+        if name in _GROUPED and len(left) == 2:
             return int(right[0]), -(-int(left[0]) // int(right[0])), int(right[2]), int(left[1])
         return math.prod(left[:-2]), int(left[-2]), int(right[-1]), int(left[-1])
     if "attention" in name:

@@ -65,6 +65,7 @@ class GpuNode:
     peak_flops: float = 0.0  # that the manufacturer gives for bf16, else fp16; MFU is the part of it that is reached
     operator_bandwidths: Mapping[str, float] = field(default_factory=dict)
     scaled_blocks: tuple[int, ...] = ()  # of a row of 8 bits, that have a scale in one product
+    multiplies_groups: bool = False  # torch.nn.functional.grouped_mm is one kernel
     is_cpu: bool = False  # a rank is a process that computes on the CPU: it waits for each operation
 
     def compiled(self) -> GpuNode:
@@ -155,6 +156,7 @@ class _GpuFigures(_Figures):
     latency: float = Field(1.5e-6, ge=0)
     operators: dict[str, Annotated[float, Field(gt=0)]] = {}
     scaled_blocks: tuple[int, ...] = ()
+    grouped: bool = False
 
 
 class _NodeFigures(_Figures):
@@ -282,5 +284,6 @@ def _node_of(name: str, figures: Any, *, where: str) -> GpuNode:
         peak_flops=gpu.flops.peak,
         operator_bandwidths=gpu.operators,
         scaled_blocks=gpu.scaled_blocks,
+        multiplies_groups=gpu.grouped,
         is_cpu=gpu.generation == "cpu",
     )

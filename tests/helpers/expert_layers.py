@@ -107,14 +107,16 @@ class DeepseekLayer(nn.Module):
 class Stack(nn.Module):
     """The interface of Transformers 5: stacked parameters; with biases and transposed as GPT-OSS, or neither."""
 
-    def __init__(self, num_experts: int, *, is_transposed: bool, has_gate: bool, inner: int = 20) -> None:
+    def __init__(
+        self, num_experts: int, *, is_transposed: bool, has_gate: bool, inner: int = 20, width: int = WIDTH
+    ) -> None:
         super().__init__()
         self.num_experts, self.has_gate = num_experts, has_gate
         self.has_bias = self.is_transposed = is_transposed
         self.is_concatenated = False
         self.act_fn = nn.SiLU()
         up = "gate_up_proj" if has_gate else "up_proj"
-        for name, sizes in ((up, (WIDTH, (1 + has_gate) * inner)), ("down_proj", (inner, WIDTH))):
+        for name, sizes in ((up, (width, (1 + has_gate) * inner)), ("down_proj", (inner, width))):
             shape = sizes if is_transposed else sizes[::-1]
             self.register_parameter(name, nn.Parameter(torch.empty(num_experts, *shape)))
             if is_transposed:

@@ -33,7 +33,7 @@ CPU = Setting(torch.device("cpu"), True, 60.0)
 
 @pytest.mark.parametrize(
     ("check", "number"),
-    [(host_parameters, 2), (synchronizations, 2), (nccl, 5), (memory, 2), (kernels, 17), (exposed, 2)],
+    [(host_parameters, 2), (synchronizations, 2), (nccl, 5), (memory, 2), (kernels, 19), (exposed, 2)],
     ids=lambda value: getattr(value, "__name__", "").rpartition(".")[2] or None,
 )
 def test_a_check_runs_in_small_sizes_and_nothing_is_found_wrong(check: Any, number: int) -> None:

@@ -12,7 +12,8 @@ from shoal.engine.accumulation import Counters
 from shoal.engine.log import say_on_rank_0
 from shoal.engine.parts.part import ForwardInputs, Part
 from shoal.engine.settings import Properties
-from shoal.parallel.low_precision.layers import Layers, LowPrecisionLayers, largest_embedding
+from shoal.parallel.low_precision.groups import take_groups
+from shoal.parallel.low_precision.layers import Layers, LowPrecisionLayers, largest_embedding, stacked_experts
 from shoal.parallel.low_precision.products import LowPrecisionProducts
 from shoal.parallel.low_precision.recipes import RECIPES
 from shoal.parallel.products import LayerProducts
@@ -54,7 +55,13 @@ class LowPrecision(Part):
         modules = {name: module for name, module in model.named_modules() if name in own.linears}
         layers = {name: modules[name] for name in chosen if name in modules}
         self._installed = LowPrecisionLayers(layers, *self._products)
-        self.notes = self._notes(of_all, chosen, refused.get(str(properties.plan.autocast_dtype or _dtype_of(model))))
+        refusal = refused.get(str(properties.plan.autocast_dtype or _dtype_of(model)))
+        self.notes = self._notes(of_all, chosen, refusal)
+        if any(stacked_experts(module) is not None for module in layers.values()):
+            why, _ = (take_groups(products, device) for products in (whole, split))
+            if refusal is None and why is not None:
+                text = "each expert has products of its own, which are slow where experts are many and small"
+                self.notes.append(f"fp8: {text}: {why}.")
 
     def _notes(self, layers: Layers, chosen: list[str], refusal: str | None) -> list[str]:
         section = self._section

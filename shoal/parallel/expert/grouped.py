@@ -22,12 +22,13 @@ from torch import Tensor
 
 from shoal.comm.autograd import once_differentiable
 from shoal.compiler import untraced
-from shoal.device import capability, numbers_on, numel_at_once
+from shoal.device import capability, is_fake, numbers_on, numel_at_once
 from shoal.kernels.use import has_kernels, one_kernel
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.expert.route import RowCounts
 from shoal.parallel.needed_gradients import needed_gradients
-from shoal.parallel.products import Products, cast_for_autocast
+from shoal.parallel.products import GroupProducts, Products, cast_for_autocast
+from shoal.streams import simulation
 
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
@@ -49,20 +50,45 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Te
     """
     rows, weight, *rest = cast_for_autocast(rows, weight, *([] if bias is None else [bias]))
     bias = rest[0] if rest else None
-    if isinstance(counts, RowCounts) and counts.products.is_on:
-        multiplied: Tensor = _InFewBits.apply(rows, weight, counts, counts.products.products)
-        return multiplied if bias is None else add_bias_of_experts(multiplied, bias, counts)
-    function = _InOneKernel if _has_kernel(rows, weight) else _OneByOne
-    out: Tensor = function.apply(rows, weight, bias, counts)
+    few_bits = counts.products.products if isinstance(counts, RowCounts) and counts.products.is_on else None
+    groups = GROUPS_IN_BF16 if few_bits is None else few_bits.groups
+    if groups is not None and groups.takes(rows, weight):
+        out: Tensor = _InOneKernel.apply(rows, weight, bias, counts, groups)
+    elif few_bits is None:
+        out = _OneByOne.apply(rows, weight, bias, counts)
+    else:
+        out = _InFewBits.apply(rows, weight, counts, few_bits)
+        return out if bias is None else add_bias_of_experts(out, bias, counts)
     return out
 
 
-def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """True if torch's grouped kernel takes these tensors: strides and addresses are multiples of 16 bytes."""
-    is_known = _grouped_mm is not None and capability(rows)[0] in (9, 10)  # on others torch's loop reads each offset
-    if not (is_known and rows.dtype == weight.dtype == torch.bfloat16):
-        return False
-    return len(rows) > 0 and not (rows.shape[1] % 8 or weight.shape[2] % 8 or weight.data_ptr() % 16)
+class _GroupsInBf16:
+    """By torch's grouped kernel: strides and addresses are multiples of 16 bytes."""
+
+    def takes(self, rows: Tensor, weight: Tensor) -> bool:
+        if _grouped_mm is None or not rows.dtype == weight.dtype == torch.bfloat16 or not _is_for(rows):
+            return False
+        is_aligned = is_fake(weight) or weight.data_ptr() % 16 == 0
+        return len(rows) > 0 and not (rows.shape[1] % 8 or weight.shape[2] % 8) and is_aligned
+
+    def output(self, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        out: Tensor = _grouped_mm(rows, weight, offs=ends)
+        return out
+
+    def of_input(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return self.output(gradient, weight.transpose(1, 2), ends)
+
+    def of_weight(self, left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+        return self.output(left.t(), right, ends)
+
+
+GROUPS_IN_BF16 = _GroupsInBf16()
+
+
+def _is_for(rows: Tensor) -> bool:
+    """True on the GPUs that torch has the kernel for. On others its loop reads each offset."""
+    simulated = simulation()
+    return capability(rows)[0] in (9, 10) if simulated is None else simulated.multiplies_groups
 
 
 def feed_forward(
@@ -186,11 +212,14 @@ class _InFewBits(torch.autograd.Function):
 
 class _InOneKernel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int], groups: GroupProducts
+    ) -> Tensor:
         rows = rows.contiguous()
         ends = (counts if isinstance(counts, RowCounts) else RowCounts(counts)).ends(rows.device)
+        ctx.groups = groups
         ctx.save_for_backward(rows, weight, ends)
-        out: Tensor = _grouped_mm(rows, weight, offs=ends)
+        out = groups.output(rows, weight, ends)
         if bias is not None:
             expert_of = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
             out += bias[expert_of]
@@ -201,19 +230,23 @@ class _InOneKernel(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, ends = ctx.saved_tensors
         gradient = gradient.contiguous()
-        for_rows, for_weight, for_bias, _ = needed_gradients(ctx)
-        of_rows = _grouped_mm(gradient, weight.transpose(1, 2), offs=ends) if for_rows else None
-        of_weight = _grouped_mm(rows.t(), gradient, offs=ends) if for_weight else None
+        for_rows, for_weight, for_bias, *_ = needed_gradients(ctx)
+        of_rows = ctx.groups.of_input(gradient, weight, ends) if for_rows else None
+        of_weight = None
+        if for_weight and weight.stride(2) == 1:
+            of_weight = ctx.groups.of_weight(rows, gradient, ends)
+        elif for_weight:  # laid out as the weight is, where it is added up
+            of_weight = ctx.groups.of_weight(gradient, rows, ends).transpose(1, 2)
         of_bias = None
         if for_bias:  # the kernel sums in a fixed order; 8 equal columns, because it wants 16 bytes
-            of_bias = _grouped_mm(gradient.new_ones(len(rows), 8).t(), gradient, offs=ends)[:, 0]
+            of_bias = GROUPS_IN_BF16.of_weight(gradient.new_ones(len(rows), 8), gradient, ends)[:, 0]
         if capability(gradient) >= (10, 0):  # there the kernel leaves an expert without rows as it was allocated
             is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
             if of_weight is not None:
                 of_weight.masked_fill_(is_empty[:, None, None], 0)
             if of_bias is not None:
                 of_bias.masked_fill_(is_empty[:, None], 0)
-        return of_rows, of_weight, of_bias, None
+        return of_rows, of_weight, of_bias, None, None
 
 
 def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:

@@ -58,6 +58,8 @@ class ScaledFloat8:
     def encode(self, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes, [rows, columns], contiguous; and the scales of rows, or the one of the matrix: [rows] or [1].
 
+        Several matrices, [matrices, rows, columns], have scales [matrices, rows] or [matrices].
+
         On a GPU in one pass after one that reads; compiled blocks have such a kernel of the compiler's.
         """
         if torch.compiler.is_compiling() or matrix.dtype is torch.float64 or not matrix.numel():
@@ -66,7 +68,8 @@ class ScaledFloat8:
             from shoal.kernels import float8 as kernels
 
             codes = torch.empty(matrix.shape, dtype=self.dtype, device=matrix.device)
-            scales = torch.empty(1 if self.block[0] is None else len(matrix), dtype=torch.float32, device=matrix.device)
+            shape = matrix.shape[:-1] if self.block[0] is not None else matrix.shape[:-2] or (1,)
+            scales = torch.empty(shape, dtype=torch.float32, device=matrix.device)
             kernels.encode(matrix, codes, scales)
             return codes, scales
         if is_fake(matrix):
@@ -77,6 +80,13 @@ class ScaledFloat8:
 
     def encode_by_operators(self, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``encode`` returns, by torch's operators."""
+        if matrix.dim() == 3 and is_fake(matrix):
+            codes, scales = self.encode_by_operators(matrix.reshape(-1, matrix.shape[2]))
+            return codes.view(matrix.shape), scales.new_empty(matrix.shape[: 1 if self.block[0] is None else 2])
+        if matrix.dim() == 3:
+            every = [self.encode_by_operators(each) for each in matrix]
+            of_all = torch.stack([scales for _, scales in every])
+            return torch.stack([codes for codes, _ in every]), of_all.flatten() if self.block[0] is None else of_all
         codes, scales = self.quantize(matrix)
         return codes.reshape(matrix.shape).contiguous(), scales.flatten()
 

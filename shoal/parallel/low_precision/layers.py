@@ -39,7 +39,7 @@ class LowPrecisionLayers:
     def __init__(self, layers: Mapping[str, nn.Module], whole: LayerProducts, split: LayerProducts) -> None:
         self._before: list[tuple[object, str, Any, Any]] = []  # an attribute: what it was, what it is
         for module in layers.values():
-            if (held := _stacked(module)) is not None:
+            if (held := stacked_experts(module)) is not None:
                 self._set(held, "products", whole if held.tensor.etp is None else split)
             elif (part := getattr(module, "tensor_split", None)) is not None:
                 self._set(module, "tensor_split", replace(part, products=split))
@@ -94,7 +94,7 @@ class Layers:
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
 
         def is_taken(module: nn.Module) -> bool:
-            if (held := _stacked(module)) is not None and held.stack is not None:
+            if (held := stacked_experts(module)) is not None and held.stack is not None:
                 sizes = [p.unflatten(0, (-1, held.stack.rows)).shape[1:] for p in module.parameters()]
                 return all(length % _ALIGNED == 0 for size in sizes for length in size if length > 1)
             weight = module.weight
@@ -102,7 +102,7 @@ class Layers:
             is_head = id(weight) in embeddings or vocabulary in (weight.shape[0], getattr(module, "out_features", None))
             return not is_head and all(length % _ALIGNED == 0 for length in weight.shape)
 
-        modules = {n: m for n, m in model.named_modules() if _is_linear(m) or _stacked(m) is not None}
+        modules = {n: m for n, m in model.named_modules() if _is_linear(m) or stacked_experts(m) is not None}
         linears = {name: is_taken(module) for name, module in modules.items()}
         return cls(linears, tuple(blocks))
 
@@ -168,7 +168,7 @@ class Layers:
         return found
 
 
-def _stacked(module: nn.Module) -> ExpertsHeld | None:
+def stacked_experts(module: nn.Module) -> ExpertsHeld | None:
     """What stacked experts hold, from which their products are read; None: the module has none."""
     held = getattr(module, "experts_held", None)
     return held if isinstance(held, ExpertsHeld) and held.stack is not None else None

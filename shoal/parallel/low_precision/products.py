@@ -21,7 +21,7 @@ from shoal.streams import simulation
 
 _ALIGNED = 16  # elements, on GPUs
 _BLOCKED = 128  # elements, where blocks have scales
-_IS_SAME = 2.0**-6  # of the largest number of a product: rounded to 8 bits of mantissa, and another order of sums
+SAME = 2.0**-6  # of the largest number of a product: rounded to 8 bits of mantissa, and another order of sums
 # By the block of a scale, numbers of torch.nn.functional.ScalingType, and of SwizzleType: none, or SWIZZLE_32_4_4. Read
 # here, since compiled code cannot read them.
 _TYPES = getattr(F, "ScalingType", None)
@@ -44,26 +44,26 @@ class LowPrecisionProducts(Products):
     """
 
     def __init__(self, recipe: Recipe, generator: torch.Generator | None = None) -> None:
-        self._recipe = recipe
+        self.recipe = recipe
         self._generator = generator
         self.refused: frozenset[torch.dtype] = frozenset([torch.float64])
 
     def output(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if self._recipe.output is None:
+        if self.recipe.output is None:
             return super().output(x, weight.to(x.dtype))
-        return self._multiply(_tokens(x), weight, self._recipe.output).view(*x.shape[:-1], -1)
+        return self._multiply(_tokens(x), weight, self.recipe.output).view(*x.shape[:-1], -1)
 
     def of_input(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if self._recipe.of_input is None:
+        if self.recipe.of_input is None:
             return super().of_input(gradient, weight.to(gradient.dtype))
-        of_tokens = self._multiply(_tokens(gradient), weight.t(), self._recipe.of_input)
+        of_tokens = self._multiply(_tokens(gradient), weight.t(), self.recipe.of_input)
         return of_tokens.view(*gradient.shape[:-1], -1)
 
     def of_weight(self, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if self._recipe.of_weight is None:
+        if self.recipe.of_weight is None:
             return super().of_weight(gradient, x)
-        of_weight = self._recipe.of_weight
-        return self._multiply(_tokens(gradient).t(), _tokens(x).t(), of_weight, is_rotated=self._recipe.is_rotated)
+        of_weight = self.recipe.of_weight
+        return self._multiply(_tokens(gradient).t(), _tokens(x).t(), of_weight, is_rotated=self.recipe.is_rotated)
 
     def _multiply(self, a: torch.Tensor, b: torch.Tensor, formats: Pair, *, is_rotated: bool = False) -> torch.Tensor:
         """``a @ b.t()`` in the dtype of ``a``. Shapes: [M, K], [N, K] -> [M, N]."""
@@ -80,8 +80,8 @@ class LowPrecisionProducts(Products):
 
     def refusal(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why torch's operator does not compute results of ``dtype`` on ``device``; None: it does."""
-        recipe = self._recipe
-        a, b = _sample(144, device).to(dtype), _sample(176, device).to(dtype)
+        recipe = self.recipe
+        a, b = sample(144, device).to(dtype), sample(176, device).to(dtype)
         pairs = (recipe.output, recipe.of_input, recipe.of_weight)
         for pair in dict.fromkeys(pair for pair in pairs if pair is not None):
             if not _has_operator(pair):
@@ -94,12 +94,11 @@ class LowPrecisionProducts(Products):
             try:
                 found = _by_operator(a, b, pair, dtype)
             except (RuntimeError, ValueError, NotImplementedError) as error:
-                return f"torch's operator says: {str(error).strip().partition(chr(10))[0]}"
+                return f"torch's operator says: {first_line(error)}"
             if is_fake(found):
                 continue
-            expected = self._emulated(a, b, pair, is_rotated=False)
-            off = float((found.float() - expected).abs().max() / expected.abs().max())
-            if not off < _IS_SAME:
+            off = relative_difference(found, self._emulated(a, b, pair, is_rotated=False))
+            if not off < SAME:
                 return f"torch's operator is off by {off:.1g} of the largest number of a product"
         return None
 
@@ -108,10 +107,19 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _sample(num_rows: int, device: torch.device) -> torch.Tensor:
-    """A matrix of 256 columns whose blocks have scales that differ along both dims. fp32, up to 5.5."""
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, as a part of the largest number that is expected."""
+    return float((found.float() - expected.float()).abs().max() / expected.abs().max())
+
+
+def sample(num_rows: int, device: torch.device, num_columns: int = 256) -> torch.Tensor:
+    """A matrix whose blocks have scales that differ along both dims. fp32, up to 5.5."""
     row = torch.arange(num_rows, dtype=torch.int64, device=device)[:, None]
-    column = torch.arange(256, dtype=torch.int64, device=device)
+    column = torch.arange(num_columns, dtype=torch.int64, device=device)
     powers = (row // 16 + 3 * (column // 32)) % 5 + 2 * (row // 128) + 3 * (column // 128) - 9
     return ((7 * row + 3 * column) % 11 - 5.5) * powers.float().exp2()
 

@@ -75,7 +75,8 @@ def test_a_forward_at_stage_3_keeps_one_cast_of_a_weight_at_a_time(is_recomputed
         engine.destroy()
         return casts.most
 
-    assert run_ranks(2, job, 2)[0] >= NUM_LAYERS - 1  # the first input has no gradient
+    # The first input has no gradient. One rank: autocast's cache is the process', and another rank's thread clears it.
+    assert run_ranks(1, job, 2)[0] >= NUM_LAYERS - 1
     assert run_ranks(2, job, 3)[0] == 1
 
 

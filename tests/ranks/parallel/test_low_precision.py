@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.parallel.low_precision.layers import LowPrecisionLayers
 from shoal.parallel.low_precision.products import LowPrecisionProducts
 from shoal.parallel.low_precision.recipes import RECIPES
 from shoal.parallel.products import LayerProducts, Products
 from tests.helpers.compiling import CountsGraphs, compiling
+from tests.helpers.expert_layers import Stack
 from tests.helpers.low_precision import skip_where_torch_refuses
 from tests.helpers.models import Checkpointed, Plain
 from tests.helpers.training import (
@@ -481,3 +483,38 @@ def test_compiled_blocks_compute_the_same_on_both_sides_of_a_switch(ranks: Calla
         compiled = ranks(1, job, True)[0]
     assert backend.num_graphs > 0
     assert compiled == pytest.approx(plain, abs=1e-6)
+
+
+class WithExperts(nn.Module):
+    """A layer of stacked experts as Transformers has them, whose sizes are taken by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.experts = Stack(4, is_transposed=False, has_gate=True, inner=32, width=16)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = torch.topk(self.router(x).softmax(-1), 2, dim=-1)
+        out: torch.Tensor = self.experts(x, chosen, weights)
+        return out
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_stacked_experts_of_a_model_compute_in_few_bits_without_expert_parallelism(stage: int) -> None:
+    def job(recipe: str | None, enabled: bool) -> torch.Tensor:
+        sections = {"expert_parallel": {"enabled": True}} if enabled else {}
+        sections |= {"fp8": {"recipe": recipe}} if recipe else {}
+        engine = start(WithExperts, {**config(stage, **sections), "units": {}})
+        loss = engine(torch.randn(2, 16, generator=torch.Generator().manual_seed(2))).square().sum()
+        engine.backward(loss)
+        engine.step()
+        engine.destroy()
+        return loss.detach()
+
+    plain, found, prepared = (
+        run_ranks(2, job, *of)[0] for of in ((None, False), ("rowwise", False), ("rowwise", True))
+    )
+    assert 1e-4 < abs(found / plain - 1) < 0.1
+    assert torch.equal(found, prepared)

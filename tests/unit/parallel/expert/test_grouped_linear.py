@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from shoal.parallel.expert import grouped
-from shoal.parallel.expert.grouped import add_bias_of_experts, grouped_linear
+from shoal.parallel.expert.grouped import GROUPS_IN_BF16, add_bias_of_experts, grouped_linear
 from shoal.parallel.expert.route import RowCounts
 from shoal.parallel.low_precision.products import LowPrecisionProducts
 from shoal.parallel.low_precision.recipes import RECIPES
@@ -173,7 +173,7 @@ def test_the_grouped_kernel_gives_what_the_loop_gives(monkeypatch: pytest.Monkey
     wanted = (rows, weight, bias)
     expected = grouped_linear(rows, used, COUNTS, bias)
     gradients = torch.autograd.grad(expected.sum(), wanted)
-    monkeypatch.setattr(grouped, "_has_kernel", lambda rows, weight: True)
+    monkeypatch.setattr(grouped, "capability", lambda tensor: (9, 0))
     for counts in (COUNTS, RowCounts(starts=torch.tensor([0, *torch.tensor(COUNTS).cumsum(0).tolist()]))):
         output = grouped_linear(rows, used, counts, bias)
         torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
@@ -184,16 +184,16 @@ def test_the_grouped_kernel_gives_what_the_loop_gives(monkeypatch: pytest.Monkey
 def test_the_grouped_kernel_is_only_used_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "_grouped_mm", lambda *args, **options: None)
     rows, weight = torch.zeros(3, 16, dtype=torch.bfloat16), torch.zeros(2, 16, 8, dtype=torch.bfloat16)
-    assert not grouped._has_kernel(rows, weight)  # on a CPU
+    assert not GROUPS_IN_BF16.takes(rows, weight)  # on a CPU
     monkeypatch.setattr(grouped, "capability", lambda tensor: (9, 0))
-    assert grouped._has_kernel(rows, weight)
-    assert not grouped._has_kernel(rows.float(), weight.float())
-    assert not grouped._has_kernel(rows[:, :12], weight[:, :12])
-    assert not grouped._has_kernel(rows, weight[:, :, 1:])
-    assert not grouped._has_kernel(rows[:0], weight)
+    assert GROUPS_IN_BF16.takes(rows, weight)
+    assert not GROUPS_IN_BF16.takes(rows.float(), weight.float())
+    assert not GROUPS_IN_BF16.takes(rows[:, :12], weight[:, :12])
+    assert not GROUPS_IN_BF16.takes(rows, weight[:, :, 1:])
+    assert not GROUPS_IN_BF16.takes(rows[:0], weight)
     for other in ((8, 0), (12, 0)):
         monkeypatch.setattr(grouped, "capability", lambda tensor, other=other: other)
-        assert not grouped._has_kernel(rows, weight)
+        assert not GROUPS_IN_BF16.takes(rows, weight)
 
 
 def test_experts_without_rows_have_zero_gradients_where_the_kernel_leaves_them_unset(

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -231,7 +232,8 @@ class Gradient:
         unsynced = self.unsynced
         if not unsynced.has_memory:
             unsynced.dtype = self.dtype
-            unsynced.set_full(torch.zeros(self.layout.numel, dtype=self.dtype, device=unsynced.device))
+            full = unsynced.comm.empty(self.layout.numel, self.dtype, unsynced.device)
+            unsynced.set_full(name_memory(full, "an unsynced gradient", "gradient").zero_())
         return unsynced
 
     def _add_unsynced(self) -> None:
@@ -277,23 +279,20 @@ class Gradient:
                 source = self.unsynced
             adds = self.state is not GradientState.NONE
         is_sum_sent = self.is_whole or source is not None
-        staging = self._acquire(policy.reduce_dtype or (self.dtype if is_sum_sent else self.buffer.dtype))
+        dtype = policy.reduce_dtype or (self.dtype if is_sum_sent else self.buffer.dtype)
+        is_own = source is self.unsynced and source.dtype == dtype and self._staging.pool is None
+        staging = copy(self.unsynced) if is_own else self._staging.acquire(self.layout, dtype)
+        staging.label, staging.axes = self.buffer.label, self.axes
+        staging.assume(self.row.gradient)
         if source is None:
             take_gradients(self.parameters, staging.views, self.has_grad, add=False)
-        else:
+        elif not is_own:
             staging.full.copy_(source.full)
         if source is not self.sum:
             self.unsynced.drop()
             if policy.pre_scale != 1.0:
                 staging.full.mul_(policy.pre_scale)
         self._reduce_staged(staging, to, adds=adds, at_step=at_step)
-
-    def _acquire(self, dtype: torch.dtype) -> FlatBuffer:
-        """A staging buffer of this gradient."""
-        staging = self._staging.acquire(self.layout, dtype)
-        staging.label, staging.axes = self.buffer.label, self.axes
-        staging.assume(self.row.gradient)
-        return staging
 
     def _allocate_part(self, *, at_step: bool) -> torch.Tensor | None:
         """Memory to reduce into what ``wait`` adds to the sum; None: the reduction writes to the sum itself."""
@@ -306,11 +305,7 @@ class Gradient:
         self.owned().add_(part)
 
     def _reduce_staged(self, staging: FlatBuffer, to: Placement, *, adds: bool, at_step: bool) -> None:
-        """Reduce a staging buffer into the sum.
-
-        Args:
-            adds: to what the sum has.
-        """
+        """Reduce a whole buffer into the sum; ``adds``: to what the sum has."""
         part = self._allocate_part(at_step=at_step)
         target = self.owned() if part is None else part
         accumulate = adds and part is None and not self._is_whole_at_step

@@ -62,9 +62,12 @@ class StagingBuffers:
         return buffer
 
     def release(self, buffer: FlatBuffer, reader: Work | None = None) -> None:
-        """Return a buffer; ``reader``: the collective whose source it is."""
+        """Return a buffer, or be done with one of another's; ``reader``: the collective whose source it is."""
         buffer.reader = reader
-        self._free[buffer.layout.signature, buffer.dtype].append(buffer)
+        if any(buffer is each for each in self._all):
+            self._free[buffer.layout.signature, buffer.dtype].append(buffer)
+        else:
+            buffer.wait_for_reader()
 
     @property
     def nbytes(self) -> int:

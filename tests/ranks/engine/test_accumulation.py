@@ -101,6 +101,23 @@ def test_no_sync_communicates_no_gradient_at_any_stage() -> None:
         assert run_ranks(2, job, stage) == [[], []]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_was_added_up_without_communication_is_reduced_where_it_is(stage: int) -> None:
+    def job(is_quiet: bool) -> tuple[int, int]:
+        engine = start(models.Plain, config(stage, bf16={"enabled": True}, gradient_accumulation_steps=2))
+        for step in range(2):
+            with engine.no_sync() if is_quiet else nullcontext():
+                micro_step(engine, 2 * step)
+            micro_step(engine, 2 * step + 1)
+        (staging,) = {group.gradient._staging for group in engine.sharded.trained_groups}
+        nbytes = staging.nbytes, sum(group.gradient.unsynced.full.nbytes for group in engine.sharded.trained_groups)
+        engine.destroy()
+        return nbytes
+
+    assert run_ranks(2, job, True) == [(0, 0)] * 2
+    assert all(nbytes > 0 and not unsynced for nbytes, unsynced in run_ranks(2, job, False))
+
+
 def test_a_pass_without_communication_after_a_reduced_one_adds_to_its_gradient() -> None:
     def job(stage: int, *, is_quiet: bool) -> dict[str, torch.Tensor]:
         engine = start(models.Plain, config(stage))

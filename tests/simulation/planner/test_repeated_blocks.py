@@ -82,9 +82,11 @@ def test_what_cuda_graphs_keep_grows_with_the_blocks() -> None:
     assert short.memory.device_nbytes == pytest.approx(whole.memory.device_nbytes, abs=21e6)
 
 
-@pytest.mark.parametrize(("num_layers", "accumulation"), [(8, 2), (2, 6)])
-def test_the_stages_of_a_pipeline_have_fewer_blocks_or_micro_batches(num_layers: int, accumulation: int) -> None:
-    made = config(1, accumulation, parallel={"pp": 2}, pipeline={"partition": "parameters"}, **UNITS)
+@pytest.mark.parametrize(("num_layers", "accumulation", "stage"), [(8, 2, 1), (2, 6, 1), (8, 2, 2)])
+def test_the_stages_of_a_pipeline_have_fewer_blocks_or_micro_batches(
+    num_layers: int, accumulation: int, stage: int
+) -> None:
+    made = config(stage, accumulation, parallel={"pp": 2}, pipeline={"partition": "parameters"}, **UNITS)
     few: list[int] = []
     all_of_them: list[int] = []
     short = dry_run_model(counted(few, num_layers), made, 4)

@@ -14,15 +14,27 @@ Source: You et al., Large Batch Optimization for Deep Learning, algorithm 2 (arX
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shoal.comm.protocol import Communicator
+from shoal.device import numbers_on
 from shoal.optim.options import check_options
-from shoal.optim.tree_sum import CPU_CHUNK_LEVEL, GPU_CHUNK_LEVEL, SumTree, node_keys, partial_sums, plan_sums
-from shoal.optim.whole import Loads, ParameterPart, PartTable, RangeViews, WholeTensorOptimizer, chunks
+from shoal.optim.tree_sum import PartialSums, SumTree, plan_sums
+from shoal.optim.whole import (
+    CPU_CHUNK_NUMEL,
+    Interval,
+    Loads,
+    ParameterPart,
+    PartTable,
+    RangeViews,
+    WholeTensorOptimizer,
+)
 from shoal.streams import is_accelerator
+
+GPU_BATCH_NUMEL = 1 << 23
 
 
 class Lamb(WholeTensorOptimizer):
@@ -69,6 +81,7 @@ class Lamb(WholeTensorOptimizer):
             "min_coeff": min_coeff,
         }
         self._plans: dict[Hashable, SumTree] = {}
+        self._sums: dict[Hashable, PartialSums] = {}
         super().__init__(params, defaults)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -82,34 +95,23 @@ class Lamb(WholeTensorOptimizer):
         Communicates: one exchange of 8 bytes for each parameter that a rank holds whole and at most 16 log2(numel) for
             each at its edges; and that of ``PartTable``, where the ranges do not say where parameters lie. Along
             ``tp`` one all_reduce of 8 bytes for each parameter.
-        Memory: scratch of 2^16 elements (CPU) or 2^24 (GPU), a few times.
+        Memory: scratch of 2^16 elements (CPU) or 2^23 (GPU), a few times.
         """
         if not flats:
             return
-        squares = self._squares_alone(flats) if comm is None else (yield from self._squares_shared(flats, comm))
+        pieces, squares = self._squares_alone(flats) if comm is None else (yield from self._squares_shared(flats, comm))
         if tp is not None:
             squares = _sum_over_parts(squares, tp, flats[0].device)
-        for flat, own in zip(flats, squares, strict=True):
-            descend(flat, trust_ratios(own, flat.group))
+        descend(flats, pieces, trust_ratios(flats, squares))
 
-    def _squares_alone(self, flats: Sequence[RangeViews]) -> list[torch.Tensor]:
-        """Sums of squares of w and u of each range's parameters, which are whole. Shape: [parameters, 2] each."""
-        squares = []
-        for flat in flats:
-            by_index = {part.parameter: part for part in flat.parts}
-            # Of a parameter that is not updated in this step.
-            zero = torch.zeros(2, dtype=torch.float32, device=flat.weight.device)
-            nodes = [
-                node
-                for index in range(len(flat.shapes))
-                for node in (_advance(flat, by_index[index]) if index in by_index else [zero])
-            ]
-            squares.append(torch.stack(nodes) if nodes else zero.new_zeros(0, 2))
-        return squares
+    def _squares_alone(self, flats: Sequence[RangeViews]) -> tuple[list[Pieces], torch.Tensor]:
+        """Sums of squares of w and u of all parameters, which are whole. Shape: [parameters, 2]."""
+        numels = [shape.numel() for flat in flats for shape in flat.shapes]
+        return self._partial_squares(flats, [(0, max(numel, 1)) for numel in numels], None)
 
     def _squares_shared(
         self, flats: Sequence[RangeViews], comm: Communicator
-    ) -> Generator[None, None, list[torch.Tensor]]:
+    ) -> Generator[None, None, tuple[list[Pieces], torch.Tensor]]:
         """The same, by one exchange of partial sums."""
         device, home = flats[0].device, flats[0].weight.device
         table = PartTable(flats, comm)
@@ -117,78 +119,159 @@ class Lamb(WholeTensorOptimizer):
         plan = self._plans.get(table.key)
         if plan is None:
             plan = self._plans[table.key] = plan_sums([table.of(rank) for rank in range(comm.size)], numels, device)
-        own, zero = table.of(comm.rank), torch.zeros(2, dtype=torch.float32, device=home)
-        nodes, number = [], 0
-        for flat in flats:
-            by_index = {part.parameter: part for part in flat.parts}
-            for index in range(len(flat.shapes)):
-                if index in by_index:
-                    nodes += _advance(flat, by_index[index])
-                else:  # not updated in this step: it counts as zero on every rank
-                    nodes += [zero] * len(node_keys(*own[number], numels[number]))
-                number += 1
-        nodes += [zero] * (plan.width - len(nodes))
-        work = comm.exchange(torch.stack(nodes).view(-1).to(device), label="lamb.norms")
+        pieces, nodes = self._partial_squares(flats, table.of(comm.rank), table.key, plan.width)
+        work = comm.exchange(nodes.view(-1).to(device), label="lamb.norms")
         yield
-        squares = plan.finish(work.wait().view(comm.size, plan.width, 2)).to(home)
-        return list(squares.split([len(flat.shapes) for flat in flats]))
+        return pieces, plan.finish(work.wait().view(comm.size, plan.width, 2)).to(home)
+
+    def _partial_squares(
+        self, flats: Sequence[RangeViews], intervals: Sequence[Interval], key: Hashable, width: int = 0
+    ) -> tuple[list[Pieces], torch.Tensor]:
+        """Update the averages, and sum the squares of w and u in this rank's intervals of all parameters.
+
+        Returns: what was updated, a batch each; and the sums, [nodes or width, 2]. Parameters that are not updated in
+            this step count as zero on every rank.
+        """
+        home = flats[0].weight.device
+        kinds = {id(flat.group): number for number, flat in enumerate(flats)}
+        held = [(flat, {part.parameter: part for part in flat.parts}) for flat in flats]
+        present = tuple(tuple(by_index) for _, by_index in held)
+        rows = [(flat, by_index.get(index)) for flat, by_index in held for index in range(len(flat.shapes))]
+        of_rows = [(kinds[id(flat.group)], flat.weight.dtype) for flat, _ in rows]
+        key = (key, tuple(intervals), present, tuple(of_rows), home)
+        if (sums := self._sums.get(key)) is None:
+            indices = [index for flat in flats for index in range(len(flat.shapes))]
+            numels = [flat.shapes[index].numel() for (flat, _), index in zip(rows, indices, strict=True)]
+            parts = [
+                (*interval, max(numel, 1), part is not None and numel > 0)
+                for interval, numel, (_, part) in zip(intervals, numels, rows, strict=True)
+            ]
+            most = GPU_BATCH_NUMEL if is_accelerator(home) else CPU_CHUNK_NUMEL
+            sums = self._sums[key] = PartialSums(parts, of_rows, most, home, width=width)
+        every, found = [], []
+        for batch in sums.batches:
+            pieces = Pieces.of([(*rows[number], begin, end) for number, begin, end in batch.pieces])
+            pieces.average()
+            memory = batch.layers.empty(2, home)
+            for row, values in zip(memory, (pieces.weights, pieces.directions()), strict=True):
+                targets = [row[at : at + len(each)] for at, each in zip(batch.places, values, strict=True)]
+                torch._foreach_copy_(targets, values)
+            memory[:, : batch.layers.numel].square_()
+            found.append(batch.sums_of(memory))
+            every.append(pieces)
+        return every, sums.finish(found, 2)
 
 
-def _sum_over_parts(squares: Sequence[torch.Tensor], tp: Communicator, device: torch.device) -> list[torch.Tensor]:
-    numels = [own.shape[0] for own in squares]
-    whole = tp.empty(2 * sum(numels), torch.float32, device)
-    whole.copy_(torch.cat(list(squares)).view(-1))
+def _sum_over_parts(squares: torch.Tensor, tp: Communicator, device: torch.device) -> torch.Tensor:
+    whole = tp.empty(squares.numel(), torch.float32, device)
+    whole.copy_(squares.view(-1))
     tp.blocking.all_reduce(whole, label="lamb.parts")
-    return list(whole.view(-1, 2).to(squares[0].device).split(numels))
+    return whole.view(-1, 2).to(squares.device)
 
 
-def _advance(flat: RangeViews, part: ParameterPart) -> list[torch.Tensor]:
-    """Update the averages of one part, and return the partial sums of squares of w and u. Shape: [2] each."""
-    gradient, group = flat.gradient, flat.group
-    assert gradient is not None
-    beta1, beta2 = group["betas"]
-    shift = part.start - part.offset
+@dataclass
+class Pieces:
+    """Elements of some parameters of one group that are updated together: 1-D views, one of each list a piece."""
 
-    def squares(begin: int, end: int) -> torch.Tensor:
-        here = slice(begin + shift, end + shift)
-        grad = gradient[here].to(flat.weight.dtype)
-        flat.state["exp_avg"][here].mul_(beta1).add_(grad, alpha=1 - beta1)
-        flat.state["exp_avg_sq"][here].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        squares = torch.empty(2, end - begin, dtype=torch.float32, device=grad.device)
-        for row, values in enumerate((flat.weight[here], direction(flat, here))):
-            torch.square(values.float(), out=squares[row])
-        return squares
+    group: dict[str, Any]
+    parts: list[ParameterPart]
+    flats: list[RangeViews]
+    weights: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    averages: list[torch.Tensor]
+    squares: list[torch.Tensor]
 
-    level = GPU_CHUNK_LEVEL if is_accelerator(flat.weight.device) else CPU_CHUNK_LEVEL
-    return partial_sums(part.offset, part.offset + part.numel, part.shape.numel(), squares, level)
+    @classmethod
+    def of(cls, pieces: Sequence[tuple[RangeViews, ParameterPart | None, int, int]]) -> Pieces:
+        """
+        Args:
+            pieces: elements from a number to another, numbered as in the whole parameter.
+        """
+        made = cls(pieces[0][0].group, [], [], [], [], [], [])
+        for flat, part, begin, end in pieces:
+            assert part is not None and flat.gradient is not None
+            here = slice(part.start + begin - part.offset, part.start + end - part.offset)
+            made.parts.append(part)
+            made.flats.append(flat)
+            made.weights.append(flat.weight[here])
+            made.gradients.append(flat.gradient[here])
+            made.averages.append(flat.state["exp_avg"][here])
+            made.squares.append(flat.state["exp_avg_sq"][here])
+        return made
+
+    def average(self) -> None:
+        """Add the gradients to their averages, once."""
+        beta1, beta2 = self.group["betas"]
+        gradients = [each.to(weight.dtype) for each, weight in zip(self.gradients, self.weights, strict=True)]
+        torch._foreach_mul_(self.averages, beta1)
+        torch._foreach_add_(self.averages, gradients, alpha=1 - beta1)
+        torch._foreach_mul_(self.squares, beta2)
+        torch._foreach_addcmul_(self.squares, gradients, gradients, value=1 - beta2)
+
+    def directions(self) -> list[torch.Tensor]:
+        """``u``. Computed twice in a step, not stored: scratch stays small."""
+        return directions(self.weights, self.averages, self.squares, self.group)
 
 
-def direction(flat: RangeViews, here: slice) -> torch.Tensor:
-    """``u`` of some elements. Computed twice in a step, not stored: scratch stays small. Shape: [stop - start]."""
-    group = flat.group
-    square = flat.state["exp_avg_sq"][here]
-    scale = (square + group["eps"]).sqrt_() if group["eps_inside_sqrt"] else square.sqrt().add_(group["eps"])
-    update = flat.state["exp_avg"][here] / scale
+def directions(
+    weights: list[torch.Tensor],
+    averages: list[torch.Tensor],
+    squares: list[torch.Tensor],
+    group: dict[str, Any],
+) -> list[torch.Tensor]:
+    """``u`` of some elements."""
+    if group["eps_inside_sqrt"]:
+        scales = torch._foreach_add(squares, group["eps"])
+        torch._foreach_sqrt_(scales)
+    else:
+        scales = torch._foreach_sqrt(squares)
+        torch._foreach_add_(scales, group["eps"])
+    found: list[torch.Tensor] = list(torch._foreach_div(averages, scales))
     if group["weight_decay"]:
-        update.add_(flat.weight[here], alpha=group["weight_decay"])
-    return update
+        torch._foreach_add_(found, weights, alpha=group["weight_decay"])
+    return found
 
 
-def trust_ratios(squares: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+def trust_ratios(flats: Sequence[RangeViews], squares: torch.Tensor) -> torch.Tensor:
     """Trust ratios from sums of squares. Shape: [parameters, 2] -> [parameters]."""
     norms = squares.sqrt()
-    ratios = (norms[:, 0] / norms[:, 1]).clamp(group["min_coeff"], group["max_coeff"])
-    return torch.where((norms > 0).all(dim=1), ratios, torch.ones_like(ratios))
+    are_positive = (norms > 0).all(dim=1)
+    ratios = norms[:, 0] / norms[:, 1]
+    bounds = [(flat.group["min_coeff"], flat.group["max_coeff"]) for flat in flats for _ in flat.shapes]
+    if len(set(bounds)) <= 1:
+        ratios = ratios.clamp(*bounds[0]) if bounds else ratios
+    else:
+        least, most = torch.tensor(bounds, dtype=torch.float32, device="cpu").to(ratios.device, non_blocking=True).t()
+        ratios = ratios.clamp(least, most)
+    return torch.where(are_positive, ratios, torch.ones_like(ratios))
 
 
-def descend(flat: RangeViews, ratios: torch.Tensor) -> None:
+def descend(flats: Sequence[RangeViews], batches: Sequence[Pieces], ratios: torch.Tensor) -> None:
     """Step along ``u``. ``ratios`` has one entry per parameter."""
-    group = flat.group
-    beta1, beta2 = group["betas"]
-    for part, step in zip(flat.parts, flat.count(), strict=True):
-        factor: Any = ratios[part.parameter] * group["lr"]
+    factors = _factors(flats, ratios)
+    for pieces in batches:
+        updates = pieces.directions()
+        for update, flat, part in zip(updates, pieces.flats, pieces.parts, strict=True):
+            update.mul_(factors[id(flat), part.parameter])
+        torch._foreach_sub_(pieces.weights, updates)
+
+
+def _factors(flats: Sequence[RangeViews], ratios: torch.Tensor) -> dict[tuple[int, int], torch.Tensor]:
+    """What ``u`` of each part is multiplied by, by the flat and the parameter. 0-d each."""
+    by_group: dict[int, list[tuple[RangeViews, ParameterPart, int, torch.Tensor]]] = {}
+    first = 0
+    for flat in flats:
+        for part, step in zip(flat.parts, flat.count(), strict=True):
+            by_group.setdefault(id(flat.group), []).append((flat, part, first + part.parameter, step))
+        first += len(flat.shapes)
+    found: dict[tuple[int, int], torch.Tensor] = {}
+    for rows in by_group.values():
+        group = rows[0][0].group
+        factors = ratios.index_select(0, numbers_on(ratios.device, [number for _, _, number, _ in rows])) * group["lr"]
         if group["bias_correction"]:
-            factor = factor * ((1 - beta2**step).sqrt() / (1 - beta1**step))
-        for begin, end in chunks(part.start, part.stop, flat.weight.device):
-            here = slice(begin, end)
-            flat.weight[here].sub_(direction(flat, here).mul_(factor))
+            (beta1, beta2), steps = group["betas"], torch.stack([step for *_, step in rows])
+            corrections = (1 - beta2**steps).sqrt() / (1 - beta1**steps)
+            factors = factors.double() * corrections.to(ratios.device, non_blocking=True)
+        for (flat, part, *_), factor in zip(rows, factors.unbind(), strict=True):
+            found[id(flat), part.parameter] = factor
+    return found

@@ -22,7 +22,7 @@ import torch
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import OptimizerError
-from shoal.optim.lamb import Lamb, descend, direction, trust_ratios
+from shoal.optim.lamb import Lamb, descend, directions, trust_ratios
 from shoal.optim.sums_values import OwnValues, Sums, SumsValues
 from shoal.optim.whole import Loads, ParameterPart, RangeViews
 
@@ -119,11 +119,12 @@ class OneBitLamb(SumsValues, Lamb):
                 for part, step in zip(flat.parts, flat.count(), strict=True):
                     self._step_frozen(flat, part, step)
             return
-        for flat, squares in zip(flats, self._squares_alone(flats), strict=True):
-            ratios = trust_ratios(squares, flat.group)
+        pieces, squares = self._squares_alone(flats)
+        ratios = trust_ratios(flats, squares)
+        for flat, own in zip(flats, ratios.split([len(flat.shapes) for flat in flats]), strict=True):
             means = self._numbers(flat.state, "lamb_coeff_freeze", len(flat.shapes))
-            means.copy_(torch.where(ratios != 1, torch.lerp(ratios, means, self.coeff_beta), means))
-            descend(flat, ratios)
+            means.copy_(torch.where(own != 1, torch.lerp(own, means, self.coeff_beta), means))
+        descend(flats, pieces, ratios)
 
     def _step_frozen(self, flat: RangeViews, part: ParameterPart, step: torch.Tensor) -> None:
         group, state, here = flat.group, flat.state, slice(part.start, part.stop)
@@ -135,7 +136,7 @@ class OneBitLamb(SumsValues, Lamb):
         meant = (new - momentum * beta1) / (1 - beta1)
         fresh.mul_(beta2).addcmul_(meant, meant, value=1 - beta2)
         momentum.copy_(new)
-        update = direction(flat, here)
+        (update,) = directions([flat.weight[here]], [momentum], [square], group)
         ratio = (self._root(square, group) / self._root(fresh, group)).amax()
         if group["weight_decay"]:
             own = update.sub(flat.weight[here], alpha=group["weight_decay"]).norm() / update.norm().clamp(min=1e-30)

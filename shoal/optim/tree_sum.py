@@ -16,15 +16,15 @@ finishes the same tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-Key = tuple[int, int]  # (level, index): the elements [index << level, (index + 1) << level)
+from shoal.device import numbers_on
 
-CPU_CHUNK_LEVEL = 16  # 2^16 elements of two fp32 vectors stay in a core's cache
-GPU_CHUNK_LEVEL = 24
+Key = tuple[int, int]  # (level, index): the elements [index << level, (index + 1) << level)
+Span = tuple[int, int, bool]  # the first index and the one after the last; whether there is nothing beyond
 
 
 def height(numel: int) -> int:
@@ -53,53 +53,215 @@ def node_keys(low: int, high: int, numel: int) -> list[Key]:
     return [*keys, (top, 0)]
 
 
-def _reduce(
-    values: torch.Tensor, first: int, level: int, top: int, *, is_end: bool, into: dict[Key, torch.Tensor]
-) -> torch.Tensor:
-    """Add neighbours up to level ``top``; nodes without a neighbour here go ``into`` the result. Shape: [k, n] ->
-    [k, 0 or 1].
+class _Blocks:
+    """Values of several spans of indices, and the sums of ``levels`` levels above them, in one row of memory.
+
+    Level 0 has the spans one after the other, each from the beginning of its first block of ``1 << levels`` indices to
+    the end of its last one; each next level has half as many values. What a span does not have counts as zero; a node
+    that lies partly outside of its span is no sum.
     """
-    while level < top and values.shape[1]:
-        if first % 2:
-            into[level, first] = values[:, 0]
-            values, first = values[:, 1:], first + 1
-        if values.shape[1] % 2:
-            if is_end:
-                values = torch.nn.functional.pad(values, (0, 1))
-            else:
-                into[level, first + values.shape[1] - 1] = values[:, -1]
-                values = values[:, :-1]
-        values = values[:, 0::2] + values[:, 1::2]
-        first, level = first // 2, level + 1
-    return values
+
+    def __init__(self, spans: Sequence[Span], levels: int) -> None:
+        self.levels = levels
+        self.numel = 0  # of level 0
+        self._shifts: list[int] = []  # from an index to its place in level 0
+        for low, high, _ in spans:
+            first = low >> levels << levels
+            self._shifts.append(self.numel - first)
+            if low < high:
+                self.numel += -(-high >> levels << levels) - first
+        self.num_values = self._begin(levels + 1)
+
+    def _begin(self, level: int) -> int:
+        return 2 * self.numel - (2 * self.numel >> level)
+
+    def place(self, span: int, level: int, index: int) -> int:
+        """Where a node of a span is."""
+        return self._begin(level) + (self._shifts[span] >> level) + index
+
+    def add_up(self, values: torch.Tensor) -> None:
+        """Fill all levels from level 0. Shape: [k, num_values]."""
+        for level in range(self.levels):
+            here, above = (values[:, self._begin(each) : self._begin(each + 1)] for each in (level, level + 1))
+            torch.add(here[:, 0::2], here[:, 1::2], out=above)
 
 
-def partial_sums(
-    low: int, high: int, numel: int, values_of: Callable[[int, int], torch.Tensor], chunk_level: int
-) -> list[torch.Tensor]:
-    """The values of ``node_keys(low, high, numel)``, in that order. Shape: [k] each.
+class _Layers:
+    """Blocks above blocks: the subtrees of a layer are the values of the next one.
 
     Args:
-        values_of: returns the values of elements ``[begin, end)``. Shape: [k, end - begin], fp32. Called in order,
-            once for each chunk.
-        chunk_level: chunks are subtrees of this level.
+        spans: of indices of the lowest level.
     """
-    if low >= high:
-        return []
-    top = height(numel)
-    sums: dict[Key, torch.Tensor] = {}
-    chunk_level = min(chunk_level, top)
-    roots, begin = [], low
-    while begin < high:
-        end = min(((begin >> chunk_level) + 1) << chunk_level, high)
-        roots.append(_reduce(values_of(begin, end), begin, 0, chunk_level, is_end=end == numel, into=sums))
-        begin = end
-    skipped = 0 if roots[0].shape[1] else 1
-    first = (low >> chunk_level) + skipped
-    rest = _reduce(torch.cat(roots, dim=1), first, chunk_level, top, is_end=high == numel, into=sums)
-    if rest.shape[1]:
-        sums[top, 0] = rest[:, 0]
-    return [sums[key] for key in sorted(sums)]
+
+    def __init__(self, spans: Sequence[Span], levels: int, num_layers: int, device: torch.device) -> None:
+        self._levels = levels
+        self._layers = [_Blocks(spans, levels)]
+        self._moves: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # from a layer's highest level to the next one's lowest
+        self.num_values = self._layers[0].num_values
+        self._begins = [0]
+        for _ in range(1, num_layers):
+            below, begin, spans = self._layers[-1], self._begins[-1], [above(span, levels) for span in spans]
+            blocks = _Blocks(spans, levels)
+            every = [(number, index) for number, (low, high, _) in enumerate(spans) for index in range(low, high)]
+            source = [begin + below.place(number, levels, index) for number, index in every]
+            target = [self.num_values + blocks.place(number, 0, index) for number, index in every]
+            self._moves.append((numbers_on(device, source), numbers_on(device, target)))
+            self._layers.append(blocks)
+            self._begins.append(self.num_values)
+            self.num_values += blocks.num_values
+
+    def place(self, span: int, level: int, index: int) -> int:
+        """Where a node is."""
+        layer = min(level // self._levels, len(self._layers) - 1)
+        return self._begins[layer] + self._layers[layer].place(span, level - layer * self._levels, index)
+
+    @property
+    def numel(self) -> int:
+        """Values of the lowest level, which come first."""
+        return self._layers[0].numel
+
+    def empty(self, count: int, device: torch.device) -> torch.Tensor:
+        """Memory of zeros for values and sums. Shape: [count, num_values]."""
+        memory = torch.empty(count, self.num_values, dtype=torch.float32, device=device)
+        for begin, blocks in zip(self._begins, self._layers, strict=True):
+            memory[:, begin : begin + blocks.numel].zero_()
+        return memory
+
+    def add_up(self, memory: torch.Tensor) -> None:
+        for number, (begin, blocks) in enumerate(zip(self._begins, self._layers, strict=True)):
+            if number:
+                source, target = self._moves[number - 1]
+                memory.index_copy_(1, target, memory.index_select(1, source))
+            blocks.add_up(memory[:, begin : begin + blocks.num_values])
+
+
+def above(span: Span, levels: int) -> Span:
+    """The nodes ``levels`` levels higher that lie wholly in a span."""
+    low, high, is_end = span
+    low, high = -(-low >> levels), -(-high >> levels) if is_end else high >> levels
+    return low, max(low, high), is_end
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Elements of some parts that are added up together.
+
+    Attributes: ``pieces``: part, and its elements from ``begin`` to ``end``, numbered as in the parameter. ``places``:
+    where each one's values go.
+    """
+
+    pieces: tuple[tuple[int, int, int], ...]
+    places: tuple[int, ...]
+    layers: _Layers
+    found: torch.Tensor
+
+    def sums_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The sums that others need. ``memory``: of ``layers``, with the values. Shape: [k, found]."""
+        self.layers.add_up(memory)
+        return memory.index_select(1, self.found)
+
+
+class PartialSums:
+    """The sums of the nodes that lie wholly in this rank's parts of parameters, of all parts together.
+
+    Args:
+        parts: the first element, the one after the last, and the number of elements of the parameter. None counts as
+            its nodes with sums of zero: ``(low, high, numel, False)``.
+        kinds: by part; parts of a batch are of one kind.
+        most: elements of a batch.
+        width: sums are followed by zeros up to this number.
+        levels: a batch has whole subtrees of twice as many levels, and what is left at the edges of a part.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[int, int, int, bool]],
+        kinds: Sequence[Hashable],
+        most: int,
+        device: torch.device,
+        *,
+        width: int = 0,
+        levels: int = 10,
+    ) -> None:
+        self._parts, self._levels, self._device = parts, levels, device
+        self._places: dict[tuple[int, int, int], int] = {}  # of part, level and index, among all that was found
+        self._num_found = 0
+        self.batches = [self._batch(pieces) for pieces in self._pieces(kinds, most)]
+        top = 2 * levels
+        high = [
+            above((low, high, high == numel), top) if is_there and height(numel) >= top else (0, 0, False)
+            for low, high, numel, is_there in parts
+        ]
+        inputs = [(number, index) for number, (low, end, _) in enumerate(high) for index in range(low, end)]
+        self._high: _Layers | None = None
+        if inputs:
+            most_levels = max(height(numel) for _, _, numel, _ in parts) - top
+            self._high = _Layers(high, levels, max(1, -(-most_levels // levels)), device)
+            self._source = numbers_on(device, [self._places[number, top, index] for number, index in inputs])
+            self._target = numbers_on(device, [self._high.place(number, 0, index) for number, index in inputs])
+        num_high = 0 if self._high is None else self._high.num_values
+        order = []
+        for number, (low, end, numel, is_there) in enumerate(parts):
+            for level, index in node_keys(low, end, numel):
+                if not is_there:
+                    order.append(self._num_found + num_high)
+                elif level < top:
+                    order.append(self._places[number, level, index])
+                else:
+                    assert self._high is not None
+                    order.append(self._num_found + self._high.place(number, level - top, index))
+        order += [self._num_found + num_high] * (width - len(order))
+        self._order = numbers_on(device, order)
+
+    def _pieces(self, kinds: Sequence[Hashable], most: int) -> list[list[tuple[int, int, int]]]:
+        """By batch, pieces that end where a subtree ends, or the part."""
+        batches: list[list[tuple[int, int, int]]] = []
+        numel, kind, size = most, None, 1 << 2 * self._levels
+        for number, (low, high, _, is_there) in enumerate(self._parts):
+            begin = low
+            while is_there and begin < high:
+                end = min((begin // size + 1) * size, high)
+                if numel + end - begin > most or kind != kinds[number]:
+                    batches.append([])
+                    numel, kind = 0, kinds[number]
+                batches[-1].append((number, begin, end))
+                numel += end - begin
+                begin = end
+        return batches
+
+    def _batch(self, pieces: Sequence[tuple[int, int, int]]) -> Batch:
+        spans = [(begin, end, end == self._parts[number][2]) for number, begin, end in pieces]
+        layers = _Layers(spans, self._levels, 2, self._device)
+        top = 2 * self._levels
+        places: list[int] = []
+        for piece, ((number, begin, end), span) in enumerate(zip(pieces, spans, strict=True)):
+            low, high, numel, _ = self._parts[number]
+            keys = [(level, index) for level, index in node_keys(low, high, numel) if level < top]
+            keys = [(level, index) for level, index in keys if begin <= index << level < end]
+            first, last, _ = above(span, top)
+            for level, index in keys if height(numel) < top else [*keys, *((top, each) for each in range(first, last))]:
+                self._places[number, level, index] = self._num_found + len(places)
+                places.append(layers.place(piece, level, index))
+        self._num_found += len(places)
+        starts = tuple(layers.place(piece, 0, begin) for piece, (_, begin, _) in enumerate(pieces))
+        return Batch(tuple(pieces), starts, layers, numbers_on(self._device, places))
+
+    def finish(self, found: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+        """The sums of ``node_keys`` of each part, in order. Shape: [nodes or width, count].
+
+        Args:
+            found: what ``sums_of`` returned, by batch. Shape: [count, found] each.
+        """
+        zeros = torch.zeros(count, 1, dtype=torch.float32, device=self._device)
+        rows = [*found]
+        if self._high is not None:
+            memory = self._high.empty(count, self._device)
+            memory.index_copy_(1, self._target, torch.cat(rows, 1).index_select(1, self._source))
+            self._high.add_up(memory)
+            rows.append(memory)
+        return torch.cat([*rows, zeros], 1).index_select(1, self._order).t().contiguous()
 
 
 @dataclass(frozen=True)

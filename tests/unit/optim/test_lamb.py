@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from shoal.comm.fake import SingleCommunicator
 from shoal.errors import OptimizerError
 from shoal.optim.lamb import Lamb
-from shoal.optim.tree_sum import node_keys, partial_sums, plan_sums
+from shoal.optim.tree_sum import PartialSums, node_keys, plan_sums
 from shoal.optim.whole import OwnedRange, ParameterPart
 from tests.helpers.optim_sharding import Case, step_sharded, step_whole
+
+CPU = torch.device("cpu")
 
 
 def test_first_step_is_the_one_worked_out_by_hand() -> None:
@@ -119,21 +121,33 @@ def test_any_unit_gives_the_same_bits_on_any_number_of_ranks(
 
 
 @settings(max_examples=60)
-@given(numel=st.integers(1, 3000), cuts=st.lists(st.integers(0, 3000), max_size=6), chunk=st.integers(0, 8))
-def test_the_tree_sum_does_not_depend_on_the_ranks_ranges(numel: int, cuts: list[int], chunk: int) -> None:
+@given(
+    numel=st.integers(1, 3000),
+    cuts=st.lists(st.integers(0, 3000), max_size=6),
+    levels=st.integers(1, 4),
+    most=st.integers(1, 3000),
+)
+def test_the_tree_sum_does_not_depend_on_the_ranks_ranges(numel: int, cuts: list[int], levels: int, most: int) -> None:
     values = torch.rand(numel, generator=torch.Generator().manual_seed(numel)) * 10
     edges = [0, *sorted(min(cut, numel) for cut in cuts), numel]
     parts = [(low, high) if low < high else (0, 0) for low, high in pairwise(edges)]
 
-    def fill(begin: int, end: int) -> torch.Tensor:
-        return values[begin:end].unsqueeze(0)
+    def sums_of(part: tuple[int, int], levels: int, most: int) -> torch.Tensor:
+        sums = PartialSums([(*part, numel, True)], [0], most, CPU, levels=levels, width=plan.width)
+        found = []
+        for batch in sums.batches:
+            memory = batch.layers.empty(1, CPU)
+            for (_, begin, end), place in zip(batch.pieces, batch.places, strict=True):
+                memory[0, place : place + end - begin] = values[begin:end]
+            found.append(batch.sums_of(memory))
+        return sums.finish(found, 1)
 
-    plan = plan_sums([[part] for part in parts], [numel], torch.device("cpu"))
-    vectors = torch.zeros(len(parts), plan.width, 1)
-    for rank, part in enumerate(parts):
-        for place, node in enumerate(partial_sums(*part, numel, fill, chunk)):
-            vectors[rank, place] = node
-    (whole,) = partial_sums(0, numel, numel, fill, 20)
+    plan = plan_sums([[part] for part in parts], [numel], CPU)
+    vectors = torch.stack([sums_of(part, levels, most) for part in parts])
+    whole = values
+    while len(whole) > 1:
+        whole = torch.cat([whole, whole.new_zeros(len(whole) % 2)])
+        whole = whole[0::2] + whole[1::2]
     assert torch.equal(plan.finish(vectors)[0], whole)
     torch.testing.assert_close(whole[0], values.double().sum().float(), rtol=1e-5, atol=0)
 

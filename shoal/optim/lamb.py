@@ -13,6 +13,7 @@ Source: You et al., Large Batch Optimization for Deep Learning, algorithm 2 (arX
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,8 +147,7 @@ class Lamb(WholeTensorOptimizer):
                 (*interval, max(numel, 1), part is not None and numel > 0)
                 for interval, numel, (_, part) in zip(intervals, numels, rows, strict=True)
             ]
-            most = GPU_BATCH_NUMEL if is_accelerator(home) else CPU_CHUNK_NUMEL
-            sums = self._sums[key] = PartialSums(parts, of_rows, most, home, width=width)
+            sums = self._sums[key] = PartialSums(parts, of_rows, _most(home), home, width=width)
         every, found = [], []
         for batch in sums.batches:
             pieces = Pieces.of([(*rows[number], begin, end) for number, begin, end in batch.pieces])
@@ -208,28 +208,54 @@ class Pieces:
         torch._foreach_mul_(self.squares, beta2)
         torch._foreach_addcmul_(self.squares, gradients, gradients, value=1 - beta2)
 
+    def of_state(self, key: str) -> list[torch.Tensor]:
+        """These elements of a further state."""
+        found = []
+        for flat, weight in zip(self.flats, self.weights, strict=True):
+            begin = weight.storage_offset() - flat.weight.storage_offset()
+            found.append(flat.state[key][begin : begin + weight.numel()])
+        return found
+
     def directions(self) -> list[torch.Tensor]:
         """``u``. Computed twice in a step, not stored: scratch stays small."""
-        return directions(self.weights, self.averages, self.squares, self.group)
+        found: list[torch.Tensor] = list(torch._foreach_div(self.averages, roots(self.squares, self.group)))
+        if self.group["weight_decay"]:
+            torch._foreach_add_(found, self.weights, alpha=self.group["weight_decay"])
+        return found
 
 
-def directions(
-    weights: list[torch.Tensor],
-    averages: list[torch.Tensor],
-    squares: list[torch.Tensor],
-    group: dict[str, Any],
-) -> list[torch.Tensor]:
-    """``u`` of some elements."""
+def roots(squares: list[torch.Tensor], group: dict[str, Any]) -> list[torch.Tensor]:
+    """What averages are divided by."""
     if group["eps_inside_sqrt"]:
-        scales = torch._foreach_add(squares, group["eps"])
-        torch._foreach_sqrt_(scales)
+        found = torch._foreach_add(squares, group["eps"])
+        torch._foreach_sqrt_(found)
     else:
-        scales = torch._foreach_sqrt(squares)
-        torch._foreach_add_(scales, group["eps"])
-    found: list[torch.Tensor] = list(torch._foreach_div(averages, scales))
-    if group["weight_decay"]:
-        torch._foreach_add_(found, weights, alpha=group["weight_decay"])
-    return found
+        found = torch._foreach_sqrt(squares)
+        torch._foreach_add_(found, group["eps"])
+    return list(found)
+
+
+def whole_parts(flats: Sequence[RangeViews]) -> list[tuple[Pieces, list[int]]]:
+    """Batches of parts, none of which is divided, and the numbers of their parameters among all."""
+    batches: list[tuple[list[tuple[RangeViews, ParameterPart, int, int]], list[int]]] = []
+    numel, before, first = 0, None, 0
+    for flat in flats:
+        kind = id(flat.group), flat.weight.dtype
+        for part in flat.parts:
+            numel += part.numel
+            if not batches or kind != before or numel > _most(flat.weight.device):
+                batches.append(([], []))
+                numel, before = part.numel, kind
+            rows, numbers = batches[-1]
+            rows.append((flat, part, part.offset, part.offset + part.numel))
+            numbers.append(first + part.parameter)
+        first += len(flat.shapes)
+    return [(Pieces.of(rows), numbers) for rows, numbers in batches]
+
+
+def _most(device: torch.device) -> int:
+    """Elements that are updated together."""
+    return GPU_BATCH_NUMEL if is_accelerator(device) else CPU_CHUNK_NUMEL
 
 
 def trust_ratios(flats: Sequence[RangeViews], squares: torch.Tensor) -> torch.Tensor:
@@ -246,9 +272,15 @@ def trust_ratios(flats: Sequence[RangeViews], squares: torch.Tensor) -> torch.Te
     return torch.where(are_positive, ratios, torch.ones_like(ratios))
 
 
-def descend(flats: Sequence[RangeViews], batches: Sequence[Pieces], ratios: torch.Tensor) -> None:
-    """Step along ``u``. ``ratios`` has one entry per parameter."""
-    factors = _factors(flats, ratios)
+def descend(
+    flats: Sequence[RangeViews], batches: Sequence[Pieces], ratios: torch.Tensor, *, last_square: float = math.inf
+) -> None:
+    """Step along ``u``. ``ratios`` has one entry per parameter.
+
+    Args:
+        last_square: the step after which the squares are not averaged any more; None: they always are.
+    """
+    factors = _factors(flats, ratios, last_square)
     for pieces in batches:
         updates = pieces.directions()
         for update, flat, part in zip(updates, pieces.flats, pieces.parts, strict=True):
@@ -256,7 +288,9 @@ def descend(flats: Sequence[RangeViews], batches: Sequence[Pieces], ratios: torc
         torch._foreach_sub_(pieces.weights, updates)
 
 
-def _factors(flats: Sequence[RangeViews], ratios: torch.Tensor) -> dict[tuple[int, int], torch.Tensor]:
+def _factors(
+    flats: Sequence[RangeViews], ratios: torch.Tensor, last_square: float
+) -> dict[tuple[int, int], torch.Tensor]:
     """What ``u`` of each part is multiplied by, by the flat and the parameter. 0-d each."""
     by_group: dict[int, list[tuple[RangeViews, ParameterPart, int, torch.Tensor]]] = {}
     first = 0
@@ -270,7 +304,7 @@ def _factors(flats: Sequence[RangeViews], ratios: torch.Tensor) -> dict[tuple[in
         factors = ratios.index_select(0, numbers_on(ratios.device, [number for _, _, number, _ in rows])) * group["lr"]
         if group["bias_correction"]:
             (beta1, beta2), steps = group["betas"], torch.stack([step for *_, step in rows])
-            corrections = (1 - beta2**steps).sqrt() / (1 - beta1**steps)
+            corrections = (1 - beta2 ** steps.clamp(max=last_square)).sqrt() / (1 - beta1**steps)
             factors = factors.double() * corrections.to(ratios.device, non_blocking=True)
         for (flat, part, *_), factor in zip(rows, factors.unbind(), strict=True):
             found[id(flat), part.parameter] = factor

@@ -21,10 +21,11 @@ from typing import Any, ClassVar
 import torch
 
 from shoal.comm.protocol import Communicator
+from shoal.device import numbers_on
 from shoal.errors import OptimizerError
-from shoal.optim.lamb import Lamb, descend, directions, trust_ratios
+from shoal.optim.lamb import Lamb, Pieces, descend, roots, trust_ratios, whole_parts
 from shoal.optim.sums_values import OwnValues, Sums, SumsValues
-from shoal.optim.whole import Loads, ParameterPart, RangeViews
+from shoal.optim.whole import Loads, RangeViews
 
 _FRESH = "exp_avg_sq_fresh"
 
@@ -115,9 +116,7 @@ class OneBitLamb(SumsValues, Lamb):
         yield from ()  # nothing is sent
         assert comm is None and tp is None, "every rank holds whole parameters"
         if self.sums() == "values":
-            for flat in flats:
-                for part, step in zip(flat.parts, flat.count(), strict=True):
-                    self._step_frozen(flat, part, step)
+            self._step_frozen(flats)
             return
         pieces, squares = self._squares_alone(flats)
         ratios = trust_ratios(flats, squares)
@@ -126,30 +125,40 @@ class OneBitLamb(SumsValues, Lamb):
             means.copy_(torch.where(own != 1, torch.lerp(own, means, self.coeff_beta), means))
         descend(flats, pieces, ratios)
 
-    def _step_frozen(self, flat: RangeViews, part: ParameterPart, step: torch.Tensor) -> None:
-        group, state, here = flat.group, flat.state, slice(part.start, part.stop)
-        beta1, beta2 = group["betas"]
-        momentum, square, fresh = (state[key][here] for key in ("exp_avg", "exp_avg_sq", _FRESH))
-        assert flat.gradient is not None
-        scale = state["scaling_coeff"][0, part.parameter]
-        new = flat.gradient[here] / scale * (square > 0)
-        meant = (new - momentum * beta1) / (1 - beta1)
-        fresh.mul_(beta2).addcmul_(meant, meant, value=1 - beta2)
-        momentum.copy_(new)
-        (update,) = directions([flat.weight[here]], [momentum], [square], group)
-        ratio = (self._root(square, group) / self._root(fresh, group)).amax()
-        if group["weight_decay"]:
-            own = update.sub(flat.weight[here], alpha=group["weight_decay"]).norm() / update.norm().clamp(min=1e-30)
-            ratio = torch.lerp(torch.ones_like(own), ratio, own.clamp(max=1.0))
-        least, most, change = self.factors
-        last = self._numbers(state, "last_factor", len(flat.shapes))[part.parameter]
-        ratio = ratio.clamp(least, most)
-        last.copy_(torch.maximum(torch.minimum(ratio, last * (1 + change)), last * (1 - change)))
-        factor: Any = self._numbers(state, "lamb_coeff_freeze", len(flat.shapes))[part.parameter] * last * group["lr"]
-        if group["bias_correction"]:
-            factor = factor * ((1 - beta2 ** step.clamp(max=self.freeze_step)).sqrt() / (1 - beta1**step))
-        flat.weight[here].sub_(update.mul_(factor))
+    def _step_frozen(self, flats: Sequence[RangeViews]) -> None:
+        counts = [len(flat.shapes) for flat in flats]
+        coefficients, last, scales = (
+            torch.cat([self._numbers(flat.state, key, count) for flat, count in zip(flats, counts, strict=True)])
+            for key in self.by_parameter
+        )
+        batches = whole_parts(flats)
+        for pieces, numbers in batches:
+            at = numbers_on(last.device, numbers)
+            ratios = self._ratios(pieces, scales.index_select(0, at))
+            before, (_, _, change) = last.index_select(0, at), self.factors
+            last.index_copy_(0, at, torch.maximum(torch.minimum(ratios, before * (1 + change)), before * (1 - change)))
+        for flat, own in zip(flats, last.split(counts), strict=True):
+            self._numbers(flat.state, "last_factor", len(flat.shapes)).copy_(own)
+        descend(flats, [pieces for pieces, _ in batches], coefficients * last, last_square=self.freeze_step)
 
-    def _root(self, square: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        eps: float = group["eps"]
-        return (square + eps).sqrt() if group["eps_inside_sqrt"] else square.sqrt() + eps
+    def _ratios(self, pieces: Pieces, scales: torch.Tensor) -> torch.Tensor:
+        """Take the sum of the momenta, times ``scales``, as the momenta, and return f within its bounds. [pieces]."""
+        group, momenta, squares = pieces.group, pieces.averages, pieces.squares
+        beta1, beta2 = group["betas"]
+        fresh = pieces.of_state(_FRESH)
+        new = [total / scale for total, scale in zip(pieces.gradients, scales.unbind(), strict=True)]
+        torch._foreach_mul_(new, torch._foreach_sign(squares))  # 0 where v is 0
+        meant = torch._foreach_sub(new, torch._foreach_mul(momenta, beta1))
+        torch._foreach_div_(meant, 1 - beta1)
+        torch._foreach_mul_(fresh, beta2)
+        torch._foreach_addcmul_(fresh, meant, meant, value=1 - beta2)
+        torch._foreach_copy_(momenta, new)
+        of_squares, of_fresh = (roots(each, group) for each in (squares, fresh))
+        ratios = torch.stack(torch._foreach_max(torch._foreach_div(of_squares, of_fresh)))
+        if group["weight_decay"]:
+            updates = pieces.directions()
+            bare = torch._foreach_sub(updates, pieces.weights, alpha=group["weight_decay"])
+            own, whole = (torch.stack(torch._foreach_norm(each)) for each in (bare, updates))
+            ratios = torch.lerp(torch.ones_like(ratios), ratios, (own / whole.clamp(min=1e-30)).clamp(max=1.0))
+        least, most, _ = self.factors
+        return ratios.clamp(least, most)

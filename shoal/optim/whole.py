@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from shoal.comm.protocol import Communicator
+from shoal.device import numbers_on
 from shoal.errors import OptimizerError
 from shoal.optim.options import refuse_sparse
 from shoal.sharding.layout import ParameterSpec
@@ -103,9 +104,10 @@ class RangeViews:
         if "steps" not in self.state:
             self.state["steps"] = torch.zeros(1, len(self.shapes), dtype=torch.float32, device="cpu")
         steps = self.state["steps"][0]
-        for part in self.parts:
-            steps[part.parameter] += 1
-        return [steps[part.parameter].double() for part in self.parts]
+        numbers = numbers_on(steps.device, [part.parameter for part in self.parts])
+        counted = steps.index_select(0, numbers) + 1
+        steps.index_copy_(0, numbers, counted)
+        return list(counted.double().unbind())
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):

@@ -135,30 +135,32 @@ class Lamb(WholeTensorOptimizer):
         """
         home = flats[0].weight.device
         kinds = {id(flat.group): number for number, flat in enumerate(flats)}
-        held = [(flat, {part.parameter: part for part in flat.parts}) for flat in flats]
-        present = tuple(tuple(by_index) for _, by_index in held)
-        rows = [(flat, by_index.get(index)) for flat, by_index in held for index in range(len(flat.shapes))]
-        of_rows = [(kinds[id(flat.group)], flat.weight.dtype) for flat, _ in rows]
-        key = (key, tuple(intervals), present, tuple(of_rows), home)
+        of_rows = [(kinds[id(flat.group)], flat.weight.dtype) for flat in flats for _ in flat.shapes]
+        key = (key, tuple(intervals), tuple(of_rows), home)
         if (sums := self._sums.get(key)) is None:
-            indices = [index for flat in flats for index in range(len(flat.shapes))]
-            numels = [flat.shapes[index].numel() for (flat, _), index in zip(rows, indices, strict=True)]
-            parts = [
-                (*interval, max(numel, 1), part is not None and numel > 0)
-                for interval, numel, (_, part) in zip(intervals, numels, rows, strict=True)
-            ]
+            numels = [max(shape.numel(), 1) for flat in flats for shape in flat.shapes]
+            parts = [(*interval, numel) for interval, numel in zip(intervals, numels, strict=True)]
             sums = self._sums[key] = PartialSums(parts, of_rows, _most(home), home, width=width)
+        held = [(flat, {part.parameter: part for part in flat.parts if part.numel}) for flat in flats]
+        rows = [(flat, by_index.get(index)) for flat, by_index in held for index in range(len(flat.shapes))]
         every, found = [], []
         for batch in sums.batches:
-            pieces = Pieces.of([(*rows[number], begin, end) for number, begin, end in batch.pieces])
-            pieces.average()
             memory = batch.layers.empty(2, home)
-            for row, values in zip(memory, (pieces.weights, pieces.directions()), strict=True):
-                targets = [row[at : at + len(each)] for at, each in zip(batch.places, values, strict=True)]
-                torch._foreach_copy_(targets, values)
-            memory[:, : batch.layers.numel].square_()
+            updated = [
+                (flat, part, begin, end, at)
+                for (number, begin, end), at in zip(batch.pieces, batch.places, strict=True)
+                for flat, part in (rows[number],)
+                if part is not None
+            ]
+            if updated:
+                pieces = Pieces.of([each[:4] for each in updated])
+                pieces.average()
+                for row, values in zip(memory, (pieces.weights, pieces.directions()), strict=True):
+                    targets = [row[at : at + end - begin] for *_, begin, end, at in updated]
+                    torch._foreach_copy_(targets, values)
+                memory[:, : batch.layers.numel].square_()
+                every.append(pieces)
             found.append(batch.sums_of(memory))
-            every.append(pieces)
         return every, sums.finish(found, 2)
 
 
@@ -182,14 +184,14 @@ class Pieces:
     squares: list[torch.Tensor]
 
     @classmethod
-    def of(cls, pieces: Sequence[tuple[RangeViews, ParameterPart | None, int, int]]) -> Pieces:
+    def of(cls, pieces: Sequence[tuple[RangeViews, ParameterPart, int, int]]) -> Pieces:
         """
         Args:
             pieces: elements from a number to another, numbered as in the whole parameter.
         """
         made = cls(pieces[0][0].group, [], [], [], [], [], [])
         for flat, part, begin, end in pieces:
-            assert part is not None and flat.gradient is not None
+            assert flat.gradient is not None
             here = slice(part.start + begin - part.offset, part.start + end - part.offset)
             made.parts.append(part)
             made.flats.append(flat)

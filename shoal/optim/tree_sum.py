@@ -53,7 +53,7 @@ def node_keys(low: int, high: int, numel: int) -> list[Key]:
     return [*keys, (top, 0)]
 
 
-class _Blocks:
+class _TreeLevels:
     """Values of several spans of indices, and the sums of ``levels`` levels above them, in one row of memory.
 
     Level 0 has the spans one after the other, each from the beginning of its first block of ``1 << levels`` indices to
@@ -86,7 +86,7 @@ class _Blocks:
             torch.add(here[:, 0::2], here[:, 1::2], out=above)
 
 
-class _Layers:
+class _TreeLayers:
     """Blocks above blocks: the subtrees of a layer are the values of the next one.
 
     Args:
@@ -95,15 +95,13 @@ class _Layers:
 
     def __init__(self, spans: Sequence[Span], levels: int, num_layers: int, device: torch.device) -> None:
         self._levels = levels
-        self._layers = [_Blocks(spans, levels)]
-        self._moves: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # from a layer's highest level to the next one's lowest
+        self._layers = [_TreeLevels(spans, levels)]
+        self._moves: list[tuple[torch.Tensor, torch.Tensor]] = []  # places of a subtree in a layer and in the next one
         self.num_values = self._layers[0].num_values
         self._begins = [0]
         for _ in range(1, num_layers):
             below, begin, spans = self._layers[-1], self._begins[-1], [above(span, levels) for span in spans]
-            blocks = _Blocks(spans, levels)
+            blocks = _TreeLevels(spans, levels)
             every = [(number, index) for number, (low, high, _) in enumerate(spans) for index in range(low, high)]
             source = [begin + below.place(number, levels, index) for number, index in every]
             target = [self.num_values + blocks.place(number, 0, index) for number, index in every]
@@ -145,7 +143,7 @@ def above(span: Span, levels: int) -> Span:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PieceBatch:
     """Elements of some parts that are added up together.
 
     Attributes: ``pieces``: part, and its elements from ``begin`` to ``end``, numbered as in the parameter. ``places``:
@@ -154,7 +152,7 @@ class Batch:
 
     pieces: tuple[tuple[int, int, int], ...]
     places: tuple[int, ...]
-    layers: _Layers
+    layers: _TreeLayers
     found: torch.Tensor
 
     def sums_of(self, memory: torch.Tensor) -> torch.Tensor:
@@ -167,8 +165,7 @@ class PartialSums:
     """The sums of the nodes that lie wholly in this rank's parts of parameters, of all parts together.
 
     Args:
-        parts: the first element, the one after the last, and the number of elements of the parameter. None counts as
-            its nodes with sums of zero: ``(low, high, numel, False)``.
+        parts: the first element, the one after the last, and the number of elements of the parameter.
         kinds: by part; parts of a batch are of one kind.
         most: elements of a batch.
         width: sums are followed by zeros up to this number.
@@ -177,7 +174,7 @@ class PartialSums:
 
     def __init__(
         self,
-        parts: Sequence[tuple[int, int, int, bool]],
+        parts: Sequence[tuple[int, int, int]],
         kinds: Sequence[Hashable],
         most: int,
         device: torch.device,
@@ -191,23 +188,21 @@ class PartialSums:
         self.batches = [self._batch(pieces) for pieces in self._pieces(kinds, most)]
         top = 2 * levels
         high = [
-            above((low, high, high == numel), top) if is_there and height(numel) >= top else (0, 0, False)
-            for low, high, numel, is_there in parts
+            above((low, high, high == numel), top) if height(numel) >= top else (0, 0, False)
+            for low, high, numel in parts
         ]
         inputs = [(number, index) for number, (low, end, _) in enumerate(high) for index in range(low, end)]
-        self._high: _Layers | None = None
+        self._high: _TreeLayers | None = None
         if inputs:
-            most_levels = max(height(numel) for _, _, numel, _ in parts) - top
-            self._high = _Layers(high, levels, max(1, -(-most_levels // levels)), device)
+            most_levels = max(height(numel) for _, _, numel in parts) - top
+            self._high = _TreeLayers(high, levels, max(1, -(-most_levels // levels)), device)
             self._source = numbers_on(device, [self._places[number, top, index] for number, index in inputs])
             self._target = numbers_on(device, [self._high.place(number, 0, index) for number, index in inputs])
         num_high = 0 if self._high is None else self._high.num_values
         order = []
-        for number, (low, end, numel, is_there) in enumerate(parts):
-            for level, index in node_keys(low, end, numel):
-                if not is_there:
-                    order.append(self._num_found + num_high)
-                elif level < top:
+        for number, part in enumerate(parts):
+            for level, index in node_keys(*part):
+                if level < top:
                     order.append(self._places[number, level, index])
                 else:
                     assert self._high is not None
@@ -219,9 +214,8 @@ class PartialSums:
         """By batch, pieces that end where a subtree ends, or the part."""
         batches: list[list[tuple[int, int, int]]] = []
         numel, kind, size = most, None, 1 << 2 * self._levels
-        for number, (low, high, _, is_there) in enumerate(self._parts):
-            begin = low
-            while is_there and begin < high:
+        for number, (begin, high, _) in enumerate(self._parts):
+            while begin < high:
                 end = min((begin // size + 1) * size, high)
                 if numel + end - begin > most or kind != kinds[number]:
                     batches.append([])
@@ -231,13 +225,13 @@ class PartialSums:
                 begin = end
         return batches
 
-    def _batch(self, pieces: Sequence[tuple[int, int, int]]) -> Batch:
+    def _batch(self, pieces: Sequence[tuple[int, int, int]]) -> PieceBatch:
         spans = [(begin, end, end == self._parts[number][2]) for number, begin, end in pieces]
-        layers = _Layers(spans, self._levels, 2, self._device)
+        layers = _TreeLayers(spans, self._levels, 2, self._device)
         top = 2 * self._levels
         places: list[int] = []
         for piece, ((number, begin, end), span) in enumerate(zip(pieces, spans, strict=True)):
-            low, high, numel, _ = self._parts[number]
+            low, high, numel = self._parts[number]
             keys = [(level, index) for level, index in node_keys(low, high, numel) if level < top]
             keys = [(level, index) for level, index in keys if begin <= index << level < end]
             first, last, _ = above(span, top)
@@ -246,7 +240,7 @@ class PartialSums:
                 places.append(layers.place(piece, level, index))
         self._num_found += len(places)
         starts = tuple(layers.place(piece, 0, begin) for piece, (_, begin, _) in enumerate(pieces))
-        return Batch(tuple(pieces), starts, layers, numbers_on(self._device, places))
+        return PieceBatch(tuple(pieces), starts, layers, numbers_on(self._device, places))
 
     def finish(self, found: Sequence[torch.Tensor], count: int) -> torch.Tensor:
         """The sums of ``node_keys`` of each part, in order. Shape: [nodes or width, count].

@@ -133,7 +133,7 @@ def test_the_tree_sum_does_not_depend_on_the_ranks_ranges(numel: int, cuts: list
     parts = [(low, high) if low < high else (0, 0) for low, high in pairwise(edges)]
 
     def sums_of(part: tuple[int, int], levels: int, most: int) -> torch.Tensor:
-        sums = PartialSums([(*part, numel, True)], [0], most, CPU, levels=levels, width=plan.width)
+        sums = PartialSums([(*part, numel)], [0], most, CPU, levels=levels, width=plan.width)
         found = []
         for batch in sums.batches:
             memory = batch.layers.empty(1, CPU)

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shoal.host_heap import HostHeap, resident_nbytes
 from shoal.streams import host_memory, is_accelerator, is_in_host_memory, simulation
@@ -27,6 +27,23 @@ logger = logging.getLogger("shoal")
 def is_fake(tensor: torch.Tensor) -> bool:
     """True for a tensor of a dry run, which has a shape but no values."""
     return isinstance(tensor, FakeTensor)
+
+
+def fake_tensors(**options: Any) -> FakeTensorMode:
+    """A mode in which tensors are fake, and ``nn.Module.to`` converts them.
+
+    Of some results torch's own mode keeps a weak reference, and exchanges no tensor that has one.
+    """
+    mode = FakeTensorMode(**options)
+    converter: Any = mode.fake_tensor_converter
+    keep = converter.set_tensor_memo
+
+    def keep_of_real(tensor: torch.Tensor, fake: FakeTensor) -> None:
+        if tensor.device.type != "meta":  # else it is a result, of which nobody asks again
+            keep(tensor, fake)
+
+    converter.set_tensor_memo = keep_of_real
+    return mode
 
 
 def numel_at_once(tensor: torch.Tensor, numel: int) -> int:

@@ -49,8 +49,8 @@ def estimate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with sizes in bytes.")] = False,
 ) -> None:
     """Estimate the memory of one rank, by kind, for each ZeRO stage and offload."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from shoal.device import fake_tensors
     from shoal.engine.estimate import estimate as estimate_one
     from shoal.engine.estimate import variants
     from shoal.planner.model_of import build_model
@@ -60,7 +60,7 @@ def estimate(
     limit = None if memory is None else parse_bytes(memory)
     if memory is not None and limit is None:
         raise UsageError(f"--memory {memory!r} is not a size with a unit.", do="write it as 80GB or 24GiB.")
-    with FakeTensorMode():
+    with fake_tensors():
         made = build_model(model, sequence)
         estimates = [estimate_one(made, one, ranks) for one in variants(settings, stage or range(4), with_disk=disk)]
         numel = sum({id(p): p.numel() for p in made.parameters()}.values())

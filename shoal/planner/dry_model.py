@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.config import Config, load
 from shoal.config.parallel import SCHEDULES
 from shoal.config.ranks import mesh_of, model_degrees
+from shoal.device import fake_tensors
 from shoal.engine.entry import initialize
 from shoal.engine.parts.activations import SavedActivations
 from shoal.errors import ModelError
@@ -258,7 +258,7 @@ def _fewer(run: _ModelRun, num_micro: int) -> tuple[RunGrid, Callable[[int], Rem
         micro = (low, low + run.num_stages) if is_periodic and num_micro > low + run.num_stages else micro
     elif num_micro > _FEW_MICRO[1]:
         micro = _FEW_MICRO
-    with FakeTensorMode(), WithoutInitialValues():
+    with fake_tensors(), WithoutInitialValues():
         model = run.build()
         bounds = _bounds(run, model, num_micro)
     found = None if bounds is None else Repeats.of(model)

@@ -19,11 +19,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from shoal.comm.fake import FakeStages
 from shoal.comm.recorder import Entry
 from shoal.comm.world import World, fake_process_group, fake_stage_world, fake_world
+from shoal.device import fake_tensors
 from shoal.errors import UsageError
 from shoal.simulation.accelerator import SimulatedAccelerator
 from shoal.simulation.chakra import write_chakra
@@ -383,6 +382,6 @@ def _simulated_rank(world: World, machine: GpuNode, is_fused: bool) -> Iterator[
     times = StreamTimes(machine.compiled() if is_fused else machine, world.size)
     memory = DeviceMemory(machine.gpu_nbytes, machine.context_nbytes, is_cpu=machine.is_cpu)
     accelerator = SimulatedAccelerator(times, memory, is_fused=is_fused)
-    with FakeTensorMode(allow_non_fake_inputs=True), simulated(accelerator), watching(accelerator):
+    with fake_tensors(allow_non_fake_inputs=True), simulated(accelerator), watching(accelerator):
         memory.now = lambda: accelerator.compute.clock.seconds
         yield DryRun(world, accelerator, times, memory)

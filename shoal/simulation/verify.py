@@ -17,10 +17,10 @@ from math import isclose
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.comm.fake import FakeStages, FakeStageTransport, FakeTransport
 from shoal.comm.world import World, fake_process_group, use_world
+from shoal.device import fake_tensors
 from shoal.errors import ModelError, ShoalError
 from shoal.simulation.dry_run import run_stages, stages_of
 from shoal.simulation.type_check import TypedTransport, TypeFinding, Types
@@ -143,7 +143,7 @@ def _step(
         types = every[rank]
         world = World(rank, num_ranks, rank, torch.device("cpu"), "fake", TypedTransport(transport, types, rank))
         world.stages = stages if num_stages > 1 else None
-        with use_world(world), closing(world), FakeTensorMode(allow_non_fake_inputs=True), types.following():
+        with use_world(world), closing(world), fake_tensors(allow_non_fake_inputs=True), types.following():
             try:
                 train()
             except Exception:

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shoal.planner.dry_model import dry_run_model
 
@@ -26,3 +29,24 @@ def test_a_folder_of_hugging_face_is_run(tmp_path: Path, parallel: dict[str, int
     assert step.seconds > 0 and step.memory.allocated > 0
     assert len(step.stages) == parallel.get("pp", 1)
     assert ("recv" in step.received) == bool({"pp", "cp"} & parallel.keys())  # attention runs over the ranks of cp
+
+
+def test_a_function_that_adds_adapters_is_run() -> None:
+    """Which PEFT converts to fp32."""
+    shape: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 320}
+    made = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, **shape)
+
+    def build() -> nn.Module:
+        model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
+        return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 2},
+    }
+    step = dry_run_model(build, config, 8, sequence=32)
+    numel = sum(parameter.numel() for parameter in build().parameters() if parameter.requires_grad)
+    assert step.seconds > 0
+    assert 0 < step.memory.by_kind["optimizer state"] < 8 * numel  # of adapters alone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -992,3 +993,15 @@ def test_parameters_that_zenflow_merges_are_copied_next_to_the_forward() -> None
     plain, merging = run.steps[2], run.steps[5]
     assert merging.busy[COPY] > 1.9 * plain.busy[COPY]
     assert merging.by_kind[COPY] == pytest.approx(plain.by_kind[COPY], rel=0.05)
+
+
+@pytest.mark.parametrize("is_building", [True, False])
+def test_a_script_converts_its_model(is_building: bool) -> None:
+    """torch's own fake tensors refuse it for the first module of a kind."""
+    with shoal.dry_run(2) as run:
+        with run.building() if is_building else nullcontext():
+            model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
+            model = model.to(torch.bfloat16)
+        assert {parameter.dtype for parameter in model.half().parameters()} == {torch.float16}
+        model.to(torch.bfloat16)(torch.zeros(2, 8, dtype=torch.bfloat16)).sum().backward()
+        assert model[0].weight.grad is not None and model[0].weight.grad.dtype is torch.bfloat16

@@ -280,7 +280,7 @@ def descend(
     """Step along ``u``. ``ratios`` has one entry per parameter.
 
     Args:
-        last_square: the step after which the squares are not averaged any more; None: they always are.
+        last_square: the last step that averages the squares.
     """
     factors = _factors(flats, ratios, last_square)
     for pieces in batches:

@@ -31,6 +31,7 @@ def test_a_folder_of_hugging_face_is_run(tmp_path: Path, parallel: dict[str, int
     assert ("recv" in step.received) == bool({"pp", "cp"} & parallel.keys())  # attention runs over the ranks of cp
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
 def test_a_function_that_adds_adapters_is_run() -> None:
     """Which PEFT converts to fp32."""
     shape: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 320}

@@ -127,8 +127,9 @@ def test_a_stack_is_encoded_as_each_matrix(is_transposed: bool, block: tuple[int
     assert scales.shape == ((3, stack.shape[1]) if block[0] == 1 else (3,))
 
 
-@pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize(
+    ("counts", "is_transposed"), [(COUNTS[0], False), (COUNTS[1], True), (COUNTS[4], True)], ids=str
+)
 @pytest.mark.parametrize("name", BY_GROUPS)
 def test_experts_have_the_numbers_of_a_product_for_each(
     name: str, counts: list[int], is_transposed: bool, hopper: list[str], monkeypatch: pytest.MonkeyPatch

@@ -52,7 +52,7 @@ def run_python(*args: str, **environment: str) -> str:
 @pytest.mark.timeout(240)
 def test_kernels_compute_what_operators_compute() -> None:
     cases = sorted(map(str, Path("tests/helpers").glob("interpreted_*.py")))
-    assert len(cases) == 7
+    assert len(cases) == 8
     printed = run_python("-m", "pytest", "-q", "-p", "no:xdist", *cases, TRITON_INTERPRET="1")
     assert re.search(r"^\d+ passed in ", printed, re.MULTILINE), printed  # none is skipped
 
@@ -105,7 +105,7 @@ check_barrier(compile_for_gpu(merge._merge, {"IS_REVERSED": True, "QUERIES": 32,
 kinds = dict.fromkeys(("gate_up", "out", "gradient", "of_gate_up"), "*bf16")
 for kernel in (swiglu._forward, swiglu._backward):
     compile_for_gpu(kernel, {"BLOCK": 1024}, kinds)
-kinds = {"matrix": "*bf16", "largest": "*i32", "codes": "*u8", "scales": "*fp32"}
+kinds = {"matrix": "*bf16", "stack": "*bf16", "largest": "*i32", "codes": "*u8", "scales": "*fp32"}
 for is_e5m2 in (False, True):
     known = {"BY_ROW": not is_e5m2, "IS_E5M2": is_e5m2, "TILE": float8._TILE}
     for kernel in (float8._largest, float8._encode):
@@ -113,6 +113,10 @@ for is_e5m2 in (False, True):
 for is_square, width, scales in ((False, 128, "*fp32"), (True, 128, "*fp32"), (False, 32, "*u8")):
     known = {"IS_SQUARE": is_square, "WIDTH": width, "TILE": float8._BLOCKS}
     compile_for_gpu(float8._encode_blocks, known, {**kinds, "scales": scales})
+kinds |= dict.fromkeys(("ends", "source", "group_of", "aligned_ends"), "*i32") | {"rows": "*bf16"}
+known = {"GROUPS": 128, "ROWS": float8.GROUP_ROWS, "TILE": float8._TILE}
+for kernel in (float8._align, float8._largest_of_groups, float8._encode_groups):
+    compile_for_gpu(kernel, {name: value for name, value in known.items() if name in kernel.arg_names}, kinds)
 """
 
 
@@ -122,6 +126,7 @@ def test_kernels_compile_for_a_gpu(name: str, tmp_path: Path) -> None:
     printed = run_python("-W", "ignore", "-c", COMPILED, name, TRITON_CACHE_DIR=str(tmp_path))
     kernels = "_encode _decode _adam _cross_entropy _gather _sum _merge _forward _backward _largest _encode"
     kernels += " _largest _encode _encode_blocks _encode_blocks _encode_blocks"
+    kernels += " _align _largest_of_groups _encode_groups"
     assert printed.split()[::2] == kernels.split()
 
 

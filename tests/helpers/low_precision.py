@@ -18,7 +18,7 @@ def skip_where_torch_refuses(products: LowPrecisionProducts) -> None:
     if said is None:
         return
     products.refused = frozenset([*products.refused, torch.float32, torch.bfloat16, torch.float16])
-    output = products._recipe.output
+    output = products.recipe.output
     has_blocks = output is not None and low_precision._width(output[0]) is not None
     if said.startswith("torch's operator says") and not has_blocks:
         pytest.skip(said[:120])

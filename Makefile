@@ -41,7 +41,7 @@ help:
 	@echo "make test        set up, run the tests (TESTS='tests/unit/test_x.py' for some of them)"
 	@echo "make test-jobs   set up, run the tests that start whole jobs of processes, as a user does"
 	@echo "make test-simulation  set up, run the tests on simulated accelerators: the check of streams, dry runs, the planner"
-	@echo "make test-nightly  set up, run what is too long for them: any three settings together, all rows of products, the large benchmarks, every causal family of Transformers, the random tests longer, and the random search (SEARCH_MINUTES=60 SEARCH_SEED=1)"
+	@echo "make test-nightly  set up, run what is too long for them: any three settings together, all rows of products, the large benchmarks, dry runs of few blocks against all, every causal family of Transformers, the random tests longer, and the random search (SEARCH_MINUTES=60 SEARCH_SEED=1)"
 	@echo "make test-clients  set up a third environment with Accelerate, Transformers and the others, run Shoal under them"
 	@echo "make lint        set up, run ruff, mypy and the import contract"
 	@echo "make quickstart  set up, train a small GPT on 2 local ranks with ZeRO-3 for about $(MINUTES) minutes"

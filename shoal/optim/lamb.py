@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,10 +27,10 @@ from shoal.optim.whole import (
     CPU_CHUNK_NUMEL,
     Interval,
     Loads,
-    ParameterPart,
     PartTable,
     RangeViews,
     WholeTensorOptimizer,
+    numbered,
 )
 from shoal.streams import is_accelerator
 
@@ -107,8 +106,8 @@ class Lamb(WholeTensorOptimizer):
 
     def _squares_alone(self, flats: Sequence[RangeViews]) -> tuple[list[Pieces], torch.Tensor]:
         """Sums of squares of w and u of all parameters, which are whole. Shape: [parameters, 2]."""
-        numels = [shape.numel() for flat in flats for shape in flat.shapes]
-        return self._partial_squares(flats, [(0, max(numel, 1)) for numel in numels], None)
+        numels = [max(shape.numel(), 1) for flat in flats for shape in flat.shapes]
+        return self._partial_squares(flats, [(0, numel) for numel in numels])
 
     def _squares_shared(
         self, flats: Sequence[RangeViews], comm: Communicator
@@ -120,13 +119,13 @@ class Lamb(WholeTensorOptimizer):
         plan = self._plans.get(table.key)
         if plan is None:
             plan = self._plans[table.key] = plan_sums([table.of(rank) for rank in range(comm.size)], numels, device)
-        pieces, nodes = self._partial_squares(flats, table.of(comm.rank), table.key, plan.width)
+        pieces, nodes = self._partial_squares(flats, table.of(comm.rank), plan.width)
         work = comm.exchange(nodes.view(-1).to(device), label="lamb.norms")
         yield
         return pieces, plan.finish(work.wait().view(comm.size, plan.width, 2)).to(home)
 
     def _partial_squares(
-        self, flats: Sequence[RangeViews], intervals: Sequence[Interval], key: Hashable, width: int = 0
+        self, flats: Sequence[RangeViews], intervals: Sequence[Interval], width: int = 0
     ) -> tuple[list[Pieces], torch.Tensor]:
         """Update the averages, and sum the squares of w and u in this rank's intervals of all parameters.
 
@@ -134,29 +133,26 @@ class Lamb(WholeTensorOptimizer):
             this step count as zero on every rank.
         """
         home = flats[0].weight.device
-        kinds = {id(flat.group): number for number, flat in enumerate(flats)}
-        of_rows = [(kinds[id(flat.group)], flat.weight.dtype) for flat in flats for _ in flat.shapes]
-        key = (key, tuple(intervals), tuple(of_rows), home)
+        groups = {id(flat.group): number for number, flat in enumerate(flats)}
+        kinds = tuple((groups[id(flat.group)], flat.weight.dtype) for flat in flats for _ in flat.shapes)
+        numels = [max(shape.numel(), 1) for flat in flats for shape in flat.shapes]
+        parts = tuple((*interval, numel) for interval, numel in zip(intervals, numels, strict=True))
+        key = parts, kinds, width, home
         if (sums := self._sums.get(key)) is None:
-            numels = [max(shape.numel(), 1) for flat in flats for shape in flat.shapes]
-            parts = [(*interval, numel) for interval, numel in zip(intervals, numels, strict=True)]
-            sums = self._sums[key] = PartialSums(parts, of_rows, _most(home), home, width=width)
-        held = [(flat, {part.parameter: part for part in flat.parts if part.numel}) for flat in flats]
-        rows = [(flat, by_index.get(index)) for flat, by_index in held for index in range(len(flat.shapes))]
+            sums = self._sums[key] = PartialSums(parts, kinds, _most(home), home, width=width)
+        held = {number: (flat, part) for number, flat, part in numbered(flats) if part.numel}
         every, found = [], []
         for batch in sums.batches:
             memory = batch.layers.empty(2, home)
-            updated = [
-                (flat, part, begin, end, at)
-                for (number, begin, end), at in zip(batch.pieces, batch.places, strict=True)
-                for flat, part in (rows[number],)
-                if part is not None
-            ]
+            updated = [(piece, at) for piece, at in zip(batch.pieces, batch.places, strict=True) if piece[0] in held]
             if updated:
-                pieces = Pieces.of([each[:4] for each in updated])
+                pieces = Pieces()
+                for (number, begin, end), _ in updated:
+                    flat, part = held[number]
+                    pieces.add(number, flat, part.elements(begin, end))
                 pieces.average()
                 for row, values in zip(memory, (pieces.weights, pieces.directions()), strict=True):
-                    targets = [row[at : at + end - begin] for *_, begin, end, at in updated]
+                    targets = [row[at : at + len(each)] for (_, at), each in zip(updated, values, strict=True)]
                     torch._foreach_copy_(targets, values)
                 memory[:, : batch.layers.numel].square_()
                 every.append(pieces)
@@ -171,35 +167,36 @@ def _sum_over_parts(squares: torch.Tensor, tp: Communicator, device: torch.devic
     return whole.view(-1, 2).to(squares.device)
 
 
-@dataclass
 class Pieces:
-    """Elements of some parameters of one group that are updated together: 1-D views, one of each list a piece."""
+    """Elements of some parameters of one group that are updated together: 1-D views, one of each list a piece.
 
-    group: dict[str, Any]
-    parts: list[ParameterPart]
-    flats: list[RangeViews]
-    weights: list[torch.Tensor]
-    gradients: list[torch.Tensor]
-    averages: list[torch.Tensor]
-    squares: list[torch.Tensor]
+    Attributes: ``numbers``: of the parameters, among those of all ranges.
+    """
 
-    @classmethod
-    def of(cls, pieces: Sequence[tuple[RangeViews, ParameterPart, int, int]]) -> Pieces:
-        """
-        Args:
-            pieces: elements from a number to another, numbered as in the whole parameter.
-        """
-        made = cls(pieces[0][0].group, [], [], [], [], [], [])
-        for flat, part, begin, end in pieces:
-            assert flat.gradient is not None
-            here = slice(part.start + begin - part.offset, part.start + end - part.offset)
-            made.parts.append(part)
-            made.flats.append(flat)
-            made.weights.append(flat.weight[here])
-            made.gradients.append(flat.gradient[here])
-            made.averages.append(flat.state["exp_avg"][here])
-            made.squares.append(flat.state["exp_avg_sq"][here])
-        return made
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.weights: list[torch.Tensor] = []
+        self.gradients: list[torch.Tensor] = []
+        self.averages: list[torch.Tensor] = []
+        self.squares: list[torch.Tensor] = []
+        self._ranges: list[tuple[RangeViews, slice]] = []
+
+    @property
+    def group(self) -> dict[str, Any]:
+        return self._ranges[0][0].group
+
+    def add(self, number: int, flat: RangeViews, here: slice) -> None:
+        assert flat.gradient is not None
+        self.numbers.append(number)
+        self.weights.append(flat.weight[here])
+        self.gradients.append(flat.gradient[here])
+        self.averages.append(flat.state["exp_avg"][here])
+        self.squares.append(flat.state["exp_avg_sq"][here])
+        self._ranges.append((flat, here))
+
+    def of_state(self, key: str) -> list[torch.Tensor]:
+        """These elements of a further state."""
+        return [flat.state[key][here] for flat, here in self._ranges]
 
     def average(self) -> None:
         """Add the gradients to their averages, once."""
@@ -209,14 +206,6 @@ class Pieces:
         torch._foreach_add_(self.averages, gradients, alpha=1 - beta1)
         torch._foreach_mul_(self.squares, beta2)
         torch._foreach_addcmul_(self.squares, gradients, gradients, value=1 - beta2)
-
-    def of_state(self, key: str) -> list[torch.Tensor]:
-        """These elements of a further state."""
-        found = []
-        for flat, weight in zip(self.flats, self.weights, strict=True):
-            begin = weight.storage_offset() - flat.weight.storage_offset()
-            found.append(flat.state[key][begin : begin + weight.numel()])
-        return found
 
     def directions(self) -> list[torch.Tensor]:
         """``u``. Computed twice in a step, not stored: scratch stays small."""
@@ -237,22 +226,18 @@ def roots(squares: list[torch.Tensor], group: dict[str, Any]) -> list[torch.Tens
     return list(found)
 
 
-def whole_parts(flats: Sequence[RangeViews]) -> list[tuple[Pieces, list[int]]]:
-    """Batches of parts, none of which is divided, and the numbers of their parameters among all."""
-    batches: list[tuple[list[tuple[RangeViews, ParameterPart, int, int]], list[int]]] = []
-    numel, before, first = 0, None, 0
-    for flat in flats:
+def whole_parts(flats: Sequence[RangeViews]) -> list[Pieces]:
+    """Batches of parts, none of which is divided."""
+    batches: list[Pieces] = []
+    numel, before = 0, None
+    for number, flat, part in numbered(flats):
         kind = id(flat.group), flat.weight.dtype
-        for part in flat.parts:
-            numel += part.numel
-            if not batches or kind != before or numel > _most(flat.weight.device):
-                batches.append(([], []))
-                numel, before = part.numel, kind
-            rows, numbers = batches[-1]
-            rows.append((flat, part, part.offset, part.offset + part.numel))
-            numbers.append(first + part.parameter)
-        first += len(flat.shapes)
-    return [(Pieces.of(rows), numbers) for rows, numbers in batches]
+        numel += part.numel
+        if kind != before or numel > _most(flat.weight.device):
+            batches.append(Pieces())
+            numel, before = part.numel, kind
+        batches[-1].add(number, flat, slice(part.start, part.stop))
+    return batches
 
 
 def _most(device: torch.device) -> int:
@@ -262,16 +247,12 @@ def _most(device: torch.device) -> int:
 
 def trust_ratios(flats: Sequence[RangeViews], squares: torch.Tensor) -> torch.Tensor:
     """Trust ratios from sums of squares. Shape: [parameters, 2] -> [parameters]."""
-    norms = squares.sqrt()
-    are_positive = (norms > 0).all(dim=1)
-    ratios = norms[:, 0] / norms[:, 1]
     bounds = [(flat.group["min_coeff"], flat.group["max_coeff"]) for flat in flats for _ in flat.shapes]
-    if len(set(bounds)) <= 1:
-        ratios = ratios.clamp(*bounds[0]) if bounds else ratios
-    else:
-        least, most = torch.tensor(bounds, dtype=torch.float32, device="cpu").to(ratios.device, non_blocking=True).t()
-        ratios = ratios.clamp(least, most)
-    return torch.where(are_positive, ratios, torch.ones_like(ratios))
+    on_host = torch.tensor(bounds, dtype=torch.float32, device="cpu").view(-1, 2)
+    least, most = on_host.to(squares.device, non_blocking=True).unbind(1)
+    norms = squares.sqrt()
+    ratios = (norms[:, 0] / norms[:, 1]).clamp(least, most)
+    return torch.where((norms > 0).all(dim=1), ratios, torch.ones_like(ratios))
 
 
 def descend(
@@ -285,29 +266,25 @@ def descend(
     factors = _factors(flats, ratios, last_square)
     for pieces in batches:
         updates = pieces.directions()
-        for update, flat, part in zip(updates, pieces.flats, pieces.parts, strict=True):
-            update.mul_(factors[id(flat), part.parameter])
+        for update, number in zip(updates, pieces.numbers, strict=True):
+            update.mul_(factors[number])
         torch._foreach_sub_(pieces.weights, updates)
 
 
-def _factors(
-    flats: Sequence[RangeViews], ratios: torch.Tensor, last_square: float
-) -> dict[tuple[int, int], torch.Tensor]:
-    """What ``u`` of each part is multiplied by, by the flat and the parameter. 0-d each."""
-    by_group: dict[int, list[tuple[RangeViews, ParameterPart, int, torch.Tensor]]] = {}
-    first = 0
-    for flat in flats:
-        for part, step in zip(flat.parts, flat.count(), strict=True):
-            by_group.setdefault(id(flat.group), []).append((flat, part, first + part.parameter, step))
-        first += len(flat.shapes)
-    found: dict[tuple[int, int], torch.Tensor] = {}
-    for rows in by_group.values():
-        group = rows[0][0].group
-        factors = ratios.index_select(0, numbers_on(ratios.device, [number for _, _, number, _ in rows])) * group["lr"]
+def _factors(flats: Sequence[RangeViews], ratios: torch.Tensor, last_square: float) -> dict[int, torch.Tensor]:
+    """What ``u`` of each parameter that is updated is multiplied by. 0-d each."""
+    steps = [step for flat in flats for step in flat.count()]
+    of_groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    for (number, flat, _), step in zip(numbered(flats), steps, strict=True):
+        of_groups.setdefault(id(flat.group), []).append((number, step))
+    groups = {id(flat.group): flat.group for flat in flats}
+    found: dict[int, torch.Tensor] = {}
+    for key, rows in of_groups.items():
+        group, numbers = groups[key], [number for number, _ in rows]
+        factors = ratios.index_select(0, numbers_on(ratios.device, numbers)) * group["lr"]
         if group["bias_correction"]:
-            (beta1, beta2), steps = group["betas"], torch.stack([step for *_, step in rows])
-            corrections = (1 - beta2 ** steps.clamp(max=last_square)).sqrt() / (1 - beta1**steps)
+            (beta1, beta2), counted = group["betas"], torch.stack([step for _, step in rows])
+            corrections = (1 - beta2 ** counted.clamp(max=last_square)).sqrt() / (1 - beta1**counted)
             factors = factors.double() * corrections.to(ratios.device, non_blocking=True)
-        for (flat, part, *_), factor in zip(rows, factors.unbind(), strict=True):
-            found[id(flat), part.parameter] = factor
+        found.update(zip(numbers, factors.unbind(), strict=True))
     return found

@@ -129,17 +129,17 @@ class OneBitLamb(SumsValues, Lamb):
         counts = [len(flat.shapes) for flat in flats]
         coefficients, last, scales = (
             torch.cat([self._numbers(flat.state, key, count) for flat, count in zip(flats, counts, strict=True)])
-            for key in self.by_parameter
+            for key in ("lamb_coeff_freeze", "last_factor", "scaling_coeff")
         )
         batches = whole_parts(flats)
-        for pieces, numbers in batches:
-            at = numbers_on(last.device, numbers)
+        for pieces in batches:
+            at = numbers_on(last.device, pieces.numbers)
             ratios = self._ratios(pieces, scales.index_select(0, at))
             before, (_, _, change) = last.index_select(0, at), self.factors
             last.index_copy_(0, at, torch.maximum(torch.minimum(ratios, before * (1 + change)), before * (1 - change)))
         for flat, own in zip(flats, last.split(counts), strict=True):
             self._numbers(flat.state, "last_factor", len(flat.shapes)).copy_(own)
-        descend(flats, [pieces for pieces, _ in batches], coefficients * last, last_square=self.freeze_step)
+        descend(flats, batches, coefficients * last, last_square=self.freeze_step)
 
     def _ratios(self, pieces: Pieces, scales: torch.Tensor) -> torch.Tensor:
         """Take the sum of the momenta, times ``scales``, as the momenta, and return f within its bounds. [pieces]."""

@@ -82,12 +82,12 @@ class _TreeLevels:
     def add_up(self, values: torch.Tensor) -> None:
         """Fill all levels from level 0. Shape: [k, num_values]."""
         for level in range(self.levels):
-            here, above = (values[:, self._begin(each) : self._begin(each + 1)] for each in (level, level + 1))
-            torch.add(here[:, 0::2], here[:, 1::2], out=above)
+            here, sums = (values[:, self._begin(each) : self._begin(each + 1)] for each in (level, level + 1))
+            torch.add(here[:, 0::2], here[:, 1::2], out=sums)
 
 
 class _TreeLayers:
-    """Blocks above blocks: the subtrees of a layer are the values of the next one.
+    """Levels above levels: the highest sums of a layer are the values of the next one.
 
     Args:
         spans: of indices of the lowest level.
@@ -101,14 +101,14 @@ class _TreeLayers:
         self._begins = [0]
         for _ in range(1, num_layers):
             below, begin, spans = self._layers[-1], self._begins[-1], [above(span, levels) for span in spans]
-            blocks = _TreeLevels(spans, levels)
+            layer = _TreeLevels(spans, levels)
             every = [(number, index) for number, (low, high, _) in enumerate(spans) for index in range(low, high)]
             source = [begin + below.place(number, levels, index) for number, index in every]
-            target = [self.num_values + blocks.place(number, 0, index) for number, index in every]
+            target = [self.num_values + layer.place(number, 0, index) for number, index in every]
             self._moves.append((numbers_on(device, source), numbers_on(device, target)))
-            self._layers.append(blocks)
+            self._layers.append(layer)
             self._begins.append(self.num_values)
-            self.num_values += blocks.num_values
+            self.num_values += layer.num_values
 
     def place(self, span: int, level: int, index: int) -> int:
         """Where a node is."""
@@ -123,16 +123,16 @@ class _TreeLayers:
     def empty(self, count: int, device: torch.device) -> torch.Tensor:
         """Memory of zeros for values and sums. Shape: [count, num_values]."""
         memory = torch.empty(count, self.num_values, dtype=torch.float32, device=device)
-        for begin, blocks in zip(self._begins, self._layers, strict=True):
-            memory[:, begin : begin + blocks.numel].zero_()
+        for begin, layer in zip(self._begins, self._layers, strict=True):
+            memory[:, begin : begin + layer.numel].zero_()
         return memory
 
     def add_up(self, memory: torch.Tensor) -> None:
-        for number, (begin, blocks) in enumerate(zip(self._begins, self._layers, strict=True)):
+        for number, (begin, layer) in enumerate(zip(self._begins, self._layers, strict=True)):
             if number:
                 source, target = self._moves[number - 1]
                 memory.index_copy_(1, target, memory.index_select(1, source))
-            blocks.add_up(memory[:, begin : begin + blocks.num_values])
+            layer.add_up(memory[:, begin : begin + layer.num_values])
 
 
 def above(span: Span, levels: int) -> Span:

@@ -50,6 +50,10 @@ class ParameterPart:
     def numel(self) -> int:
         return self.stop - self.start
 
+    def elements(self, begin: int, end: int) -> slice:
+        """Where elements of the flattened parameter lie in the range."""
+        return slice(self.start + begin - self.offset, self.start + end - self.offset)
+
 
 @dataclass(frozen=True)
 class OwnedRange:
@@ -108,6 +112,15 @@ class RangeViews:
         counted = steps.index_select(0, numbers) + 1
         steps.index_copy_(0, numbers, counted)
         return list(counted.double().unbind())
+
+
+def numbered(flats: Sequence[RangeViews]) -> Iterator[tuple[int, RangeViews, ParameterPart]]:
+    """The parts of some ranges, each with the number of its parameter among those of all."""
+    first = 0
+    for flat in flats:
+        for part in flat.parts:
+            yield first + part.parameter, flat, part
+        first += len(flat.shapes)
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -168,14 +169,14 @@ def test_a_product_of_groups_with_other_numbers_is_not_used(monkeypatch: pytest.
         result: Tensor = right(left, other, of_left.flip(0), of_right, **keys)
         return result
 
-    def unset(left: Tensor, other: Tensor, *scales: Tensor, **keys: Any) -> Tensor:
+    def unset(left: Tensor, other: Tensor, *scales: Tensor, value: float, **keys: Any) -> Tensor:
         """Where a group is short."""
         result: Tensor = right(left, other, *scales, **keys)
         if other.dim() == 2:
-            result[keys["offs"].diff(prepend=keys["offs"].new_zeros(1)) <= 16] = 1000.0
+            result[keys["offs"].diff(prepend=keys["offs"].new_zeros(1)) <= 16] = value
         return result
 
-    for wrong in (reversed_, unset):
+    for wrong in (reversed_, partial(unset, value=1000.0), partial(unset, value=float("nan"))):
         monkeypatch.setattr(groups, "_scaled_grouped_mm", wrong)
         assert "off by" in str(take_groups(products, CPU)) and products.groups is None
 

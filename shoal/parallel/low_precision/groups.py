@@ -20,7 +20,14 @@ from shoal.device import is_fake, numbers_on
 from shoal.kernels.use import has_kernels, one_kernel
 from shoal.parallel.expert.grouped import GROUPS_IN_BF16
 from shoal.parallel.low_precision.formats import Block, Format, ScaledFloat8
-from shoal.parallel.low_precision.products import SAME, LowPrecisionProducts, first_line, relative_difference, sample
+from shoal.parallel.low_precision.products import (
+    REFUSALS,
+    SAME,
+    LowPrecisionProducts,
+    first_line,
+    relative_difference,
+    sample,
+)
 from shoal.parallel.low_precision.recipes import Pair, Recipe
 
 _ROWS = 16  # bytes; addresses of groups are multiples
@@ -35,10 +42,9 @@ def take_groups(products: LowPrecisionProducts, device: torch.device) -> str | N
 
     Returns: why it does not; None: it does.
     """
-    if (reason := _refusal_of(products.recipe)) is None:
-        groups = ScaledGroups(products.recipe)
-        reason = _refusal_on(device, groups, products)
-        products.groups = groups if reason is None else None
+    groups = ScaledGroups(products.recipe)
+    reason = _refusal_of(products.recipe) or _refusal_on(device, groups, products)
+    products.groups = groups if reason is None else None
     return reason
 
 
@@ -67,21 +73,30 @@ def _refusal_on(device: torch.device, groups: ScaledGroups, products: LowPrecisi
     try:
         found = [groups.output(x, weight, ends), groups.of_input(gradient, weight, ends)]
         of_weight = groups.of_weight(x, gradient, ends)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except REFUSALS as error:
         return f"torch's product of groups says: {first_line(error)}"
     if is_fake(of_weight):
         return None
-    expected, of_weights = [], []
-    for start, end, matrix in zip((0, *_SAMPLE_ENDS), _SAMPLE_ENDS, weight, strict=False):
+    for one, other in zip([*found, of_weight], _one_by_one(products, x, gradient, weight), strict=True):
+        off = relative_difference(one, other)
+        if not off < SAME:  # a NaN is not
+            return f"torch's product of groups is off by {off:.1g} of the largest number"
+    return None
+
+
+def _one_by_one(
+    products: LowPrecisionProducts, x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor
+) -> list[torch.Tensor]:
+    """The three products of the sample's groups, each group by itself."""
+    expected: list[list[torch.Tensor]] = [[], [], []]
+    for start, end, matrix in zip((0, *_SAMPLE_ENDS[:-1]), _SAMPLE_ENDS, weight, strict=True):
         own, own_gradient = x[start:end], gradient[start:end]
-        if start == end:
-            of_weights.append(torch.zeros_like(matrix))
-            continue
-        expected.append((products.output(own, matrix.t()), products.of_input(own_gradient, matrix.t())))
-        of_weights.append(products.of_weight(own_gradient, own).t())
-    pairs = [(one, torch.cat(parts)) for one, parts in zip(found, zip(*expected, strict=True), strict=True)]
-    off = max(relative_difference(one, other) for one, other in [*pairs, (of_weight, torch.stack(of_weights))])
-    return None if off < SAME else f"torch's product of groups is off by {off:.1g} of the largest number"
+        expected[2].append(products.of_weight(own_gradient, own).t() if start < end else torch.zeros_like(matrix))
+        if start < end:
+            expected[0].append(products.output(own, matrix.t()))
+            expected[1].append(products.of_input(own_gradient, matrix.t()))
+    output, of_input, of_weight = expected
+    return [torch.cat(output), torch.cat(of_input), torch.stack(of_weight)]
 
 
 class Aligned(NamedTuple):

@@ -21,6 +21,7 @@ from shoal.streams import simulation
 
 _ALIGNED = 16  # elements, on GPUs
 _BLOCKED = 128  # elements, where blocks have scales
+REFUSALS = (RuntimeError, ValueError)  # what torch's operators raise for operands or a device that they do not take
 SAME = 2.0**-6  # of the largest number of a product: rounded to 8 bits of mantissa, and another order of sums
 # By the block of a scale, numbers of torch.nn.functional.ScalingType, and of SwizzleType: none, or SWIZZLE_32_4_4. Read
 # here, since compiled code cannot read them.
@@ -93,7 +94,7 @@ class LowPrecisionProducts(Products):
                 return f"the simulated GPU has no products with a scale for each {width} elements"
             try:
                 found = _by_operator(a, b, pair, dtype)
-            except (RuntimeError, ValueError, NotImplementedError) as error:
+            except REFUSALS as error:
                 return f"torch's operator says: {first_line(error)}"
             if is_fake(found):
                 continue

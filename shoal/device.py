@@ -30,16 +30,17 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def fake_tensors(**options: Any) -> FakeTensorMode:
-    """A mode in which tensors are fake, and ``nn.Module.to`` converts them.
+    """A mode in which tensors are fake, and ``nn.Module.to`` converts modules of them.
 
-    Of some results torch's own mode keeps a weak reference, and exchanges no tensor that has one.
+    torch's own mode keeps weak references to some results of operators, and ``nn.Module.to`` refuses tensors that have
+    one.
     """
     mode = FakeTensorMode(**options)
     converter: Any = mode.fake_tensor_converter
     keep = converter.set_tensor_memo
 
     def keep_of_real(tensor: torch.Tensor, fake: FakeTensor) -> None:
-        if tensor.device.type != "meta":  # else it is a result, of which nobody asks again
+        if tensor.device.type != "meta":  # a meta tensor is a result: no operator takes it, so it is converted once
             keep(tensor, fake)
 
     converter.set_tensor_memo = keep_of_real

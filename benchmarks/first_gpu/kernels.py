@@ -2,9 +2,8 @@
 
 Attention by flash and memory-efficient kernels with the log-sum-exp that ring attention merges, torch's grouped
 product for experts (also where experts have no rows), rows of experts gathered and summed, tiles of attention merged,
-the gated activation and codes of 8 bits (in Triton kernels), products of 8 bits against those of 16 (also of
-experts), the loss in chunks
-(in a Triton kernel), the fused optimizer, and AdamW in one Triton kernel with the casts around it.
+the gated activation and codes of 8 bits (in Triton kernels), products of 8 bits against those of 16 (also of experts),
+the loss in chunks (in a Triton kernel), the fused optimizer, and AdamW in one Triton kernel with the casts around it.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def _grouped_in_8_bits(setting: Setting, recipe: str, what: str) -> Finding:
     """128 experts of 256 rows, as a rank of Qwen3-30B-A3B with 4,096 tokens has them."""
     products = LowPrecisionProducts(RECIPES[recipe])
     if (reason := take_groups(products, setting.device)) is not None:
-        is_known = setting.is_gpu and capability(torch.empty(0, device=setting.device))[0] in (9, 10)
+        is_known = capability(torch.empty(0, device=setting.device))[0] in (9, 10)
         return Finding(what, not is_known, f"a product for each expert: {reason}")
     counts, width, inner = RowCounts([256] * 128), 2048, 1536
     rows, weight = (

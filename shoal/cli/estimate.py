@@ -49,7 +49,6 @@ def estimate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with sizes in bytes.")] = False,
 ) -> None:
     """Estimate the memory of one rank, by kind, for each ZeRO stage and offload."""
-
     from shoal.device import fake_tensors
     from shoal.engine.estimate import estimate as estimate_one
     from shoal.engine.estimate import variants

@@ -106,6 +106,15 @@ def _load(matrix, rows, columns, row_stride, column_stride, TILE: tl.constexpr):
 
 
 @triton.jit
+def _scale_of(bits, LARGEST: tl.constexpr, LEAST: tl.constexpr):
+    """The scale of values whose largest magnitude has these bits, at least ``LEAST``; and their factor."""
+    scale = _power_of_two(tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, LARGEST, tl.float32)))
+    if LEAST > 0:
+        scale = tl.maximum(scale, LEAST)
+    return scale, tl.minimum(tl.div_rn(tl.full(bits.shape, 1.0, tl.float32), scale), 3e38)
+
+
+@triton.jit
 def _largest(
     stack, largest, rows, columns, stride, row_stride, column_stride, BY_ROW: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
@@ -131,8 +140,8 @@ def _encode(
     scales += number * (rows if BY_ROW else 1)
     group = row if BY_ROW else tl.zeros_like(row)
     bits = tl.load(largest + group, mask=row < rows, other=0)
-    scale = _power_of_two(tl.div_rn(bits.to(tl.float32, bitcast=True), 57344.0 if IS_E5M2 else 448.0))
-    scaled = values * tl.minimum(tl.div_rn(1.0, scale), 3e38)[:, None]
+    scale, factor = _scale_of(bits, 57344.0 if IS_E5M2 else 448.0, 0.0)
+    scaled = values * factor[:, None]
     code = _to_float8(scaled, 2 if IS_E5M2 else 3)
     tl.store(codes + row[:, None] * columns + column[None, :], (code & 0xFF).to(tl.uint8), mask=is_inside)
     if tl.program_id(1) == 0:
@@ -150,10 +159,7 @@ def _encode_blocks(
     bits = tl.max(tl.reshape(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (TILE, COUNT, WIDTH)), axis=2)
     if IS_SQUARE:
         bits = tl.zeros_like(bits) + tl.max(bits, axis=0)[None, :]
-    scale = _power_of_two(tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full((TILE, COUNT), 448.0, tl.float32)))
-    if WIDTH == 32:
-        scale = tl.maximum(scale, 1.1754943508222875e-38)
-    factor = tl.minimum(tl.div_rn(tl.full((TILE, COUNT), 1.0, tl.float32), scale), 3e38)
+    scale, factor = _scale_of(bits, 448.0, 1.1754943508222875e-38 if WIDTH == 32 else 0.0)
     scaled = tl.reshape(tl.reshape(values, (TILE, COUNT, WIDTH)) * factor[:, :, None], (TILE, TILE))
     code = _to_float8(scaled, 3)
     tl.store(codes + row[:, None] * columns + column[None, :], (code & 0xFF).to(tl.uint8), mask=is_inside)
@@ -224,8 +230,7 @@ def _encode_groups(
 ):  # fmt: skip
     values, row, column, place, has_scale = _load_groups(rows, source, group_of, num_groups, width, columns, TILE, ROWS)
     bits = tl.load(largest + place, mask=has_scale, other=0)
-    scale = _power_of_two(tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, 448.0, tl.float32)))
-    factor = tl.minimum(tl.div_rn(tl.full(bits.shape, 1.0, tl.float32), scale), 3e38)
+    scale, factor = _scale_of(bits, 448.0, 0.0)
     code = _to_float8(tl.reshape(values * factor[:, :, None], (TILE, TILE)), 3)
     is_inside = (row < width)[:, None] & (column < columns)[None, :]
     tl.store(codes + row[:, None] * columns + column[None, :], (code & 0xFF).to(tl.uint8), mask=is_inside)

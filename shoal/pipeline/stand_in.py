@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.comm.protocol import shapes_only
 from shoal.compiler import untraced
+from shoal.device import fake_tensors
 from shoal.errors import ModelError
 from shoal.pipeline.blocks import cut_error
 from shoal.pipeline.left_behind import OF_MODULES, kept, roots
@@ -183,10 +184,8 @@ def _shapes_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
         return module(*args, **kwargs)
     # One of many parts may look at devices and, unless its tensors are fakes, at values.
-    from torch._subclasses.fake_tensor import FakeTensorMode  # imported late: it is slow
-
     devices = [t.device for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    with FakeTensorMode():
+    with fake_tensors():
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             device = tensor.device if tensor.device.type != "meta" else devices[0] if devices else torch.device("cpu")

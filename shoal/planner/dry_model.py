@@ -41,7 +41,7 @@ from shoal.text import parse_bytes
 
 _NO_BUDGET = 1 << 62  # bytes, with which no block is recomputed
 _FEW_MICRO = (2, 3)  # micro-batches: one after which gradients are reduced, one before it, and one more
-_BY_CALLS = ("lamb", "muon", "onebitlamb")  # optimizers that need whole parameters
+_IN_CALLS = ("lamb", "muon", "onebitlamb")  # optimizers that update several units in a call
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class _ModelRun:
         # second one is the first whose updates the next forward waits for.
         self.num_warm = 1 if settings.zero_optimization.offload_optimizer.device == "none" else 2
         self.num_parts = self.degrees.get("sp", 1) * self.degrees.get("cp", 1)  # of a row
-        self.has_calls = settings.optimizer is not None and str(settings.optimizer.type).lower() in _BY_CALLS
+        self.steps_in_calls = settings.optimizer is not None and str(settings.optimizer.type).lower() in _IN_CALLS
 
     def steps(
         self, num_micro: Sequence[int], remove: Removal | None = None, budget: int | None = None
@@ -271,9 +271,9 @@ def _fewer(run: _ModelRun, num_micro: int) -> tuple[RunGrid, Callable[[int], Rem
         live = int(zero.stage3_max_live_parameters)
         numel = live if zero.stage3_prefetch_bucket_size else min(int(zero.stage3_max_reuse_distance), live)
         low += -(-numel // max(found.numel // run.degrees.get("tp", 1), 1))
-    # Of blocks that do not do the same: these optimizers update several units in a call, as many as come out even.
+    # Of blocks that do not do the same; an optimizer's call has as many units as come out even.
     is_part = run.settings.zero_optimization.offload_optimizer.ratio < 1
-    has_pattern = run.settings.activation_checkpointing.offload_every > 0 or run.has_calls or is_part
+    has_pattern = run.settings.activation_checkpointing.offload_every > 0 or run.steps_in_calls or is_part
     blocks = (low, low + 1) if count > 2 * low + 1 and not has_pattern else (count, count)
     if blocks[0] == count and micro[0] == num_micro:
         return None

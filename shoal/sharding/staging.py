@@ -64,7 +64,7 @@ class StagingBuffers:
     def release(self, buffer: FlatBuffer, reader: Work | None = None) -> None:
         """Return a buffer, or be done with one of another's; ``reader``: the collective whose source it is."""
         buffer.reader = reader
-        if any(buffer is each for each in self._all):
+        if buffer in self._all:
             self._free[buffer.layout.signature, buffer.dtype].append(buffer)
         else:
             buffer.wait_for_reader()

@@ -58,7 +58,8 @@ class LowPrecision(Part):
         refusal = refused.get(str(properties.plan.autocast_dtype or _dtype_of(model)))
         self.notes = self._notes(of_all, chosen, refusal)
         if any(stacked_experts(module) is not None for module in layers.values()):
-            why, _ = (take_groups(products, device) for products in (whole, split))
+            why = take_groups(whole, device)
+            split.groups = whole.groups
             if refusal is None and why is not None:
                 text = "each expert has products of its own, which are slow where experts are many and small"
                 self.notes.append(f"fp8: {text}: {why}.")

@@ -80,13 +80,11 @@ class ScaledFloat8:
 
     def encode_by_operators(self, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``encode`` returns, by torch's operators."""
-        if matrix.dim() == 3 and is_fake(matrix):
-            codes, scales = self.encode_by_operators(matrix.reshape(-1, matrix.shape[2]))
-            return codes.view(matrix.shape), scales.new_empty(matrix.shape[: 1 if self.block[0] is None else 2])
-        if matrix.dim() == 3:
-            every = [self.encode_by_operators(each) for each in matrix]
-            of_all = torch.stack([scales for _, scales in every])
-            return torch.stack([codes for codes, _ in every]), of_all.flatten() if self.block[0] is None else of_all
+        if matrix.dim() == 3:  # a matrix with one scale counts as a row
+            num_whole = 1 if self.block[0] is None else 2
+            rows = ScaledFloat8(self.dtype, (1, None))
+            codes, scales = rows.encode_by_operators(matrix.flatten(0, num_whole - 1).flatten(1))
+            return codes.view(matrix.shape), scales.view(matrix.shape[:num_whole])
         codes, scales = self.quantize(matrix)
         return codes.reshape(matrix.shape).contiguous(), scales.flatten()
 

@@ -130,6 +130,14 @@ def test_no_tier_changes_a_bit_whatever_is_done(case: Case, layout: Layout, othe
     compare(case, layout, other)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("hybrid", [(), (("mics_shard_size", 1),)])
+def test_a_second_pass_after_the_reduction_is_rounded_once(stage: int, hybrid: tuple[tuple[str, int], ...]) -> None:
+    """Its gradient is summed over the replicas by itself, and added to a 16-bit sum."""
+    case = Case("bf16", "AdamW", 1, 0.0, "no", (), is_async=False, script=(((), ()), ((), (("again",),))))
+    compare(case, Layout(stage, size=2, hybrid=hybrid, state="cpu", parameters="none", is_apart=True))
+
+
 def compare(case: Case, layout: Layout, other: Layout | None = None) -> None:
     threads = set(threading.enumerate())
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, pytest.MonkeyPatch.context() as patch:

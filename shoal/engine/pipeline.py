@@ -170,7 +170,7 @@ class PipelineEngine(Engine):
         # A split backward would recompute twice, and run the backward of a compiled block twice, which computes all.
         self._runner.splits_backward = not (self._is_recomputed or any(map(is_compiled, self.module.modules())))
         reducer, boundary = self.sharded.reducer, accumulation.boundary
-        accumulation.boundary, reducer.is_syncing = False, not self._compute.stays_partial
+        accumulation.boundary, reducer.is_held = False, self._compute.stays_partial
         self._compute.begin(actions)
         try:
             with self.timers.phase("pipeline"):
@@ -186,7 +186,7 @@ class PipelineEngine(Engine):
                     self._call_before_step()
                     self._step_boundary(None)
         finally:
-            accumulation.boundary, reducer.is_syncing = boundary, True
+            accumulation.boundary, reducer.is_held = boundary, False
             self._compute.end()
         accumulation.end_micro_batch(is_boundary=True, num_micro=num_micro)
         accumulation.counters.micro_steps += num_micro - 1

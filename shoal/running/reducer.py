@@ -46,7 +46,8 @@ class Reducer:
     ) -> None:
         self.units = list(units)
         self.is_syncing = True  # False: inside no_sync()
-        self.at_step = True  # this pass is the last one before the step
+        self.is_held = False  # True: passes reduce nothing, a pipeline does with ``reduce_now``
+        self.at_step = True  # this pass is the last one before the step, and outside of no_sync()
         self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext  # around waits: "gather", "reduce"
         self._order = list(reversed(self.units))
         self._comm = comm
@@ -58,7 +59,7 @@ class Reducer:
         self._under_way: deque[tuple[Unit, bool]] = deque()
 
     def _reduces(self, unit: Unit) -> bool:
-        return self.is_syncing and unit.reduces(at_step=self.at_step)
+        return not self.is_held and unit.reduces(at_step=self.at_step, is_syncing=self.is_syncing)
 
     def complete(self, unit: Unit) -> None:
         """Every parameter of ``unit`` has its gradient of this pass."""
@@ -111,7 +112,7 @@ class Reducer:
             elif not unit.is_reduced:
                 self._issue(unit)
         self.wait_reduced()
-        if is_reduced and self.is_syncing and self.at_step:
+        if is_reduced and self.at_step:
             self._adopt_order()
         for unit in self.units:
             unit.start_pass()

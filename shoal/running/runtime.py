@@ -266,7 +266,7 @@ class ShardedModel:
             return self._pass
         self.reads.stop()
         self._follow_stream()
-        self.reducer.at_step = self._on_backward()  # first, since it may refuse
+        self.reducer.at_step = self._on_backward() and self.reducer.is_syncing  # first, since it may refuse
         self.deferred.start()
         for group in self.trained_groups:
             group.gradient.take_back()

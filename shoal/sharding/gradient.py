@@ -298,8 +298,7 @@ class Gradient:
         """Memory to reduce into what ``wait`` adds to the sum; None: the reduction writes to the sum itself."""
         # What was summed over the replicas already must not be summed again.
         if self.state is GradientState.REDUCED and len(self.axes) > 1 and not self._is_whole_at_step:
-            # Of a 16-bit sum in fp32, so that it is rounded once.
-            return torch.empty_like(self.owned(), dtype=torch.promote_types(self.dtype, torch.float32))
+            return torch.empty_like(self.owned(), dtype=torch.promote_types(self.dtype, torch.float32))  # rounds once
         return None
 
     def _add_part(self, part: torch.Tensor) -> None:

@@ -307,9 +307,10 @@ class Unit:
         self._has_grad = bytearray(len(self._has_grad))
         self.is_reduced = False
 
-    def reduces(self, *, at_step: bool) -> bool:
-        """True if a pass reduces the unit. A sum of the whole buffer waits for the last micro-batch before the step."""
-        return at_step or any(not gradient.is_whole for gradient in self.gradients)
+    def reduces(self, *, at_step: bool, is_syncing: bool) -> bool:
+        """True if a pass reduces the unit. A sum of the whole buffer waits for the last micro-batch before the step.
+        A pass that is not ``is_syncing`` may not communicate, so it reduces what one rank has."""
+        return at_step or any(not one.is_whole and (is_syncing or one.is_alone) for one in self.gradients)
 
     def accumulate(self) -> None:
         """Keep the gradients of this pass until a later pass, or the step, reduces them. Communicates nothing."""

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.composing import NUM_BLOCKS, Case, Layout, differences, load_into, play, same
+from tests.helpers.composing import NUM_BLOCKS, Action, Case, Layout, differences, load_into, play, same
 from tests.ranks.offload.test_offload import make_apart
 
 
@@ -136,6 +136,15 @@ def test_a_second_pass_after_the_reduction_is_rounded_once(stage: int, hybrid: t
     """Its gradient is summed over the replicas by itself, and added to a 16-bit sum."""
     case = Case("bf16", "AdamW", 1, 0.0, "no", (), is_async=False, script=(((), ()), ((), (("again",),))))
     compare(case, Layout(stage, size=2, hybrid=hybrid, state="cpu", parameters="none", is_apart=True))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_passes_in_no_sync_are_added_in_order(stage: int, size: int, precision: str) -> None:
+    script: tuple[tuple[tuple[Action, ...], tuple[Action, ...]], ...] = (((), ()), ((("no_sync",),), ()))
+    case = Case(precision, "AdamW", 2, 0.0, "no", (), is_async=False, script=script)
+    compare(case, Layout(stage, size, state="cpu", parameters="none", is_apart=True))
 
 
 def compare(case: Case, layout: Layout, other: Layout | None = None) -> None:

@@ -30,6 +30,10 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "schedule": ("1f1b", "gpipe", "zb_h1", "zbv", "interleaved_1f1b", "interleaved_zero_bubble", "dualpipev"),
     "interval": (0, 0, 0, 2),  # blocks of a stage that are recomputed together
     "accumulation": (1, 2, 3),
+    # How micro-batches become a step; those in ``no_sync`` are the others than the last, or every second one.
+    "passes": ("counted", "counted", "no_sync", "mixed", "coalesced", "unmanaged", "boundaries", "scaled"),
+    "sums": ("default", "default", "default", "prescaled", "predivided", "fp32"),
+    "sparse": (False, False, False, True),
     "precision": ("fp32", "fp32", "fp32", "bf16", "fp16", "autocast"),
     "offload": ("none", "none", "none", "optimizer", "parameters", "ratio", "disk", "ahead", "zenflow"),
     "recompute": ("none", "none", "blocks", "matmul", "host", "offload", "budget", "budget offload", "model"),
@@ -86,6 +90,10 @@ def complete(case: Case) -> Case | None:
     plain: set[str] = set()
     if case["pp"] == 1:
         plain |= {"schedule", "interval"}
+    else:
+        plain.add("passes")
+    if case["passes"] in ("no_sync", "mixed") and case["accumulation"] == 1:
+        plain.add("passes")
     elif case["pp"] == LAYERS:
         plain.add("interval")
         if case["schedule"] not in ("1f1b", "gpipe", "zb_h1"):
@@ -273,6 +281,16 @@ def config(case: Case, folder: str) -> dict[str, Any]:
         zero["overlap_comm"] = False
     elif case["overlap"] == "gather":
         zero["overlap_param_gather"] = True
+    if case["sums"] == "prescaled":
+        settings["prescale_gradients"] = True
+    elif case["sums"] == "predivided":
+        settings["gradient_predivide_factor"] = 2.0
+    elif case["sums"] == "fp32":
+        settings["communication_data_type"] = "fp32"
+    if case["sparse"]:
+        settings["sparse_gradients"] = True
+    if case["passes"] == "unmanaged":
+        settings["managed_gradient_accumulation"] = False
     if case["buckets"] == "narrow":
         zero["reduce_bucket_size"] = 40
     if case["gathering"] == "late":

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -348,7 +348,10 @@ class _Rank:
                 loss = self.engine.train_batch(iter([self.inputs(step, index) for index in micro]))
                 sums = torch.stack([loss.double(), torch.ones_like(loss).double()])
             else:
-                sums = torch.stack([self.micro_step(step, index) for index in micro]).sum(0)
+                with self.coalescing():
+                    sums = torch.stack([self.micro_step(step, index) for index in micro]).sum(0)
+                if self.case["passes"] in ("coalesced", "unmanaged"):
+                    self.engine.step()
             self.sums.append(sums)
             self.norms.append(float(self.engine.get_global_grad_norm() or math.nan))
             if step == steps[0]:
@@ -362,13 +365,31 @@ class _Rank:
                 self.parameters[name] = access.full_parameter(parameter).float().clone()
         self.engine.destroy()
 
+    def coalescing(self) -> AbstractContextManager[object]:
+        """Around the micro-batches of a step."""
+        if self.case["passes"] != "coalesced":
+            return nullcontext()
+        self.engine.set_gradient_accumulation_boundary(True)
+        coalescing: AbstractContextManager[object] = self.engine.coalesce_grad_reduction()
+        return coalescing
+
     def micro_step(self, step: int, micro: int) -> torch.Tensor:
         """The loss times its weight, and the weight. Shape: [2]."""
-        inputs = self.inputs(step, micro)
+        inputs, passes = self.inputs(step, micro), self.case["passes"]
         count = (self.targets(inputs) != models.IGNORED).sum()
-        loss = models.loss_of(self.engine, inputs)
-        self.engine.backward(loss, **({"num_tokens": count} if self.case["by_tokens"] else {}))
-        self.engine.step()
+        tokens = {"num_tokens": count} if self.case["by_tokens"] else {}
+        is_last = micro == self.case["accumulation"] - 1
+        if passes == "boundaries":
+            self.engine.set_gradient_accumulation_boundary(is_last)
+        skips = not is_last if passes == "no_sync" else passes == "mixed" and micro % 2 == 1
+        with self.engine.no_sync() if skips else nullcontext():
+            loss = models.loss_of(self.engine, inputs)
+            if passes == "scaled":
+                self.engine.scale(loss, **tokens).backward()
+            else:
+                self.engine.backward(loss, **tokens)
+        if passes not in ("coalesced", "unmanaged"):
+            self.engine.step()
         weight = count.double() if self.case["by_tokens"] else torch.ones((), dtype=torch.float64)
         return torch.stack([loss.detach().double() * weight, weight])
 

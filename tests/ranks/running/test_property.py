@@ -119,6 +119,7 @@ SPECS = st.builds(
     recompute=st.sampled_from(["nothing", "blocks", "blocks, reentrant"]),
 )
 
+USED_OFTEN = Spec(4, ("twice", "again", "plain"), True, False, False, False, "blocks, reentrant")
 EVERYTHING = Spec(7, ("plain", "twice", "unused", "frozen", "tied", "again", "reads"), True, True, True, True)
 
 
@@ -142,6 +143,7 @@ EVERYTHING = Spec(7, ("plain", "twice", "unused", "frozen", "tied", "again", "re
 @example(EVERYTHING, 2, 3, "fp32", 2, 0.1, adamw, 40, 0, 50_000_000, 0, ["blocks.*"], {}, True)
 @example(EVERYTHING, 3, 2, "bf16", 1, 0.0, adamw, 500_000_000, 5, 100, 1_000_000_000, ["blocks.*"], {}, True)
 @example(EVERYTHING, 1, 4, "fp16", 3, 0.1, sgd, 1, 0, 0, 0, ["blocks"], {}, True)
+@example(USED_OFTEN, 0, 1, "bf16", 1, 0.0, sgd, 1, 0, 0, 0, ["blocks.*"], {}, False)
 def test_any_model_ends_where_one_process_ends(
     spec: Spec,
     stage: int,
@@ -193,6 +195,13 @@ def test_any_model_ends_where_one_process_ends(
     found = results[0].parameters if precision == "fp32" else results[0].main_parameters
     difference = largest_difference(found, expected)
     note(f"largest difference of a parameter: {difference}")
-    assert difference <= atol
+    if difference > atol and precision != "fp32":
+        # Uses of one parameter that recomputed segments add up in another order: not further from fp32 than by hand.
+        exact = train_alone(factory, optimizer, **arguments).parameters
+        exact = {name: exact[name] for name in expected}
+        assert "reentrant" in spec.recompute
+        assert largest_difference(found, exact) <= largest_difference(expected, exact)
+    else:
+        assert difference <= atol
     losses = [sum(values) / world for values in zip(*(result.losses for result in results), strict=True)]
     assert max(abs(a - b) for a, b in zip(losses, alone.losses, strict=True)) <= (1e-5 if precision == "fp32" else 2e-2)

@@ -37,7 +37,7 @@ from shoal.engine.client_optimizer import (
 from shoal.engine.compiled import CompiledSteps, refuse_cuda_graphs
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible
-from shoal.engine.model_parts import axes_of, levels_of, parts_of, with_experts
+from shoal.engine.model_parts import axes_of, check_split, keep_split, levels_of, parts_of, with_experts
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
 from shoal.engine.over_stages import from_stages
@@ -193,6 +193,7 @@ def _start(
 
     axes = axes_of(plan.mesh, open_axis, plan.secondary_size, are_replicas_apart=is_apart)
     axes = _timed(axes, world, settings)
+    check_split(model, axes, settings, plan.activations.tensor)
     _check_same_everywhere(axes, settings, model)
     whole = list(model.parameters())
     section = settings.expert_parallel
@@ -204,7 +205,9 @@ def _start(
     pp = axes.get("pp")
     whole_model: Sequence[ModuleAsBuilt] = ()
     if is_cut := pp is not None or isinstance(model, StageModule):
-        model, specs, axes, whole_model = stages_of(model, specs, settings, world, axes)
+        stages, specs, axes, whole_model = stages_of(model, specs, settings, world, axes)
+        keep_split(model, stages)
+        model = stages
         plan = of_own_units(plan, model, pp)
     here = {id(parameter) for parameter in model.parameters()}
     of_others = {id(parameter) for parameter in whole} - here

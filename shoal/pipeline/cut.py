@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -161,6 +162,9 @@ class Member:
     meta: Any
 
 
+CUT_MODELS: WeakSet[nn.Module] = WeakSet()  # what a ``CutModel`` was made of: they hold this rank's stages
+
+
 class CutModel(StageModule):
     """The stages of a model that this rank keeps. It shares the model's children and parameters, under their names.
 
@@ -181,6 +185,7 @@ class CutModel(StageModule):
         loss_fn: Callable[[Any, Any], torch.Tensor] | None,
     ) -> None:
         super().__init__()
+        CUT_MODELS.add(model)
         # Names that no child of a model has. The model is in a tuple, since its children are this module's.
         self._cut_model = (model,)
         self.num_stages = len(bounds) - 1

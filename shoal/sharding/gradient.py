@@ -327,10 +327,10 @@ class Gradient:
 
         self._finish = finish
 
-    def wait(self, *, at_step: bool) -> None:
-        """Wait for the reduction that was issued."""
+    def wait(self, *, at_step: bool) -> bool:
+        """Wait for the reduction that was issued. Returns: False: none was."""
         if self._work is None:
-            return
+            return False
         work = self._work
         work.wait()
         if self._finish is not None:
@@ -342,6 +342,7 @@ class Gradient:
         self.state = GradientState.REDUCED if is_sum else GradientState.ACCUMULATING
         if self.is_view and is_sum:
             work.drain()  # the script may scale what peers read
+        return True
 
     def complete(self) -> None:
         """At the step: sum over the ranks what no pass has summed yet (accumulation whose end was not announced)."""

@@ -106,8 +106,8 @@ class SparseGradient(ShownGradient):
         values = torch.zeros(0, *self._spec.shape[1:], dtype=self.sum_dtype, device=device)
         return self._sparse(torch.zeros(0, dtype=torch.int64, device=device), values)
 
-    def wait(self, *, at_step: bool) -> None:
-        """Nothing: ``reduce`` has waited."""
+    def wait(self, *, at_step: bool) -> bool:
+        return True  # ``reduce`` has waited
 
     @property
     def _can_be_shown(self) -> bool:

@@ -329,14 +329,14 @@ class Unit:
         Communicates: per trained group what its row says.
         """
         for gradient in self.gradients:
-            gradient.reduce(at_step=at_step)
+            if at_step or not gradient.is_alone or gradient.has_unreduced():
+                gradient.reduce(at_step=at_step)
         self.is_reduced = True
 
     def wait_reduced(self, *, at_step: bool) -> None:
         """Wait for ``reduce``. Gradients that the CPU optimizer needs start to move to the host."""
         for group in self.trained:
-            group.gradient.wait(at_step=at_step)
-            if group.updates is not None:
+            if group.gradient.wait(at_step=at_step) and group.updates is not None:
                 group.updates.send_gradient(group, at_step=at_step)
 
 

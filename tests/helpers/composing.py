@@ -20,6 +20,13 @@ from shoal.engine.engine import Engine
 VOCABULARY = 11
 HIDDEN = 6
 NUM_BLOCKS = 3
+TP_PLAN = {
+    "embedding": "vocab",
+    "blocks.*.inner": "column",
+    "blocks.*.outer": "row",
+    "frozen": "replicate",
+    "head": "vocab_head",
+}
 Action = tuple[Any, ...]
 
 
@@ -98,6 +105,7 @@ class Layout:
     state: str = "none"
     parameters: str = "none"
     is_apart: bool = True
+    tp: int = 1
 
     def plain(self) -> Layout:
         return replace(self, state="none", parameters="none", is_apart=False)
@@ -142,6 +150,7 @@ def settings_of(case: Case, layout: Layout, folder: str) -> dict[str, Any]:
         "zero_optimization": zero,
         "units": {"classes": ["Block"]},
         "checkpoint": {"async_save": case.is_async},
+        "parallel": {"tp": layout.tp, "tp_plan": TP_PLAN} if layout.tp > 1 else {},
     }
     hyper: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.01}
     if case.optimizer == "momentum":
@@ -204,9 +213,13 @@ class _Player:
     def parameter(self, name: str) -> nn.Parameter:
         return dict(self.engine.module.named_parameters())[name]
 
+    def shape(self, name: str) -> torch.Size:
+        """Of the whole parameter, also where ranks have parts."""
+        return MODEL.get_parameter(name).shape
+
     def forward(self) -> torch.Tensor:
         self.number += 1
-        generator = torch.Generator().manual_seed(10 * self.number + self.engine.global_rank)
+        generator = torch.Generator().manual_seed(10 * self.number + self.engine.axes.batch.rank)
         tokens = torch.randint(VOCABULARY, (2, 4), generator=generator)
         plan, self.plan = self.plan, {}
         logits = self.engine(tokens, **plan).float()
@@ -312,18 +325,18 @@ class _Player:
 
     def _set(self, name: str, value: float) -> None:
         parameter = self.parameter(name)
-        self.engine.access.set_full_parameter(parameter, torch.full(parameter.shape, value))
+        self.engine.access.set_full_parameter(parameter, torch.full(self.shape(name), value))
 
     def _set_state(self, name: str, value: float) -> None:
         parameter = self.parameter(name)
         key = "momentum_buffer" if self.case.optimizer == "momentum" else "exp_avg"
         if self.engine.access.full_optimizer_state(parameter, key) is not None:
-            self.engine.access.set_full_optimizer_state(parameter, key, torch.full(parameter.shape, value))
+            self.engine.access.set_full_optimizer_state(parameter, key, torch.full(self.shape(name), value))
 
     def _set_gradient(self, name: str, value: float) -> None:
         parameter = self.parameter(name)
         if self.engine.access.full_gradient(parameter) is not None:
-            self.engine.access.set_full_gradient(parameter, torch.full(parameter.shape, value))
+            self.engine.access.set_full_gradient(parameter, torch.full(self.shape(name), value))
 
     def _gathered(self, name: str, factor: float) -> None:
         parameter = self.parameter(name)

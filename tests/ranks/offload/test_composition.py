@@ -72,7 +72,10 @@ def layouts(draw: st.DrawFn) -> Layout:
     stage = draw(st.sampled_from([0, 1, 2, 3, 3, 3]))
     size = draw(st.sampled_from([1, 2, 2, 3, 4]))
     hybrids: list[tuple[tuple[str, int], ...]] = [()]
-    if size == 4:
+    tp = draw(st.sampled_from([1, 1, 2])) if size in (2, 4) else 1
+    if tp > 1:
+        pass
+    elif size == 4:
         hybrids = [(("mics_shard_size", 2),)] + [(("zero_hpz_partition_size", 2),)] * (stage == 3)
     elif size > 1:
         hybrids.append((("mics_shard_size", 1),))
@@ -83,6 +86,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         state=draw(st.sampled_from(["none", "cpu", "ahead", "ahead", "ratio", "nvme"])) if stage else "none",
         parameters=draw(st.sampled_from(["none", "cpu", "nvme", "some"])) if stage == 3 else "none",
         is_apart=draw(st.sampled_from([True, True, False])),
+        tp=tp,
     )
 
 
@@ -136,6 +140,14 @@ def test_a_second_pass_after_the_reduction_is_rounded_once(stage: int, hybrid: t
     """Its gradient is summed over the replicas by itself, and added to a 16-bit sum."""
     case = Case("bf16", "AdamW", 1, 0.0, "no", (), is_async=False, script=(((), ()), ((), (("again",),))))
     compare(case, Layout(stage, size=2, hybrid=hybrid, state="cpu", parameters="none", is_apart=True))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_gradient_of_a_block_that_a_pass_leaves_out_is_as_on_the_device(stage: int, size: int) -> None:
+    left_out = ((("without", 1),), (("get", "blocks.1.scale"), ("set_gradient", "blocks.1.scale", 3.0)))
+    case = Case(accumulation=3, script=(left_out, ((), ()), ((("without", 1),), ()), ((), ()), ((), ()), left_out))
+    compare(case, Layout(stage, size, state="cpu", parameters="none", is_apart=True))
 
 
 @pytest.mark.parametrize("stage", [2, 3])

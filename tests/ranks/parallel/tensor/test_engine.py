@@ -118,6 +118,43 @@ def test_a_gpt_trains_as_in_one_process(
         assert_equal(values, expected)
 
 
+@pytest.mark.parametrize(
+    ("size", "tp", "stage", "more"),
+    [
+        (2, 2, 0, {}),
+        (4, 2, 3, SEQUENCE),
+        (4, 4, 1, {"parallel": {"tp_loss_parallel": True}}),
+        (4, 2, 3, {"tensor_parallel": {"tp_overlap_comm": True}, **HOST}),
+        (4, 4, 1, {"parallel": {"tp_grid": "2d"}}),
+    ],
+)
+def test_a_second_engine_takes_over_a_split_model(size: int, tp: int, stage: int, more: dict[str, Any]) -> None:
+    model = make(gpt)
+    for step in range(3):
+        optimizer = sgd(model.parameters())  # as each engine has its own
+        batch = tokens(10 * step, size // tp)
+        model(batch[:, :-1], batch[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    def job() -> dict[str, Any]:
+        model, values = make(gpt), {}
+        for step in range(3):
+            engine = initialize(model, config(stage, tp, **copy.deepcopy(more)))
+            train(engine, range(step, step + 1))
+            values = engine.module_state_dict()
+            engine.destroy()
+        for other in (config(stage, 1), config(stage, tp, parallel={"tp_plan": {"head": "replicate"}})):
+            with pytest.raises(ModelError, match=r"layers of GPT are split .* already"):
+                initialize(model, other)
+        return values
+
+    for values in run_ranks(size, job):
+        assert_equal(values, expected)
+
+
 @pytest.mark.parametrize(("stage", "accumulation", "more"), [(1, 2, {}), (3, 1, HOST)])
 def test_a_gpt_on_a_3_d_grid_trains_as_in_one_process(
     stage: int, accumulation: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch

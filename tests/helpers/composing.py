@@ -248,6 +248,9 @@ class _Player:
             self.micro()
             for action in after:
                 self.act(action)
+            accumulation = self.engine.accumulation
+            if accumulation.is_boundary() and not accumulation.has_backward:
+                self.micro()  # what was loaded is of a step of which every pass had failed
             self.engine.step()
             self.note("norm", self.engine.get_global_grad_norm())
             self.note("applied", self.engine.was_step_applied())

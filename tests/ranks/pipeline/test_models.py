@@ -28,12 +28,17 @@ from tests.ranks.parallel.tensor.test_engine import (
 STEPS, MICRO = 3, 3
 
 
-def alone(dp: int, build: Callable[[], Any]) -> tuple[dict[str, torch.Tensor], list[float]]:
+def alone(
+    dp: int, build: Callable[[], Any], *, is_anew: bool = False
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """``is_anew``: each step has an optimizer of its own."""
     model = make(build)
     optimizer = sgd(model.parameters())
     losses = []
     for step in range(STEPS):
         total = 0.0
+        if is_anew:
+            optimizer = sgd(model.parameters())
         for micro in range(MICRO):
             batch = tokens(10 * step + micro, dp)
             loss = model(batch[:, :-1], batch[:, 1:]) / MICRO
@@ -87,6 +92,33 @@ def test_a_gpt_trains_as_in_one_process(
                     micros.append((context.shard(inputs), context.shard(labels), positions))
             found.append(float(engine.train_batch(iter(micros))))
         return found, engine.module_state_dict()
+
+    for found, values in run_ranks(size, job):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-6, atol=1e-6)
+        assert_equal(values, expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "parallel"), [(2, 3, {"pp": 2}), (4, 1, {"pp": 2, "tp": 2}), (8, 3, {"pp": 2, "tp": 2})]
+)
+def test_a_second_engine_takes_over_the_stages(size: int, stage: int, parallel: dict[str, Any]) -> None:
+    dp = size // parallel["pp"] // parallel.get("tp", 1)
+    expected, losses = alone(dp, gpt, is_anew=True)
+
+    def job() -> Any:
+        whole = model = make(gpt)
+        settings = config(stage, 1, MICRO) | {"parallel": parallel}
+        found, values = [], {}
+        for step in range(STEPS):
+            engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=settings)[0]
+            rank = engine.axes.batch.rank
+            rows = [tokens(10 * step + micro, dp)[ROWS * rank : ROWS * (rank + 1)] for micro in range(MICRO)]
+            found.append(float(engine.train_batch(iter([(each[:, :-1], each[:, 1:]) for each in rows]))))
+            values, model = engine.module_state_dict(), engine.module
+            engine.destroy()
+        with pytest.raises(ModelError, match=r"cut this GPT into pipeline stages.*\n.*engine\.module"):
+            shoal.initialize(model=whole, optimizer=sgd(whole.parameters()), config=settings)
+        return found, values
 
     for found, values in run_ranks(size, job):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-6, atol=1e-6)

@@ -17,6 +17,7 @@ from torch import nn
 
 from shoal.build.build import build
 from shoal.build.plan import ModuleAsBuilt
+from shoal.comm.formats import WireFormat
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import World
 from shoal.compiler import with_cuda_graphs
@@ -193,8 +194,7 @@ def _start(
 
     axes = axes_of(plan.mesh, open_axis, plan.secondary_size, are_replicas_apart=is_apart)
     axes = _timed(axes, world, settings)
-    check_split(model, axes, settings, plan.activations.tensor)
-    _check_same_everywhere(axes, settings, model)
+    _check_start(axes, settings, model, plan.activations.tensor)
     whole = list(model.parameters())
     section = settings.expert_parallel
     if settings.fp8.recipe is not None and any(map(is_stack, model.modules())):  # whose own products are not ours
@@ -405,11 +405,13 @@ def _timed(axes: Axes, world: World, settings: Config) -> Axes:
     return axes.map(lambda comm: comm if comm.size == 1 else TimedCommunicator(comm, log, device))
 
 
-def _check_same_everywhere(axes: Axes, settings: Config, model: nn.Module) -> None:
-    """Raises: ConfigError, ModelError: ranks disagree on the config or on the model's parameters.
+def _check_start(axes: Axes, settings: Config, model: nn.Module, wire: WireFormat | None) -> None:
+    """Raises: ConfigError, ModelError: ranks disagree on the config or on the model's parameters, or an engine that had
+    the model before has split it in another way.
 
     Communicates: digests; where those differ, what they are of.
     """
+    check_split(model, axes, settings, wire)
     comm = axes.world
     mine = {
         "config": {key: repr(value) for key, value in sorted(flat(settings.effective()).items())},

@@ -28,9 +28,7 @@ from tests.ranks.parallel.tensor.test_engine import (
 STEPS, MICRO = 3, 3
 
 
-def alone(
-    dp: int, build: Callable[[], Any], *, is_anew: bool = False
-) -> tuple[dict[str, torch.Tensor], list[float]]:
+def alone(dp: int, build: Callable[[], Any], *, is_anew: bool = False) -> tuple[dict[str, torch.Tensor], list[float]]:
     """``is_anew``: each step has an optimizer of its own."""
     model = make(build)
     optimizer = sgd(model.parameters())

@@ -27,6 +27,12 @@ TP_PLAN = {
     "frozen": "replicate",
     "head": "vocab_head",
 }
+WIRES: dict[str, dict[str, Any]] = {
+    "gather": {"gather": "int8"},
+    "reduce": {"reduce": "int8"},
+    "feedback": {"reduce": "int8", "error_feedback": True},
+    "difference": {"gather": "int8", "difference": True},
+}
 Action = tuple[Any, ...]
 
 
@@ -122,6 +128,8 @@ class Case:
     recompute: str = "no"
     numbers: tuple[tuple[str, int], ...] = ()
     is_async: bool = False
+    wire: str = "plain"
+    is_sparse: bool = False
     # Per micro-batch: what comes before it, and what between its backward pass and step().
     script: tuple[tuple[tuple[Action, ...], tuple[Action, ...]], ...] = ()
 
@@ -152,6 +160,10 @@ def settings_of(case: Case, layout: Layout, folder: str) -> dict[str, Any]:
         "checkpoint": {"async_save": case.is_async},
         "parallel": {"tp": layout.tp, "tp_plan": TP_PLAN} if layout.tp > 1 else {},
     }
+    if case.wire != "plain":
+        found["wire"] = WIRES[case.wire]
+    if case.is_sparse:
+        found["sparse_gradients"] = True
     hyper: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.01}
     if case.optimizer == "momentum":
         found["optimizer"] = {"type": "SGD", "params": {**hyper, "momentum": 0.9}}

@@ -7,13 +7,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.composing import NUM_BLOCKS, Action, Case, Layout, differences, load_into, play, same
+from tests.helpers.composing import NUM_BLOCKS, WIRES, Action, Case, Layout, differences, load_into, play, same
 from tests.ranks.offload.test_offload import make_apart
 
 
@@ -124,6 +125,8 @@ def cases(draw: st.DrawFn) -> Case:
             )
         ),
         is_async=draw(st.booleans()),
+        wire=draw(st.sampled_from(["plain", "plain", "plain", *WIRES])),
+        is_sparse=draw(st.sampled_from([False, False, True])),
         script=tuple(steps),
     )
 
@@ -131,6 +134,9 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=settings.default.max_examples // 4)
 @given(case=cases(), layout=layouts(), other=layouts())
 def test_no_tier_changes_a_bit_whatever_is_done(case: Case, layout: Layout, other: Layout) -> None:
+    is_whole = case.wire == "difference" and 3 in (layout.stage, other.stage)
+    if is_whole or (layout.tp > 1 and case.is_sparse):  # errors
+        case = replace(case, wire="plain", is_sparse=False)
     compare(case, layout, other)
 
 

@@ -32,7 +32,7 @@ from shoal.comm.formats import WireFormat
 from shoal.comm.parts import PartsCommunicator
 from shoal.comm.protocol import Communicator
 from shoal.comm.two_level import TwoLevels
-from shoal.comm.world import current_world
+from shoal.comm.world import World, current_world
 from shoal.config import Config
 from shoal.config.parallel import Parallel, PartitionConfig, TensorParallel
 from shoal.device import Device
@@ -163,8 +163,8 @@ def parts_of(
 class _HowSplit:
     """What decides how a model is split."""
 
-    tp: Communicator | None
-    etp: Communicator | None
+    world: World
+    mesh: Mesh
     parallel: Parallel
     tensor_parallel: TensorParallel
     wire: WireFormat | None
@@ -192,7 +192,7 @@ def _is_split(module: nn.Module) -> bool:
 
 
 def _how_split(axes: Axes, config: Config, wire: WireFormat | None) -> _HowSplit:
-    return _HowSplit(axes.get("tp"), axes.get("etp"), config.parallel, config.tensor_parallel, wire)
+    return _HowSplit(current_world(), axes.mesh, config.parallel, config.tensor_parallel, wire)
 
 
 def keep_split(model: nn.Module, stages: nn.Module) -> None:

@@ -57,7 +57,9 @@ class Offloaded:
     @property
     def ledger_kinds(self) -> frozenset[str]:
         """The ledger's kinds of what is in host memory meanwhile."""
-        return frozenset(KINDS[name] for name in self.names) if self.is_host_separate else frozenset()
+        if not self.is_host_separate:
+            return frozenset()
+        return frozenset(KINDS[name] for name in self.names) | ({"error"} if "lp_grads" in self.names else set())
 
     def require(self, call: str) -> None:
         """Raises: UsageError: a state that ``call`` needs is offloaded."""
@@ -184,7 +186,7 @@ class OffloadStates:
             self._copy_optimizer_state(copied)
         elif name == "lp_grads":
             for group in self._sharding.groups:
-                open_gradient.move_to_device(group.gradient)
+                open_gradient.move_to_device(group.gradient, copied)
 
     def empty_cache(self, *, frees_memory: bool = True) -> None:
         """Release every gathered unit that no block holds.
@@ -238,7 +240,8 @@ class OffloadStates:
             return [state[key] for state, key in self._optimizer_tensors()]
         if name == "lp_grads":
             exported = [open_gradient.export(group.gradient) for group in self._sharding.groups]
-            return [tensor for values in exported for tensor in open_gradient.tensors_in(values)]
+            errors = [e.stored_values for group in self._sharding.groups for e in group.gradient.sent.errors]
+            return [tensor for values in exported for tensor in open_gradient.tensors_in(values)] + errors
         return []
 
     def _copy_optimizer_state(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -249,6 +249,7 @@ class Sharding:
             self.step.free()
         for group in self.groups:
             group.gradient.free()
+            group.gradient.sent.forget()
             group.ranges = []
         self.check.forget()
         self.groups.clear()

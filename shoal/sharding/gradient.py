@@ -424,11 +424,10 @@ class Gradient:
             parameter.grad = None
 
     def free(self) -> None:
-        """Free all memory."""
+        """Free all memory, but for what reductions have lost."""
         self.reset()
         self.sum.reader = None
         self._drop_memory()
-        self.sent.forget()
 
     # what the script sees between two passes
 

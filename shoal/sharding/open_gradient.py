@@ -67,15 +67,17 @@ def _set_values(gradient: Gradient, saved: Mapping[str, Any]) -> None:
 
 
 def move_to_host(gradient: Gradient, to_host: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Free the device's memory; what is open is kept where ``to_host`` copies it. No peer reads it."""
+    """Free the device's memory; what is open, and what was lost, is kept where ``to_host`` copies it. No peer reads it."""
     saved = export(gradient)
     copied = None if saved is None else _copied(saved, to_host)
     gradient.free()
     gradient.moved = copied
+    gradient.sent.move(to_host)
 
 
-def move_to_device(gradient: Gradient) -> None:
+def move_to_device(gradient: Gradient, to_device: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Undo ``move_to_host``."""
+    gradient.sent.move(to_device)
     if gradient.moved is not None:
         restore(gradient, gradient.moved)
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -103,6 +103,14 @@ class SentGradient:
             for error in self.errors:
                 zeros = torch.zeros(error.stored_numel, dtype=error.dtype, device=error.device)
                 error.store(name_memory(zeros, f"the error of unit {error.label!r}", "error"))
+            first, *others = (error.stored_values for error in self.errors)
+            self._set_errors(first, others[0] if others else None)
+
+    def move(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Keep the errors where ``copied`` copies them, for ``offload_states`` and back."""
+        if self.errors and self.errors[0].has_memory:
+            for error in self.errors:
+                error.store(copied(error.stored_values))
             first, *others = (error.stored_values for error in self.errors)
             self._set_errors(first, others[0] if others else None)
 

@@ -57,7 +57,17 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "if_used": (False, False, True),  # read and gather only experts that some token uses
     "order": ("default", "default", "reversed"),  # of the axes of ranks
     "watch": ("nothing", "nothing", "checks", "profiles", "replica"),
-    "between": ("nothing", "nothing", "nothing", "evaluate", "offload_states", "resume", "resume_async", "error"),
+    "between": (
+        "nothing",
+        "nothing",
+        "nothing",
+        "evaluate",
+        "offload_states",
+        "resume",
+        "resume_async",
+        "restart",
+        "error",
+    ),
     "then": (None,),  # another layout, in which the run goes on from a checkpoint
 }
 PLAIN = {name: values[0] for name, values in OPTIONS.items()}

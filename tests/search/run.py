@@ -311,19 +311,20 @@ class _Rank:
         self.parameters: dict[str, torch.Tensor] = {}
         self.engine = self.start(model)
 
-    def start(self, model: Any) -> Any:
+    def start(self, model: Any, *, is_again: bool = False) -> Any:
+        """An engine; ``is_again``: of a model that an engine before had."""
         case = self.case
         settings = config(case, self.folder)
         if self.quorum is not None:
             settings["fault_tolerance"] = {"quorum": f"127.0.0.1:{self.quorum.port}"}
-        if case["built"] == "zero.Init":
+        if case["built"] == "zero.Init" and not is_again:
             whole = model
             with shoal.zero.Init(config_dict_or_path=settings):
                 model = models.skeleton(case["model"], whole, None)
                 with shoal.zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
                     for mine, value in zip(model.parameters(), whole.parameters(), strict=True):
                         mine.copy_(value)
-        if case["recompute"] == "model":
+        if case["recompute"] == "model" and not is_again:
             model.gradient_checkpointing_enable()
             if case["lora"]:
                 model.enable_input_require_grads()
@@ -331,7 +332,7 @@ class _Rank:
         if case["optimizer"].startswith("client"):
             optimizer = client(case, [p for p in model.parameters() if p.requires_grad])
         engine = shoal.initialize(model=model, optimizer=optimizer, config=settings)[0]
-        if case["built"] == "meta":
+        if case["built"] == "meta" and not is_again:
             shoal.load_hf(engine.module, f"{self.folder}/weights")
         return engine
 
@@ -431,6 +432,14 @@ class _Rank:
         self.load()
 
     resume_async = resume
+
+    def restart(self) -> None:
+        """Go on in another engine of the same model."""
+        self.save()
+        module = self.engine.module
+        self.engine.destroy()
+        self.engine = self.start(module, is_again=True)
+        self.load()
 
     def error(self) -> None:
         """A batch that the model cannot take; the step is run again with a right one."""

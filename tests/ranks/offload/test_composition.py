@@ -148,6 +148,12 @@ def test_a_second_pass_after_the_reduction_is_rounded_once(stage: int, hybrid: t
     compare(case, Layout(stage, size=2, hybrid=hybrid, state="cpu", parameters="none", is_apart=True))
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_reductions_have_lost_moves_with_the_gradients(stage: int) -> None:
+    script = (((), ()), ((("offload", None),), ()), ((), (("offload", ["lp_grads"]), ("ledger",))))
+    compare(Case(wire="feedback", script=script), Layout(stage, size=2))
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_gradient_of_a_block_that_a_pass_leaves_out_is_as_on_the_device(stage: int, size: int) -> None:

@@ -67,7 +67,7 @@ def _set_values(gradient: Gradient, saved: Mapping[str, Any]) -> None:
 
 
 def move_to_host(gradient: Gradient, to_host: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Free the device's memory, which no peer reads. What is open and what was lost is kept where ``to_host`` copies it."""
+    """Free the device's memory, which no peer reads. ``to_host`` copies what is open, and what reductions have lost."""
     saved = export(gradient)
     copied = None if saved is None else _copied(saved, to_host)
     gradient.free()

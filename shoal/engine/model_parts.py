@@ -18,10 +18,9 @@ Weights that pipeline stages share are added in ``stages_of``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -32,10 +31,11 @@ from shoal.comm.formats import WireFormat
 from shoal.comm.parts import PartsCommunicator
 from shoal.comm.protocol import Communicator
 from shoal.comm.two_level import TwoLevels
-from shoal.comm.world import World, current_world
+from shoal.comm.world import current_world
 from shoal.config import Config
-from shoal.config.parallel import Parallel, PartitionConfig, TensorParallel
+from shoal.config.parallel import PartitionConfig
 from shoal.device import Device
+from shoal.engine.earlier_split import SPLIT, is_declared, remember_split
 from shoal.engine.generators import share_generator_states
 from shoal.engine.over_stages import from_stages
 from shoal.errors import ConfigError, ModelError
@@ -48,13 +48,11 @@ from shoal.parallel.tensor.grid import Grid
 from shoal.parallel.tensor.grid_apply import parallelize_grid
 from shoal.parallel.tensor.overlap import LEAST_NBYTES
 from shoal.parallel.tensor.plan import plan_for
-from shoal.pipeline.cut import CUT_MODELS
 from shoal.process import node
 from shoal.running.parameter_owner import OWNERS
 from shoal.sharding.axes import Axes, DataAxes
 from shoal.sharding.layout import ParameterSpec
 from shoal.streams import is_accelerator
-from shoal.text import listed
 
 Specs = dict[str, ParameterSpec]  # by name in this rank's model
 
@@ -125,7 +123,7 @@ def parts_of(
     Communicates: on a tensor-parallel axis: a broadcast of what is not split yet.
     """
     comm, etp = axes.get("tp"), axes.get("etp")
-    before = _SPLIT.get(model)
+    before = SPLIT.get(model)
     if comm is None:
         return {}
     parts, partial = declared_parts(model, comm) if before is None else (dict(before.parts), before.partial)
@@ -154,75 +152,8 @@ def parts_of(
         )
     if etp is not None:
         parts |= split_stacks(model, etp)
-    if any(_is_split(module) for module in model.modules()):
-        _SPLIT[model] = _Split(_how_split(axes, config, wire), dict(parts), partial)
+    remember_split(model, axes, config, wire, parts, partial)
     return _along_tp(model, axes, parts, partial)
-
-
-@dataclass(frozen=True)
-class _HowSplit:
-    """What decides how a model is split."""
-
-    world: World
-    mesh: Mesh
-    parallel: Parallel
-    tensor_parallel: TensorParallel
-    wire: WireFormat | None
-
-
-@dataclass(frozen=True)
-class _Split:
-    """What a rank holds of a model that an engine has split, which another engine of the model takes over."""
-
-    how: _HowSplit
-    parts: Specs
-    partial: frozenset[str]
-
-
-_SPLIT: WeakKeyDictionary[nn.Module, _Split] = WeakKeyDictionary()
-
-
-def _is_declared(parameter: torch.Tensor) -> bool:
-    """True if the script says that this is a rank's part; see ``declared_parts``."""
-    return bool(getattr(parameter, "tensor_model_parallel", False))
-
-
-def _is_split(module: nn.Module) -> bool:
-    return hasattr(module, "tensor_split")
-
-
-def _how_split(axes: Axes, config: Config, wire: WireFormat | None) -> _HowSplit:
-    return _HowSplit(current_world(), axes.mesh, config.parallel, config.tensor_parallel, wire)
-
-
-def keep_split(model: nn.Module, stages: nn.Module) -> None:
-    """The pipeline stages of a model that is split are split as it is."""
-    if (split := _SPLIT.get(model)) is not None:
-        names = {name for name, _ in stages.named_parameters(remove_duplicate=False)}
-        _SPLIT[stages] = replace(split, parts={name: part for name, part in split.parts.items() if name in names})
-
-
-def check_split(model: nn.Module, axes: Axes, config: Config, wire: WireFormat | None) -> None:
-    """Raises: ModelError: an engine that had the model before has split it in another way, or cut it into stages."""
-    if model in CUT_MODELS:
-        raise ModelError(
-            f"an earlier engine has cut this {type(model).__name__} into pipeline stages: it has those of this rank.",
-            do="give initialize() the module of that engine (engine.module), or build the model again.",
-            code="model-split",
-        )
-    before = _SPLIT.get(model)
-    is_same = before is not None and before.how == _how_split(axes, config, wire)
-    if is_same or any(map(_is_declared, model.parameters())):
-        return
-    split = [name for name, module in model.named_modules() if _is_split(module)]
-    if split:
-        raise ModelError(
-            f"{len(split)} layers of {type(model).__name__} are split over tensor-parallel ranks already:"
-            f" {listed(split, 4)}. An earlier engine of this model has split them in another way than this one would.",
-            do="build the model again and load its checkpoint, which any layout loads; or leave the sections parallel,"
-            " tensor_parallel and wire.tensor, and the ranks, as they were.",
-            code="model-split",
-        )
 
 
 def _along_tp(model: nn.Module, axes: Axes, parts: Mapping[str, ParameterSpec], partial: Collection[str]) -> Specs:
@@ -472,7 +403,7 @@ def declared_parts(model: nn.Module, comm: Communicator) -> tuple[Specs, frozens
     Raises: ModelError: the ranks declare parts that do not fit together.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    own = {name: p for name, p in named.items() if _is_declared(p)}
+    own = {name: p for name, p in named.items() if is_declared(p)}
     partial = frozenset(name for name, p in named.items() if getattr(p, "sequence_parallel", False))
     shapes = comm.gather_objects({name: list(parameter.shape) for name, parameter in own.items()}, label="parts")
     if any(each.keys() != shapes[0].keys() for each in shapes):

@@ -215,8 +215,8 @@ class ParameterGroup:
         """After the optimizer has updated this rank's range of the whole buffer: bring all ranges up to date.
 
         Args:
-            is_exact: the values as they are stored, whatever format the row has. So are differences without
-                ``begin_update()``: nothing is known then that all ranks have.
+            is_exact: the values as they are stored, whatever format the row has. So are those of frozen parameters, of
+                which there are no others, and differences without ``begin_update()``, which would be of nothing.
 
         Communicates: one all-gather where optimizer state is sharded and parameters are not, else nothing.
         """
@@ -224,7 +224,8 @@ class ParameterGroup:
         if self.buffer.is_sharded or self.buffer.comm.size == 1:
             return FinishedWork(self.buffer.full)
         self.buffer.assume(self.buffer.owned)
-        wires = None if is_exact or (self.row.sent.is_difference and base is None) else self._wires
+        is_exact |= not self.is_trained or (self.row.sent.is_difference and base is None)
+        wires = None if is_exact else self._wires
         if wires and base is not None:
             keep_for_current_stream(base)
             wires = {axis: replace(wire, base=base) for axis, wire in wires.items()}

@@ -148,6 +148,11 @@ def test_a_second_pass_after_the_reduction_is_rounded_once(stage: int, hybrid: t
     compare(case, Layout(stage, size=2, hybrid=hybrid, state="cpu", parameters="none", is_apart=True))
 
 
+@pytest.mark.parametrize("wire", ["gather", "feedback"])
+def test_frozen_parameters_are_loaded_exactly_whatever_is_gathered(wire: str) -> None:
+    compare(Case(wire=wire, script=(((), ()), ((), ()))), Layout(3, size=2), Layout(1, size=3, is_apart=False))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_reductions_have_lost_moves_with_the_gradients(stage: int) -> None:
     script = (((), ()), ((("offload", None),), ()), ((), (("offload", ["lp_grads"]), ("ledger",))))

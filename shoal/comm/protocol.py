@@ -600,14 +600,16 @@ def encoded_all_reduce(
     total = torch.empty(padded.numel() // axis.size, dtype=torch.float32, device=full.device)
 
     def gather(before: Work) -> Work:
-        return axis.all_gather(padded, before.wait(), label=label, wire=wire.of_sum())
+        with wire.of_sum().padded(total.numel()) as of_sum:
+            return axis.all_gather(padded, before.wait(), label=label, wire=of_sum)
 
     def finish(before: Work) -> Work:
         before.wait()
         keep_for_current_stream(total, padded)
         return FinishedWork(full if padded is full else full.copy_(padded[: full.numel()]))
 
-    work = axis.reduce_scatter(padded, total, scale=scale, label=label, wire=wire)
+    with wire.padded(padded.numel()) as of_ranks:
+        work = axis.reduce_scatter(padded, total, scale=scale, label=label, wire=of_ranks)
     return comm.staged(full, lambda: work, gather, finish)
 
 

@@ -12,7 +12,8 @@ into one message a rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -59,6 +60,17 @@ class Wire:
         if error is not None and before is not None:
             error.lerp_(before, self.error_decay)
         return message, layout
+
+    @contextmanager
+    def padded(self, numel: int) -> Iterator[Wire]:
+        """The same for ``numel`` elements, of which the error has the first ones; inside the block they are encoded."""
+        error = self.error
+        if error is None or error.numel() == numel:
+            yield self
+            return
+        padded = torch.nn.functional.pad(error, (0, numel - error.numel()))
+        yield replace(self, error=padded)
+        error.copy_(padded[: error.numel()])
 
     def of_sum(self) -> Wire:
         """For what an all_reduce sends after the sum."""

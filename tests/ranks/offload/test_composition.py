@@ -153,10 +153,22 @@ def test_frozen_parameters_are_loaded_exactly_whatever_is_gathered(wire: str) ->
     compare(Case(wire=wire, script=(((), ()), ((), ()))), Layout(3, size=2), Layout(1, size=3, is_apart=False))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_reductions_have_lost_moves_with_the_gradients(stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "size", "hybrid"),
+    [
+        (0, 2, ()),
+        (1, 2, ()),
+        (2, 2, ()),
+        (3, 2, ()),
+        (1, 3, (("mics_shard_size", 1),)),
+        (3, 3, (("mics_shard_size", 1),)),
+    ],
+)
+def test_what_reductions_have_lost_moves_with_the_gradients(
+    stage: int, size: int, hybrid: tuple[tuple[str, int], ...]
+) -> None:
     script = (((), ()), ((("offload", None),), ()), ((), (("offload", ["lp_grads"]), ("ledger",))))
-    compare(Case(wire="feedback", script=script), Layout(stage, size=2))
+    compare(Case(wire="feedback", script=script), Layout(stage, size, hybrid))
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -9,19 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from shoal.comm.formats import WireFormat
 from shoal.comm.world import World, current_world
 from shoal.config import Config
 from shoal.config.parallel import Parallel, TensorParallel
-from shoal.errors import ModelError
 from shoal.mesh import Mesh
-from shoal.pipeline.cut import CUT_MODELS
 from shoal.sharding.axes import Axes
 from shoal.sharding.layout import ParameterSpec
-from shoal.text import listed
 
 
 @dataclass(frozen=True)
@@ -47,11 +43,6 @@ class Split:
 SPLIT: WeakKeyDictionary[nn.Module, Split] = WeakKeyDictionary()
 
 
-def is_declared(parameter: torch.Tensor) -> bool:
-    """True if the script says that this is a rank's part of a tensor, as Megatron-LM's layers do."""
-    return bool(getattr(parameter, "tensor_model_parallel", False))
-
-
 def remember_split(
     model: nn.Module,
     axes: Axes,
@@ -60,9 +51,8 @@ def remember_split(
     parts: Mapping[str, ParameterSpec],
     partial: frozenset[str],
 ) -> None:
-    """An engine has split the model, if any of its layers is split."""
-    if any(map(_is_split, model.modules())):
-        SPLIT[model] = Split(_how_split(axes, config, wire), dict(parts), partial)
+    """An engine has split the model."""
+    SPLIT[model] = Split(how_split(axes, config, wire), dict(parts), partial)
 
 
 def keep_split(model: nn.Module, stages: nn.Module) -> None:
@@ -72,32 +62,5 @@ def keep_split(model: nn.Module, stages: nn.Module) -> None:
         SPLIT[stages] = replace(split, parts={name: part for name, part in split.parts.items() if name in names})
 
 
-def check_split(model: nn.Module, axes: Axes, config: Config, wire: WireFormat | None) -> None:
-    """Raises: ModelError: an engine that had the model before has split it in another way, or cut it into stages."""
-    if model in CUT_MODELS:
-        raise ModelError(
-            f"an earlier engine has cut this {type(model).__name__} into pipeline stages: it has those of this rank.",
-            do="give initialize() the module of that engine (engine.module), or build the model again.",
-            code="model-split",
-        )
-    before = SPLIT.get(model)
-    is_same = before is not None and before.how == _how_split(axes, config, wire)
-    if is_same or any(map(is_declared, model.parameters())):
-        return
-    split = [name for name, module in model.named_modules() if _is_split(module)]
-    if split:
-        raise ModelError(
-            f"{len(split)} layers of {type(model).__name__} are split over tensor-parallel ranks already:"
-            f" {listed(split, 4)}. An earlier engine of this model has split them in another way than this one would.",
-            do="build the model again and load its checkpoint, which any layout loads; or leave the sections parallel,"
-            " tensor_parallel and wire.tensor, and the ranks, as they were.",
-            code="model-split",
-        )
-
-
-def _is_split(module: nn.Module) -> bool:
-    return hasattr(module, "tensor_split")
-
-
-def _how_split(axes: Axes, config: Config, wire: WireFormat | None) -> HowSplit:
+def how_split(axes: Axes, config: Config, wire: WireFormat | None) -> HowSplit:
     return HowSplit(current_world(), axes.mesh, config.parallel, config.tensor_parallel, wire)

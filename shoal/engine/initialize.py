@@ -36,10 +36,10 @@ from shoal.engine.client_optimizer import (
     with_own_sums,
 )
 from shoal.engine.compiled import CompiledSteps, refuse_cuda_graphs
-from shoal.engine.earlier_split import check_split, keep_split
+from shoal.engine.earlier_split import keep_split
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible
-from shoal.engine.model_parts import axes_of, levels_of, parts_of, with_experts
+from shoal.engine.model_parts import axes_of, check_split, levels_of, parts_of, with_experts
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
 from shoal.engine.over_stages import from_stages

@@ -35,7 +35,7 @@ from shoal.comm.world import current_world
 from shoal.config import Config
 from shoal.config.parallel import PartitionConfig
 from shoal.device import Device
-from shoal.engine.earlier_split import SPLIT, is_declared, remember_split
+from shoal.engine.earlier_split import SPLIT, how_split, remember_split
 from shoal.engine.generators import share_generator_states
 from shoal.engine.over_stages import from_stages
 from shoal.errors import ConfigError, ModelError
@@ -48,11 +48,13 @@ from shoal.parallel.tensor.grid import Grid
 from shoal.parallel.tensor.grid_apply import parallelize_grid
 from shoal.parallel.tensor.overlap import LEAST_NBYTES
 from shoal.parallel.tensor.plan import plan_for
+from shoal.pipeline.cut import CUT_MODELS
 from shoal.process import node
 from shoal.running.parameter_owner import OWNERS
 from shoal.sharding.axes import Axes, DataAxes
 from shoal.sharding.layout import ParameterSpec
 from shoal.streams import is_accelerator
+from shoal.text import listed
 
 Specs = dict[str, ParameterSpec]  # by name in this rank's model
 
@@ -114,6 +116,29 @@ def axes_of(
     )
 
 
+def check_split(model: nn.Module, axes: Axes, config: Config, wire: WireFormat | None) -> None:
+    """Raises: ModelError: an engine that had the model before has split it in another way, or cut it into stages."""
+    if model in CUT_MODELS:
+        raise ModelError(
+            f"an earlier engine has cut this {type(model).__name__} into pipeline stages: it has those of this rank.",
+            do="give initialize() the module of that engine (engine.module), or build the model again.",
+            code="model-split",
+        )
+    before = SPLIT.get(model)
+    is_same = before is not None and before.how == how_split(axes, config, wire)
+    if is_same or any(map(_is_declared, model.parameters())):
+        return
+    split = [name for name, module in model.named_modules() if hasattr(module, "tensor_split")]
+    if split:
+        raise ModelError(
+            f"{len(split)} layers of {type(model).__name__} are split over tensor-parallel ranks already:"
+            f" {listed(split, 4)}. An earlier engine of this model has split them in another way than this one would.",
+            do="build the model again and load its checkpoint, which any layout loads; or leave the sections parallel,"
+            " tensor_parallel and wire.tensor, and the ranks, as they were.",
+            code="model-split",
+        )
+
+
 def parts_of(
     model: nn.Module, axes: Axes, config: Config, device: torch.device, wire: WireFormat | None = None
 ) -> Specs:
@@ -142,7 +167,8 @@ def parts_of(
         return _along_tp(model, axes, parts, partial)
     if etp is not None and etp is not comm:
         _check_declared(model, parts, etp)
-    if not parts:
+    is_whole = not parts
+    if is_whole:
         parts, partial = split(model, axes, config, device, wire)
     elif wire is not None:
         raise ConfigError(
@@ -152,7 +178,8 @@ def parts_of(
         )
     if etp is not None:
         parts |= split_stacks(model, etp)
-    remember_split(model, axes, config, wire, parts, partial)
+    if is_whole:
+        remember_split(model, axes, config, wire, parts, partial)
     return _along_tp(model, axes, parts, partial)
 
 
@@ -390,6 +417,11 @@ def _check_expert_split(config: Config) -> None:
         )
 
 
+def _is_declared(parameter: torch.Tensor) -> bool:
+    """True if the script says that this is a rank's part of a tensor; see ``declared_parts``."""
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
 def declared_parts(model: nn.Module, comm: Communicator) -> tuple[Specs, frozenset[str]]:
     """The parts that a model which is split already declares on its parameters, as Megatron-LM's layers do.
 
@@ -403,7 +435,7 @@ def declared_parts(model: nn.Module, comm: Communicator) -> tuple[Specs, frozens
     Raises: ModelError: the ranks declare parts that do not fit together.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    own = {name: p for name, p in named.items() if is_declared(p)}
+    own = {name: p for name, p in named.items() if _is_declared(p)}
     partial = frozenset(name for name, p in named.items() if getattr(p, "sequence_parallel", False))
     shapes = comm.gather_objects({name: list(parameter.shape) for name, parameter in own.items()}, label="parts")
     if any(each.keys() != shapes[0].keys() for each in shapes):

@@ -35,5 +35,5 @@ def test_the_model_returns_to_no_part_of_the_engine() -> None:
     finally:
         sys.setprofile(previous)
     engine.destroy()
-    parts = ["earlier_split", "model_parts", "client_optimizer", "offload", "activations", "compiled"]
+    parts = ["model_parts", "client_optimizer", "offload", "activations", "compiled"]
     assert visited == ["entry", "initialize", *parts]

@@ -314,8 +314,8 @@ CHANGES = {
     # reads of the host
     "the host reads the norm of a unit": Change(
         "shoal/sharding/unit.py",
-        "            group.gradient.wait(at_step=at_step)\n",
-        "            group.gradient.wait(at_step=at_step)\n            group.gradient.owned().sum().item()\n",
+        "            if group.gradient.wait(at_step=at_step) and ",
+        "            group.gradient.owned().sum().item()\n            if group.gradient.wait(at_step=at_step) and ",
         partial(_reads, config(2)),
         "unit.py",
     ),

@@ -314,8 +314,9 @@ CHANGES = {
     # reads of the host
     "the host reads the norm of a unit": Change(
         "shoal/sharding/unit.py",
-        "            if group.gradient.wait(at_step=at_step) and ",
-        "            group.gradient.owned().sum().item()\n            if group.gradient.wait(at_step=at_step) and ",
+        "            if group.gradient.wait(at_step=at_step) and group.updates",
+        "            is_done = group.gradient.wait(at_step=at_step)\n            group.gradient.owned().sum().item()\n"
+        "            if is_done and group.updates",
         partial(_reads, config(2)),
         "unit.py",
     ),

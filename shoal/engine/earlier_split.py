@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -33,7 +33,10 @@ class HowSplit:
 
 @dataclass(frozen=True)
 class Split:
-    """What a rank holds of a split model: the parts by name, the names of what it has a summand of the gradient of."""
+    """What a rank holds of a split model: the parts by name, the names of what it has a summand of the gradient of.
+
+    Of a pipeline they may be of other stages, too.
+    """
 
     how: HowSplit
     parts: Mapping[str, ParameterSpec]
@@ -41,25 +44,6 @@ class Split:
 
 
 SPLIT: WeakKeyDictionary[nn.Module, Split] = WeakKeyDictionary()
-
-
-def remember_split(
-    model: nn.Module,
-    axes: Axes,
-    config: Config,
-    wire: WireFormat | None,
-    parts: Mapping[str, ParameterSpec],
-    partial: frozenset[str],
-) -> None:
-    """An engine has split the model."""
-    SPLIT[model] = Split(how_split(axes, config, wire), dict(parts), partial)
-
-
-def keep_split(model: nn.Module, stages: nn.Module) -> None:
-    """The pipeline stages of a model are split as it is."""
-    if (split := SPLIT.get(model)) is not None:
-        names = {name for name, _ in stages.named_parameters(remove_duplicate=False)}
-        SPLIT[stages] = replace(split, parts={name: part for name, part in split.parts.items() if name in names})
 
 
 def how_split(axes: Axes, config: Config, wire: WireFormat | None) -> HowSplit:

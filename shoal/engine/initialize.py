@@ -36,7 +36,6 @@ from shoal.engine.client_optimizer import (
     with_own_sums,
 )
 from shoal.engine.compiled import CompiledSteps, refuse_cuda_graphs
-from shoal.engine.earlier_split import keep_split
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible
 from shoal.engine.model_parts import axes_of, check_split, levels_of, parts_of, with_experts
@@ -206,9 +205,7 @@ def _start(
     pp = axes.get("pp")
     whole_model: Sequence[ModuleAsBuilt] = ()
     if is_cut := pp is not None or isinstance(model, StageModule):
-        stages, specs, axes, whole_model = stages_of(model, specs, settings, world, axes)
-        keep_split(model, stages)
-        model = stages
+        model, specs, axes, whole_model = stages_of(model, specs, settings, world, axes)
         plan = of_own_units(plan, model, pp)
     here = {id(parameter) for parameter in model.parameters()}
     of_others = {id(parameter) for parameter in whole} - here

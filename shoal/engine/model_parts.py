@@ -35,7 +35,7 @@ from shoal.comm.world import current_world
 from shoal.config import Config
 from shoal.config.parallel import PartitionConfig
 from shoal.device import Device
-from shoal.engine.earlier_split import SPLIT, how_split, remember_split
+from shoal.engine.earlier_split import SPLIT, Split, how_split
 from shoal.engine.generators import share_generator_states
 from shoal.engine.over_stages import from_stages
 from shoal.errors import ConfigError, ModelError
@@ -148,9 +148,9 @@ def parts_of(
     Communicates: on a tensor-parallel axis: a broadcast of what is not split yet.
     """
     comm, etp = axes.get("tp"), axes.get("etp")
-    before = SPLIT.get(model)
     if comm is None:
         return {}
+    before = SPLIT.get(model)
     parts, partial = declared_parts(model, comm) if before is None else (dict(before.parts), before.partial)
     owners = {name: OWNERS.get(parameter) for name, parameter in model.named_parameters()}
     lost = [name for name, o in owners.items() if o is not None and (name in parts or o.comm.size < axes.world.size)]
@@ -179,7 +179,7 @@ def parts_of(
     if etp is not None:
         parts |= split_stacks(model, etp)
     if is_whole:
-        remember_split(model, axes, config, wire, parts, partial)
+        SPLIT[model] = Split(how_split(axes, config, wire), parts, partial)
     return _along_tp(model, axes, parts, partial)
 
 

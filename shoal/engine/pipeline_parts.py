@@ -15,6 +15,7 @@ from shoal.comm.protocol import Communicator
 from shoal.comm.world import World
 from shoal.config import Config
 from shoal.config.parallel import Pipeline
+from shoal.engine.earlier_split import SPLIT
 from shoal.engine.model_parts import Specs
 from shoal.engine.over_stages import from_stages
 from shoal.engine.settings import Plan
@@ -96,6 +97,7 @@ def stages_of(
         )
     elif not isinstance(model, StageModule):
         split = None if isinstance(section.split_points, str) else section.split_points or None
+        before = SPLIT.get(model)
         model = cut(
             model,
             schedule.num_stages,
@@ -106,6 +108,8 @@ def stages_of(
             last_stage=section.last_stage,
             every_stage=section.every_stage,
         )
+        if before is not None:
+            SPLIT[model] = before
     if model.num_stages != schedule.num_stages or tuple(model.stages) != own:
         raise ConfigError(
             f"the model is cut into {model.num_stages} pipeline stages, of which this rank has {list(model.stages)};"

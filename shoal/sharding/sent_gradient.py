@@ -103,16 +103,19 @@ class SentGradient:
             for error in self.errors:
                 zeros = torch.zeros(error.stored_numel, dtype=error.dtype, device=error.device)
                 error.store(name_memory(zeros, f"the error of unit {error.label!r}", "error"))
-            first, *others = (error.stored_values for error in self.errors)
-            self._set_errors(first, others[0] if others else None)
+            self._feed_back()
 
     def move(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Keep the errors where ``copied`` copies them, for ``offload_states`` and back."""
         if self.errors and self.errors[0].has_memory:
             for error in self.errors:
                 error.store(copied(error.stored_values))
-            first, *others = (error.stored_values for error in self.errors)
-            self._set_errors(first, others[0] if others else None)
+            self._feed_back()
+
+    def _feed_back(self) -> None:
+        """Let the first axis add the errors, where they are now, and set them."""
+        first, *others = (error.stored_values for error in self.errors)
+        self._set_errors(first, others[0] if others else None)
 
     def _set_errors(self, first: torch.Tensor | None, second: torch.Tensor | None) -> None:
         self._wires[self._axis] = replace(self._wires[self._axis], error=first, second_error=second)

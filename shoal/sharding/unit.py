@@ -329,7 +329,7 @@ class Unit:
         Communicates: per trained group what its row says.
         """
         for gradient in self.gradients:
-            if at_step or not gradient.is_alone or gradient.has_unreduced():
+            if at_step or not gradient.is_alone or gradient.has_unreduced():  # else, on one rank, there is none
                 gradient.reduce(at_step=at_step)
         self.is_reduced = True
 

@@ -44,10 +44,15 @@ def config(stage: int, tp: int, accumulation: int = 1, **more: Any) -> dict[str,
     }
 
 
-def alone(factory: Any, dp: int, accumulation: int = 1) -> dict[str, torch.Tensor]:
+def alone(
+    factory: Any, dp: int, accumulation: int = 1, *, steps: int = STEPS, is_anew: bool = False
+) -> dict[str, torch.Tensor]:
+    """``is_anew``: each step has an optimizer of its own."""
     model = make(factory)
     optimizer = sgd(model.parameters())
-    for step in range(STEPS):
+    for step in range(steps):
+        if is_anew:
+            optimizer = sgd(model.parameters())
         for micro in range(accumulation):
             batch = tokens(10 * step + micro, dp)
             (model(batch[:, :-1], batch[:, 1:]) / accumulation).backward()
@@ -129,15 +134,7 @@ def test_a_gpt_trains_as_in_one_process(
     ],
 )
 def test_a_second_engine_takes_over_a_split_model(size: int, tp: int, stage: int, more: dict[str, Any]) -> None:
-    model = make(gpt)
-    for step in range(3):
-        optimizer = sgd(model.parameters())  # as each engine has its own
-        batch = tokens(10 * step, size // tp)
-        model(batch[:, :-1], batch[:, 1:]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    expected = alone(gpt, size // tp, steps=3, is_anew=True)
 
     def job() -> dict[str, Any]:
         model, values = make(gpt), {}
